@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
@@ -96,7 +97,7 @@ class Micro:
 
 def phase_bytes(gates: MicroGates, model: RandomModel, decoder: Decoder) -> dict[str, int]:
     """Bytes that each phase must move."""
-    assert decoder.drafter is not None
+    assert isinstance(decoder.drafter, BufferedDrafter)
     element = model.target.dtype.itemsize
     features = gates.accepted_length * model.target.feature_width * element
     return {

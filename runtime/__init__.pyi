@@ -44,7 +44,7 @@ from .safeailab.patch import (
     unpatch_ea_model,
     unpatch_eagle_model,
 )
-from .settings import SamplingConfig, TreeConfig
+from .settings import PartialVerification, SamplingConfig, TreeConfig
 from .tree import DraftTree
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "HeadWeights",
     "MissLog",
     "PairingError",
+    "PartialVerification",
     "PromptError",
     "RequestOutput",
     "RotaryEmbedding",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .model import SpeculativeModel
     from .requests.output import GenerationOutput
     from .requests.stats import GenerationStats
+    from .settings import PartialVerification
 
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
@@ -65,6 +66,15 @@ Examples:
 @click.option("--seed", type=int, help="Fixes every draw. Default: a new one each time, printed with the figures.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
+@click.option("--partial-verification", type=click.Choice(["exact", "lossy"]),
+              help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes "
+              "confirm; `lossy` may change the text.")  # fmt: skip
+@click.option("--partial-blocks", type=click.IntRange(min=1), metavar="N",
+              help="Blocks of 64 keys that such a part has besides recent ones. Default: 256.")  # fmt: skip
+@click.option("--partial-steps", type=click.IntRange(min=1), metavar="N",
+              help="Passes over the part between two full ones. Default: 8.")  # fmt: skip
+@click.option("--partial-from", type=click.IntRange(min=0), metavar="TOKENS",
+              help="Length of prompt from which it is done. Default: 65,536.")  # fmt: skip
 @miss_log_option
 @click.option("--stats", is_flag=True, help="Print more figures: steps, sequences side by side, launches, ends.")
 @click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
@@ -103,6 +113,7 @@ def _generate(options: dict[str, Any]) -> None:
             "--follow-rows is how many ids join with --follow. Give --follow prompt as well.",
             option="--follow-rows", missing="--follow",
         )  # fmt: skip
+    options["partial_verification"] = _partial_verification(options)
     system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
     more_figures = options.pop("stats")
     if raw and system is not None:
@@ -134,6 +145,21 @@ def _generate(options: dict[str, Any]) -> None:
         session.chat()
     else:
         session.answer(prompt, as_json)
+
+
+def _partial_verification(options: dict[str, Any]) -> PartialVerification | None:
+    from .settings import PartialVerification
+
+    mode = options.pop("partial_verification")
+    names = {"partial_blocks": "num_blocks", "partial_steps": "num_steps", "partial_from": "min_length"}
+    given = {field: options.pop(name) for name, field in names.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    if mode is None and given:
+        raise UsageError(
+            "--partial-blocks, --partial-steps and --partial-from say how --partial-verification works. Give it as "
+            "well.", missing="--partial-verification",
+        )  # fmt: skip
+    return None if mode is None else PartialVerification(mode, **given)
 
 
 def _check_text(name: str, text: str | None) -> None:
@@ -297,7 +323,17 @@ def figures(stats: GenerationStats) -> str:
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
         f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
+        + _ahead_figures(stats)
         + ("; the drafter's launch parameters are not tuned here" if "drafter" in stats.tuned_misses else "")
+    )
+
+
+def _ahead_figures(stats: GenerationStats) -> str:
+    if not stats.num_partial_passes:
+        return ""
+    return (
+        f"; {stats.num_partial_passes} passes over a part of the cache ran ahead, of whose tokens "
+        f"{stats.num_rolled_back_tokens} were not confirmed"
     )
 
 
@@ -334,7 +370,10 @@ def _check(
     if proof is not None:
         raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, proof)
     message = f"check: token {place} differs from plain {kind}"
-    if str(model.target.dtype) != "torch.float32":
+    ahead = options.get("partial_verification")
+    if ahead is not None and ahead.mode == "lossy":
+        message += ", as it may with --partial-verification lossy"
+    elif str(model.target.dtype) != "torch.float32":
         message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"
     raise EagleSlimError(message + ".", token=place)
 

@@ -28,7 +28,7 @@ from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.screen import check_screen
 from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError, did_you_mean
+from .errors import AcceptanceWarning, UnsupportedModelError, UsageError, did_you_mean
 from .loading import (
     MapForm,
     OpenedHead,
@@ -54,12 +54,13 @@ from .requests.sampling_params import read_sampling_params
 from .requests.stats import GenerationStats
 from .requests.streaming import Streamer, send_tokens
 from .requests.tree_size import TreeSize, device_name, measured_sizes, screen_pays
-from .settings import TreeConfig
+from .settings import PartialVerification, TreeConfig
 from .step.choice_rules import CallRules
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
 from .target.choose import choose_target_backend
+from .target.short_cache import unfit_reason
 from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
@@ -444,6 +445,7 @@ class SpeculativeModel:
         speculative: bool = True,
         reuse_prefix: bool = False,
         time_phases: bool = False,
+        partial_verification: PartialVerification | str | None = None,
         **options: Any,
     ) -> GenerationOutput:
         """Continue one prompt or many. Calls from several threads take turns.
@@ -461,6 +463,9 @@ class SpeculativeModel:
                 elsewhere a prompt cut differently can round a near-tie differently.
             time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
                 a profiler sees their names, a little slower than whole steps.
+            partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
+                returns what passes over all of it confirm: the same output. "lossy" returns what runs ahead as it is.
+                A `PartialVerification` says how much, how far, and from which length on.
             options: what to generate; None leaves each as it is without it:
 
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
@@ -503,21 +508,26 @@ class SpeculativeModel:
                 )
             streamer.put(torch.tensor([requests[0].prompt_ids]))
         is_paced = self._is_paced(speculative) and all(request.record is None for request in requests)
+        is_paced = is_paced and partial_verification is None
         size = self._tree_size(requests, max_slots, speculative, is_paced)
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
+        ahead, why_full = self._ahead(partial_verification, requests, rules, size)
         # Also where a measured size turns drafting off for a call: its tokens are still counted.
         head = self.drafter.weights if speculative else None
         states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
         tree = self._tree_of(size)
         loop = GenerationLoop(
-            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced
+            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced, ahead
         )  # fmt: skip
         results, stats = loop.run()
         path = self._path(rules, size)
+        if partial_verification is not None:
+            path += f"; partial verification: {ahead or why_full}"
         if loop.went_plain:
             size, path, tree = replace(size, num_nodes=0), f"{path}, then plain decoding ({loop.went_plain})", None
         # Processors that are not ours may look at more than a row.
-        exactness = self.target.exactness if rules.host_reason is None else None
+        is_exact = rules.host_reason is None and (ahead is None or ahead.mode == "exact")
+        exactness = self.target.exactness if is_exact else None
         stats = replace(stats, num_nodes=size.num_nodes, path=path, exactness=exactness)
         if streamer is not None:
             streamer.end()
@@ -564,14 +574,14 @@ class SpeculativeModel:
 
     def warmup(
         self, num_prompts: int = 1, max_length: int = 2048, *, max_slots: int = DEFAULT_MAX_SLOTS,
-        speculative: bool = True, **options: Any,
+        speculative: bool = True, partial_verification: PartialVerification | str | None = None, **options: Any,
     ) -> WarmUp:  # fmt: skip
         """Compile and capture, before the first prompt comes, all that calls like the one described will use.
 
         Args:
             num_prompts: prompts of a call; fewer at a time are served as well.
             max_length: most tokens of a prompt and its answer together. The KV cache is allocated for them.
-            max_slots, speculative: as in `generate`.
+            max_slots, speculative, partial_verification: as in `generate`.
             options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
                 each combination of stages has graphs of its own, which serve all values.
 
@@ -585,8 +595,10 @@ class SpeculativeModel:
         requests = call.requests * num_prompts
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         size = self._tree_size(requests, max_slots, speculative)
+        ahead, _ = self._ahead(partial_verification, requests, rules, size)
+        num_slots, tree = min(num_prompts, max_slots), self._tree_of(size)
         with self.target.lock.hold():
-            return self._decoders.warm_up(min(num_prompts, max_slots), max_length, self._tree_of(size), rules.rules)
+            return self._decoders.warm_up(num_slots, max_length, tree, rules.rules, ahead)
 
     def _is_paced(self, speculative: bool) -> bool:
         """Whether the clock may end drafting: where drafted and plain tokens are the same, and only their time differs.
@@ -595,6 +607,37 @@ class SpeculativeModel:
         """
         is_exact = self.dtype in (torch.float32, torch.float64)
         return speculative and self.is_tree_sized and is_exact and self.device.type == "cpu"
+
+    def _ahead(
+        self, asked: PartialVerification | str | None, requests: Sequence[Request], rules: CallRules, size: TreeSize
+    ) -> tuple[PartialVerification | None, str]:
+        """How the steps of a call run ahead; or None, and why every pass is full."""
+        if asked is None:
+            return None, ""
+        option = PartialVerification(asked) if isinstance(asked, str) else asked
+        if not isinstance(option, PartialVerification):
+            raise UsageError(
+                f'partial_verification is "exact", "lossy" or a PartialVerification; got {asked!r}.',
+                option="partial_verification", found=asked,
+            )  # fmt: skip
+        reason = unfit_reason(self.target.runs)
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"partial_verification cannot run this target: {reason}. Leave it out.",
+                option="partial_verification", reason=reason,
+            )  # fmt: skip
+        processed = any(request.process is not None for request in requests)
+        if option.mode == "lossy" and (rules.rules.has_ngrams or (rules.host_reason is not None and processed)):
+            raise UsageError(
+                'partial_verification="lossy" returns tokens that were chosen without logits processors that run on '
+                'the host or look for n-grams. Leave these out, or take "exact".', option="partial_verification",
+            )  # fmt: skip
+        longest = max((len(request.prompt_ids) for request in requests), default=0)
+        if size.num_nodes == 1:
+            return None, "every pass is full (plain decoding)"
+        if longest < option.min_length:
+            return None, f"every pass is full ({longest:,} tokens; runs ahead from {option.min_length:,})"
+        return option, ""
 
     def _tree_size(
         self, requests: Sequence[Request], max_slots: int, speculative: bool, is_paced: bool = False

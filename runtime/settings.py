@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from .errors import UsageError, misfit
+from .errors import UsageError, check_choice, misfit
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
@@ -65,6 +65,40 @@ class TreeConfig:
     def new_tokens_width(self) -> int:
         """Places for the tokens that a step accepts: `MAX_NEW_TOKENS`, or the next power of two for longer paths."""
         return max(MAX_NEW_TOKENS, 1 << (self.path_width - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class PartialVerification:
+    """How steps run ahead on a part of the cache, between passes over all of it (`step.run_ahead`).
+
+    ``mode``: "exact" keeps what the full pass confirms; "lossy" keeps what the partial passes accepted.
+    ``num_blocks``: blocks of 64 keys that a partial pass sees of the prefix, for each layer and KV head, besides the
+    most recent ones. ``num_steps``: partial passes between two full ones. ``num_tokens``: most tokens that they are
+    ahead. ``min_length``: tokens of the longest prompt of a call from which steps run ahead at all.
+
+    Raises `UsageError` when a value is out of range.
+    """
+
+    mode: str = "exact"
+    num_blocks: int = 256
+    num_steps: int = 8
+    num_tokens: int = 31
+    min_length: int = 65536
+
+    def __post_init__(self) -> None:
+        check_choice("partial_verification", self.mode, ("exact", "lossy"))
+        for name, smallest in (("num_blocks", 1), ("num_steps", 1), ("num_tokens", 1), ("min_length", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise misfit(name, f"an integer of at least {smallest}", value)
+
+    @property
+    def chain(self) -> TreeConfig:
+        """What a full pass verifies: the newest token, and the tokens ahead."""
+        return TreeConfig(depth=self.num_tokens - 1, top_k=1, total_tokens=self.num_tokens + 1)
+
+    def __str__(self) -> str:
+        return f"{self.num_steps} passes ahead over {self.num_blocks} blocks ({self.mode})"
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,14 @@ class RandomModel:
         drafter = self._drafter(cache, tree, draft_vocab, screened)
         return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
 
+    def drawn_partial_decoder(
+        self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
+    ) -> Decoder:
+        """Build a decoder of a ``kind`` that runs ahead, of what is ``drawn``: lengths, survivals, how."""
+        drafter = self._drafter(cache, tree, draft_vocab)
+        *lists, option = drawn
+        return kind(*lists, self.target, cache, drafter, option, self._waits)
+
     def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, screened: bool = False) -> BufferedDrafter:
         key = draft_vocab, screened
         if key not in self._drafters:

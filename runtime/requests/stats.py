@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 _IN_JSON = (
     "num_prompt_tokens", "num_reused_tokens", "num_nodes", "num_new_tokens", "num_passes", "num_accepted_tokens",
     "mean_accepted_length", "accepted_lengths", "num_cut_tokens", "num_plain_tokens", "num_missed", "missed_rate",
-    "missed_ids", "num_steps", "num_empty_steps", "tokens_per_step", "active_sequences", "mean_active",
-    "least_active", "most_active", "finish_reasons", "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s",
-    "tokens_per_s", "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
+    "missed_ids", "num_partial_passes", "num_rolled_back_tokens", "num_steps", "num_empty_steps", "tokens_per_step",
+    "active_sequences", "mean_active", "least_active", "most_active", "finish_reasons", "prefill_s", "draft_s",
+    "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "cache_bytes", "graph_bytes", "tuned_hits",
+    "tuned_misses", "path",
 )  # fmt: skip
 PHASES = ("prefill", "draft", "verify", "step")
 
@@ -123,6 +124,10 @@ class GenerationStats(AcceptedLengths):
     """How many steps of the call ran each number of sequences side by side; empty steps are not among them."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
     """How many answers ended by each reason (`RequestOutput.finish_reason`)."""
+    num_partial_passes: int = 0
+    """Target passes over a part of the cache (`PartialVerification`), summed over sequences; in no accepted length."""
+    num_rolled_back_tokens: int = 0
+    """Tokens that partial passes accepted and full ones did not."""
     num_empty_steps: int = 0
     """Steps that the device ran after everything had ended: the host launches one ahead."""
     cache_bytes: int = 0
@@ -216,7 +221,8 @@ class GenerationStats(AcceptedLengths):
         lengths, active = Counter[int](), Counter[int]()
         reasons, hits, misses = Counter[str](), Counter[str](), Counter[str]()
         names = ("num_new_tokens", "num_cut_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens",
-                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps")  # fmt: skip
+                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_partial_passes",
+                 "num_rolled_back_tokens", "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
         items = list(items)

@@ -20,17 +20,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..drafter.buffers import Buffers
 from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
+from ..drafter.weights import HeadWeights
 from ..errors import UsageError
 from ..launches import count_again, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
-from ..settings import MAX_NEW_TOKENS
+from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
@@ -79,6 +82,40 @@ class Phase:
     """Whether it waits for the host, so that no CUDA graph can hold it."""
 
 
+class StepDrafter(Protocol):
+    """What a step needs of a drafter; see `BufferedDrafter`."""
+
+    @property
+    def tree(self) -> TreeConfig:
+        """Shape of the trees."""
+
+    @property
+    def bufs(self) -> Buffers:
+        """What it reads and writes."""
+
+    @property
+    def head(self) -> HeadWeights:
+        """What drafts."""
+
+    @property
+    def features(self) -> Tensor:
+        """[slots, steps, feature_width]: of the last step's tokens."""
+
+    @property
+    def error(self) -> Tensor:
+        """int32 [1]: not 0 where the trees are undefined."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a draft waits for the device."""
+
+    def clear_error_(self) -> None:
+        """Be usable after an error."""
+
+    def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """Take a prompt's pairs."""
+
+
 def bucket_of(count: int) -> int:
     """The smallest bucket that holds ``count`` slots."""
     return next(bucket for bucket in BUCKETS if bucket >= count)
@@ -94,20 +131,22 @@ class Decoder:
 
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
     be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
+    ``offsets`` int32 [slots]: what a new row's position is beyond its row of the cache; None where they are the same.
     """
 
     def __init__(
         self,
         target: Target,
         cache: KVCache,
-        drafter: BufferedDrafter | None,
+        drafter: StepDrafter | None,
         num_slots: int,
         waits: bool = False,
         pool: GraphPool | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
-        self.waits = waits
+        self.waits, self._offsets = waits, offsets
         self.nodes = 1 if drafter is None else drafter.tree.total_tokens
         self.longest = 1 if drafter is None else drafter.tree.path_width
         """Nodes of the longest path."""
@@ -172,12 +211,12 @@ class Decoder:
         ``host`` chooses tokens on the host, in the place of the kernels.
         """
         places = self._places_for(num_active)
-        self._run_phases(("step", places), rules, self._phases(places, rules, host))
+        self._run_phases(("step", places), rules, self.phases(places, rules, host))
 
     def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
         """Give the phases of one step, each to be run by the caller in order."""
         places = self._places_for(num_active)
-        for phase in self._phases(places, rules, host):
+        for phase in self.phases(places, rules, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, places), rules, [phase]))
 
     def _places_for(self, num_active: int) -> int:
@@ -217,10 +256,14 @@ class Decoder:
 
         For steps that are not captured.
         """
-        verify = self.plain._phases(self._places_for(num_active), rules, None)[0]
+        verify = self.plain.phases(self._places_for(num_active), rules, None)[0]
         started = time.perf_counter()
         verify.run()
         return time.perf_counter() - started
+
+    def counts(self) -> dict[str, int]:
+        """Fields of `GenerationStats` since `clear_`; waits for the device."""
+        return {}
 
     def stop_slot(self, slot: int) -> None:
         """Take a slot out of all further steps."""
@@ -234,7 +277,7 @@ class Decoder:
         runs: dict[object, Run] = {}
         for places in BUCKETS:
             if places <= bucket_of(num_active):
-                runs |= self._captures(("step", places), self._phases(places, rules, None))
+                runs |= self._captures(("step", places), self.phases(places, rules, None))
         for nodes in CHUNKS:
             runs |= self._captures(("chunk", nodes), self._chunk_phases(nodes, rules, None))
         kept = self._graphs_for(rules)
@@ -315,7 +358,8 @@ class Decoder:
         for tensor, value in zip(hidden, before, strict=True):
             tensor.copy_(value)
 
-    def _phases(self, places: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
+    def phases(self, places: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
+        """The phases of a step of up to ``places`` sequences; `step` runs them, from graphs where it can."""
         ops, state, nodes = self.ops, self.state, self.nodes
         tree = self._roots or self.drafter.bufs  # type: ignore[union-attr]
         if places not in self._rows:
@@ -329,6 +373,9 @@ class Decoder:
             if self._roots is not None:
                 self._roots.read()
             ops(tree_rows)(trees, rows)
+            if self._offsets is not None:
+                slots = rows.attention.slots.clamp(min=0).long()
+                rows.positions.view(places, nodes).add_(self._offsets[slots][:, None])
             self.target.forward(rows, self.cache, bufs)
 
         def accept() -> None:
@@ -347,11 +394,12 @@ class Decoder:
             Phase("verify", verify, self.waits), Phase("accept", accept, host is not None), Phase("commit", commit),
         ]  # fmt: skip
         if self.drafter is not None:
-            phases.insert(0, Phase("draft", self.drafter.draft, self.drafter.waits))
+            phases.insert(0, Phase("draft", partial(self._draft, places, rules), self.drafter.waits))
         if (checks := self.checks) is None:
             return phases
         vocab, capacity = self.target.vocab_size, self.cache.capacity
-        drafted, features = (None, None) if self.drafter is None else (self.drafter.bufs, self.drafter.features)
+        features = None if self.drafter is None else self.drafter.features
+        drafted = self.drafter.bufs if isinstance(self.drafter, BufferedDrafter) else None
         looks: dict[str, Run] = {
             "draft": lambda: None if drafted is None else check_draft(checks, state, drafted, vocab),
             "verify": lambda: check_verify(checks, state, rows, bufs, self.cache, trees),
@@ -371,6 +419,11 @@ class Decoder:
             checks.stop_(self.state, self.entering)
 
         return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
+
+    def _draft(self, places: int, rules: ChoiceRules) -> None:
+        """Draft for the next step of up to ``places`` sequences."""
+        assert isinstance(self.drafter, BufferedDrafter)
+        self.drafter.draft()
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -396,7 +449,7 @@ class Decoder:
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
         ops, entering = self.ops, self.entering
-        chunk = self._chunks.get(nodes) or _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
+        chunk = self._chunks.get(nodes) or self._new_chunk(nodes)
         if self.ops.use_kernels:
             self._chunks[nodes] = chunk
         rows, bufs = chunk.rows, chunk.bufs
@@ -441,6 +494,9 @@ class Decoder:
             ),
             "commit": lambda: check_commit(checks, entering, self.cache, features, self.nodes, lists_active=False),
         })  # fmt: skip
+
+    def _new_chunk(self, nodes: int) -> _Chunk:
+        return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
 
     def _gather_rows(self) -> None:
         """Bring rows that have joined to where the drafter reads them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter, Drafter
 from ..ops import current, ranges_wanted
-from ..settings import TreeConfig
+from ..settings import PartialVerification, TreeConfig
 from ..target.cache import KVCache
 from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
@@ -18,6 +18,7 @@ from .graphs import GraphPool, recall
 from .kept_rows import KeptRows, capacity_for
 from .kernels.choice_kernels import ChoiceRules
 from .pace import Pace
+from .run_ahead import PartialDecoder
 
 MOST_DECODERS = 12
 """Numbers of slots and trees that decoders are kept for: those used last."""
@@ -35,7 +36,7 @@ class Decoders:
         """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
-        self._decoders: dict[tuple[int, TreeConfig | None], Decoder] = {}
+        self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """What each slot of the cache still holds of the sequence that was in it last."""
@@ -75,16 +76,19 @@ class Decoders:
         """Forget what the slots still hold."""
         self.kept = [KeptRows()] * len(self.kept)
 
-    def get(self, num_sequences: int, max_tokens: int, tree: TreeConfig | None) -> Decoder:
+    def get(
+        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, ahead: PartialVerification | None = None
+    ) -> Decoder:
         """Return a decoder for that many sequences side by side, `max_slots` at most, of up to ``max_tokens`` each.
 
-        ``tree`` None decodes plainly. A cache that has to grow takes all decoders with it: their graphs hold its
-        addresses.
+        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do. A cache that has to grow takes all
+        decoders with it: their graphs hold its addresses.
         """
-        widest = self.tree.new_tokens_width
+        shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
+        widest = max(shape.new_tokens_width for shape in shapes)
         # Each number of slots has graphs of its own: few sizes shall occur.
         num_slots = bucket_of(num_sequences) if self.has_graphs else num_sequences
-        nodes = max(self.tree.total_tokens, self.tree.path_width)
+        nodes = max(max(shape.total_tokens, shape.path_width) for shape in shapes)
         # One row more, which a captured forward writes where a row of its own goes nowhere.
         cache, needed = self._cache, max_tokens + nodes + 1
         if cache is None or cache.num_slots < num_slots or cache.capacity < needed:
@@ -97,22 +101,30 @@ class Decoders:
             self.kept = [KeptRows()] * slots
             self.target.reserve_positions(capacity + widest)
             self._cache = cache = KVCache(self.target, slots, capacity)
-        return recall(self._decoders, (num_slots, tree), MOST_DECODERS, partial(self._build, num_slots, tree, cache))
+        build = partial(self._build, num_slots, tree, cache, ahead)
+        return recall(self._decoders, (num_slots, tree, ahead), MOST_DECODERS, build)
 
     @torch.inference_mode()
-    def warm_up(self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules) -> WarmUp:
+    def warm_up(
+        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules,
+        ahead: PartialVerification | None = None,
+    ) -> WarmUp:  # fmt: skip
         """Compile and capture what calls of up to that many sequences and tokens will use."""
         device = self.target.device
         with current(device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
-            decoder = self.get(num_slots, max_tokens, tree)
+            decoder = self.get(num_slots, max_tokens, tree, ahead)
             decoder.clear_()
             found = decoder.warm_up(rules, num_slots)
         return replace(found, cache_bytes=self.cache_bytes)
 
-    def _build(self, num_slots: int, tree: TreeConfig | None, cache: KVCache) -> Decoder:
+    def _build(
+        self, num_slots: int, tree: TreeConfig | None, cache: KVCache, ahead: PartialVerification | None
+    ) -> Decoder:
         drafter = None if tree is None else self._drafter(tree, num_slots, cache)
         waits = self.eager_reason is not None
+        if ahead is not None and drafter is not None:
+            return PartialDecoder(self.target, cache.first(num_slots), drafter, ahead, waits, self._pool)
         return Decoder(self.target, cache.first(num_slots), drafter, num_slots, waits, self._pool)
 
     def _drafter(self, tree: TreeConfig, num_slots: int, cache: KVCache) -> BufferedDrafter:

@@ -22,7 +22,7 @@ from ..launches import counted_apart
 from ..ops import current, named_range
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
-from ..settings import TreeConfig
+from ..settings import PartialVerification, TreeConfig
 from ..target.lock import GenerationLock
 from .choice_rules import CallRules
 from .decoders import Decoders
@@ -48,7 +48,7 @@ class GenerationLoop:
 
     ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
     what slots hold of a prompt from earlier calls (`kept_rows`). ``is_paced`` goes on plainly where drafting is found
-    to be slower (`pace`); ``went_plain`` then says why.
+    to be slower (`pace`); ``went_plain`` then says why. ``ahead``: how steps run ahead (`run_ahead`).
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class GenerationLoop:
         time_phases: bool = False,
         reuse_prefix: bool = False,
         is_paced: bool = False,
+        ahead: PartialVerification | None = None,
     ) -> None:
         self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
         self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
         self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
-        self.is_paced, self.went_plain = is_paced, ""
+        self.is_paced, self.went_plain, self.ahead = is_paced, "", ahead
         self._seconds: dict[str, float] = {}
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
@@ -87,7 +88,7 @@ class GenerationLoop:
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
-            self.decoder = self.decoders.get(num_slots, longest, self.tree)
+            self.decoder = self.decoders.get(num_slots, longest, self.tree, self.ahead)
             self.num_slots = num_slots
             try:
                 return self._run()
@@ -126,6 +127,7 @@ class GenerationLoop:
             active_sequences=dict(sorted((+self.active_sequences).items())),
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
+            **self.decoder.counts(),
             **count_tuned(self.launches),
         )
 

@@ -62,6 +62,10 @@ class Target(Protocol):
         """Of each decoder layer with keys and values of its own."""
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a layer attends within a sliding window."""
+
+    @property
     def feature_width(self) -> int:
         """Width of the features handed to the drafter."""
 
@@ -150,6 +154,9 @@ class ForwardBuffers:
     last_squares: Tensor
     scratch: AttentionScratch | None
     splits: SplitScratch | None = None
+    queries: Tensor | None = None
+    """[rows, layers, heads * head_dim]: where a forward leaves its queries, or those of a prompt's last rows, the last
+    one first; None where nobody asks."""
     is_dynamic: bool = False
     """Whether a forward sets tensors here rather than filling them."""
 
@@ -180,6 +187,15 @@ class ForwardBuffers:
     def __getattr__(self, name: str) -> Tensor:
         # Only reached for names that are not there; tells type checkers what the working tensors are.
         raise AttributeError(name)
+
+    def keep_queries(self, layer: int, queries: Tensor, last_row: Tensor | None) -> None:
+        """Leave a layer's queries [rows, heads * head_dim] where they are asked for; ``last_row`` as in `forward`."""
+        if self.queries is None:
+            return
+        if last_row is not None:
+            back = torch.arange(len(self.queries), device=last_row.device)
+            queries = queries[(last_row - back).clamp(min=0)]
+        self.queries[:, layer] = queries
 
     def first(self, rows: int) -> ForwardBuffers:
         """The same buffers for fewer rows, all of which get logits."""

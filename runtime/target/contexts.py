@@ -52,8 +52,10 @@ class CacheContext:
     rows, and PyTorch attends to what they hand on.
     """
 
-    def __init__(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers) -> None:
-        self.rows, self.cache, self.bufs = rows, cache, bufs
+    def __init__(
+        self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None
+    ) -> None:  # fmt: skip
+        self.rows, self.cache, self.bufs, self.last_row = rows, cache, bufs, last_row
         self.calls = 0
         self._layer_of: dict[int, tuple[int, Tensor]] = {}
         self._masks: dict[int | None, Tensor] = {}
@@ -81,6 +83,8 @@ class CacheContext:
         """See `ForwardContext.attend`."""
         self.calls += 1
         scratch = self.bufs.scratch
+        if self.bufs.queries is not None:
+            self.bufs.keep_queries(self.calls - 1, query.transpose(1, 2).flatten(2).flatten(0, 1), self.last_row)
         if scratch is None:
             return masked_attention(query, key, value, self._mask(window), scale, softcap, sinks)
         keys, values = self.cache.layers[self._layer_of[key.data_ptr()][0]]

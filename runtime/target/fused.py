@@ -114,6 +114,11 @@ class FusedTarget:
         """Of each decoder layer."""
         return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
 
+    @property
+    def has_windows(self) -> bool:
+        """See `Target.has_windows`."""
+        return any(layer.window is not None for layer in self.layers)
+
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
         rows, hidden = places * nodes, self.hidden_size
@@ -167,6 +172,7 @@ class FusedTarget:
             ops(tree_attention)(
                 bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
             )  # fmt: skip
+            bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
             ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch)
             is_final = index + 1 == len(self.layers)

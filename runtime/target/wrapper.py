@@ -128,6 +128,13 @@ class TargetModel:
         return self.lm_head.shape[0]
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a layer attends within a sliding window."""
+        kinds = getattr(self.text_config, "layer_types", None)
+        window = getattr(self.text_config, "sliding_window", None)
+        return window is not None if kinds is None else "sliding_attention" in kinds
+
+    @property
     def max_positions(self) -> int | None:
         """Context the model was made for, in tokens; None if its configuration does not say."""
         limits = (getattr(self.text_config, "max_position_embeddings", None), self.longrope_limit)
@@ -202,7 +209,7 @@ class TargetModel:
         if self.longrope_limit is not None:
             # Nodes that can no longer be kept must not change the frequencies of those that can.
             positions = positions.clamp(max=self.longrope_limit - 1)
-        context = CacheContext(rows, cache, bufs)
+        context = CacheContext(rows, cache, bufs, last_row)
         logits, features = self._run(rows.tokens.view(shape).long(), positions, context, last_row)
         logits, features = logits.flatten(0, 1), features.flatten(0, 1)
         if bufs.is_dynamic:

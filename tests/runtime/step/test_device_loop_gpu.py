@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import PartialVerification, SpeculativeModel
 from eagle_slim.runtime.errors import CheckError
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
@@ -63,6 +63,20 @@ def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model.target.model.model.norm.weight.data[0] = torch.nan  # type: ignore[union-attr]
     with pytest.raises(CheckError, match=r"after verify, slot 0, node .*: the logit is nan"):
         checked.generate(prompts[1], max_new_tokens=20)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_running_ahead_changes_no_token(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    model, _ = pair(tmp_path, "llama")
+    prompts = random_prompts([440, 9, 333])
+    options: dict[str, Any] = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
+    plain = model.generate(prompts, speculative=False, **options)
+    for mode, num_blocks in (("exact", 1), ("lossy", 8)):
+        ahead = PartialVerification(mode, num_blocks, min_length=0)
+        found = model.generate(prompts, partial_verification=ahead, **options)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.num_partial_passes > found.stats.num_passes > 0
+        assert "steps from CUDA graphs;" in found.stats.path
 
 
 def greedy(model: SpeculativeModel, prompt: list[int], count: int, **options: Any) -> list[int]:

@@ -1,0 +1,47 @@
+"""Steps that run ahead on a tiny random model, and the shares of them that full passes confirm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle_slim.runtime import PartialVerification
+from eagle_slim.runtime.drafter.tuning import problem
+from eagle_slim.runtime.settings import TreeConfig
+
+from benchmarks import partial
+from benchmarks.shared import decoding
+
+
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every token confirmed, a step gives all that its partial passes accept, and one more."""
+    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
+    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
+    monkeypatch.setattr(partial, "draw_lengths", lambda *a: [2] * 240)
+    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+    option = PartialVerification(num_blocks=2, num_steps=3, num_tokens=9)
+    rows = list(partial.measure(model, 60, TreeConfig(3, 4, 8), 2, 400, [option], 2.0, [1.0, 0.5], steps=2, rounds=1))
+    assert [row["survival"] for row in rows] == [1.0, 0.5]
+    assert [row["full"]["accepted_length"] for row in rows] == [2.0, 2.0]
+    assert rows[0]["ahead"]["accepted_length"] == 3 * 2 + 1
+    assert 1 <= rows[1]["ahead"]["accepted_length"] < 3 * 2 + 1
+    for row in rows:
+        assert row["ratio"] == row["ahead"]["tokens_per_s"] / row["full"]["tokens_per_s"]
+
+
+def test_survivals() -> None:
+    drawn = partial.survivals(0.9, 31)
+    assert max(drawn) <= 31
+    # The mean of a geometric law that is cut off.
+    assert sum(drawn) / len(drawn) == pytest.approx(sum(0.9**k for k in range(1, 32)), rel=0.15)
+    assert set(partial.survivals(1.0, 31)) == {31}
+
+
+@pytest.mark.slow
+def test_rates() -> None:
+    rows = list(partial.rates("The sky is blue. " * 120, [450], [1, 10**6], num_new=8))
+    assert [row["mode"] for row in rows] == ["exact", "lossy"] * 2
+    for row in rows:
+        assert row["tokens"] == 450
+        assert row["mode"] == "lossy" or row["same_tokens"] == 8
+    assert rows[2]["rolled_back"] == 0
+    assert rows[3]["same_tokens"] == 8
