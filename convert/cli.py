@@ -115,53 +115,53 @@ Examples:
     "--draft-vocab",
     callback=_sizes,
     metavar="N",
-    help="Rows to keep, several sizes at once, `full` to normalise only, or `auto`: the fastest by --cost.",
+    help="Rows to keep: one or several sizes, `full` to only normalise, or `auto`: the fastest according to --cost.",
 )
 @click.option(
     "--cost",
     metavar="FILE",
-    help="For --draft-vocab auto: what eagle-compare --out wrote on your device.",
+    help="For --draft-vocab auto: the compare.json that eagle-compare --out wrote on your device.",
 )
-@click.option("--accept-doubts", is_flag=True, help="Take a size from a --cost that was disturbed or is undecided.")
+@click.option("--accept-doubts", is_flag=True, help="Accept a --cost whose comparison was disturbed or undecided.")
 @click.option(
-    "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
+    "--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover, such as 0.99."
 )
 @click.option(
     "--keep-rows",
     callback=_keep_rows,
     metavar="K",
-    help="Have K rows in total: those beyond N in a file that engines do not read. `full` keeps all.",
+    help="Keep K rows in total, those beyond N in a file that engines do not read. `full` keeps all.",
 )
-@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
+@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
-@click.option("--weights-file", metavar="NAME", help="File of HEAD with its weights, where there are several.")
+@click.option("--weights-file", metavar="NAME", help="Weights file of HEAD, if there are several.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
-@click.option("--subfolder", metavar="NAME", help="Folder of HEAD that the head is in, such as eagle3.")
+@click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
 @click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
-@click.option("--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; repeatable.")
-@click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Share of a source of counts: `chat=3,code=2`.")
-@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, JSON, or text.")
+@click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
+@click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
+@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
 @click.option(
-    "--order", type=click.Choice(["ids"]), help="Rank by id, the merge order of BPE: the baseline of no corpus."
+    "--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order: a baseline without a corpus."
 )
 @corpus_options
-@click.option("--save-counts", metavar="FILE", help="Keep the counts of --dataset in a file for later.")
+@click.option("--save-counts", metavar="FILE", help="Save the counts of --dataset to this file.")
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
-              help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
+              help="Added tokens that are always kept: those that can occur in a chat, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
 @click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
-              help="Write the class name that only it reads (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
+              help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
-              help="Form of the head's own map, where it cannot be told.")  # fmt: skip
+              help="Form of the head's own map, if its files do not show it.")  # fmt: skip
 @click.option(
     "--tap-layers",
     callback=whole_numbers,
     metavar="L,L,...",
-    help="Target layers whose inputs the head reads, where its files are wrong.",
+    help="Target layers whose inputs the head reads, if its files are wrong.",
 )
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
-              help="Write GGUF files for llama.cpp, too: bf16, f16, q8_0 or f32; default the head's own. With an "
+              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. With an "
               "artifact as HEAD and no size, add them to it.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
@@ -177,12 +177,12 @@ Examples:
 def convert(head: str | None, **options: Any) -> None:
     """Cut the draft vocabulary of an EAGLE head, or of a DFlash draft, to the tokens that matter.
 
-    HEAD is a folder or a repository of the Hugging Face Hub; without it, the built-in EAGLE-3 head of
-    SmolLM2-135M-Instruct. The result is a folder that vLLM and SGLang serve as it is. It has the names and
-    shapes that TensorRT-LLM and SafeAILab's EAGLE ask for, which were not run with it.
+    HEAD is a folder or a Hugging Face Hub repository; by default, the built-in EAGLE-3 head of SmolLM2-135M-Instruct.
+    The result is a folder that vLLM and SGLang serve as it is. It has the names and shapes that TensorRT-LLM and
+    SafeAILab's EAGLE ask for, but was not run in these.
 
-    The tokens come from --counts, --token-map, --dataset or --order; without any of them from the head's own ranks (a
-    head that eagle-convert wrote), from the built-in counts (the built-in head) or from a public chat dataset.
+    The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
+    head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
     """
     if options["offline"] and options["push_to_hub"]:
         raise UsageError("--push-to-hub needs the Hub: leave --offline out.")

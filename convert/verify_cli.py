@@ -27,14 +27,14 @@ Examples:
 @click.option(
     "--head",
     metavar="H",
-    help="Head that it was made from: Hub id or folder. Default: as recorded, beside DIR or in the cache.",
+    help="Original head: Hub id or folder. Default: as recorded, beside DIR or in the cache.",
 )
 @click.option(
     "--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, beside DIR or in the cache."
 )
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--engine", "--for", "engines", multiple=True, metavar="E",
-              help="Engine that is to take it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
+              help="Engine to serve it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
 @network_options
@@ -52,7 +52,7 @@ def verify(
 ) -> int:
     """Check a converted head against its manifest, its source, its target and its tokenizer.
 
-    Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 when one failed.
+    Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 if any check failed.
     """
     from .audit.verify import verify_artifact
 

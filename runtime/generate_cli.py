@@ -51,41 +51,41 @@ Examples:
 )
 @model_options
 @click.option("--draft-vocab", callback=_draft_vocab, metavar="N",
-              help="Draft over the best N ids only; `full`, the default, is all that the head has.")  # fmt: skip
+              help="Draft over the best N ids only; `full`, the default, is all of the head's.")  # fmt: skip
 @click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
-@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Most ids that join. Default: 512.")
+@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Maximum ids that join. Default: 512.")
 @click.option(
-    "--prompt", metavar="TEXT", help="Answer this and end. Default: the text on stdin, or a chat in a terminal."
+    "--prompt", metavar="TEXT", help="Answer this prompt and exit. Default: the text on stdin, or a chat in a terminal."
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temperature", type=float, metavar="T", help="Above 0 samples. Default: greedy.")
-@click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
+@click.option("--temperature", type=float, metavar="T", help="Sample, if above 0. Default: greedy.")
+@click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set of this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
-@click.option("--seed", type=int, help="Fixes every draw. Default: a new one each time, printed with the figures.")
+@click.option("--seed", type=int, help="Random seed. Default: a new one each time, printed with the figures.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option("--partial-verification", type=click.Choice(["exact", "lossy"]),
               help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes "
               "confirm; `lossy` may change the text.")  # fmt: skip
 @click.option("--partial-blocks", type=click.IntRange(min=1), metavar="N",
-              help="Blocks of 64 keys that such a part has besides recent ones. Default: 256.")  # fmt: skip
+              help="Blocks of 64 keys in that part, besides the recent ones. Default: 256.")  # fmt: skip
 @click.option("--partial-steps", type=click.IntRange(min=1), metavar="N",
-              help="Passes over the part between two full ones. Default: 8.")  # fmt: skip
+              help="Passes over that part between two full passes. Default: 8.")  # fmt: skip
 @click.option("--partial-from", type=click.IntRange(min=0), metavar="TOKENS",
-              help="Length of prompt from which it is done. Default: 65,536.")  # fmt: skip
+              help="Minimum prompt length. Default: 65,536.")  # fmt: skip
 @miss_log_option
-@click.option("--stats", is_flag=True, help="Print more figures: steps, sequences side by side, launches, ends.")
-@click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
+@click.option("--stats", is_flag=True, help="Print more: steps, concurrent sequences, launches, finish reasons.")
+@click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
 def generate(**options: Any) -> int:
     """Generate with a draft head; the text is the target's own.
 
-    HEAD is a converted or unconverted head, a folder or a repository of the Hugging Face Hub; without it, the built-in
-    EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures go to stderr. In a chat,
-    /help lists the commands; Ctrl-C ends an answer, and between two of them the chat (exit code 130).
+    HEAD is a converted or unconverted head, in a folder or a Hugging Face Hub repository; by default, the built-in
+    EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures to stderr. In a chat, /help
+    lists the commands; Ctrl-C ends an answer or, between answers, the chat (exit code 130).
     """
     try:
         _generate(options)

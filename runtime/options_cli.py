@@ -32,7 +32,7 @@ def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 # Parameters bear the names of the arguments of `SpeculativeModel.from_pretrained`.
 _OPTIONS = (
     click.argument("head", required=False, metavar="[HEAD]"),
-    click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head names."),
+    click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
     click.option("--head-revision", metavar="REV", help="Branch, tag or commit of the head."),
     click.option("--head-subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3."),
@@ -40,7 +40,7 @@ _OPTIONS = (
     click.option("--draft-top-k", default=10, show_default=True, help="Children per node; 1 drafts a chain."),
     click.option(
         "--total-tokens", type=int,
-        help="Nodes of the tree, root included. Default: what measured steps show to be fastest; in a comparison 60.",
+        help="Nodes of the tree, root included. Default: the fastest by measured steps; 60 in a comparison.",
     ),
     click.option(
         "--dtype",
@@ -49,29 +49,29 @@ _OPTIONS = (
         show_default=True,
         help="Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
     ),
-    click.option("--device", metavar="D", help="Such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
+    click.option("--device", metavar="D", help="Device, such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
     click.option(
         "--drafter", type=click.Choice(["auto", "reference", "triton"]), default="auto", show_default=True,
-        help="The persistent kernel (triton) or plain PyTorch; auto takes the kernel where GPU and head allow it.",
+        help="The persistent kernel (triton) or plain PyTorch; auto uses the kernel if GPU and head allow it.",
     ),
     click.option(
         "--draft-weights", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", show_default=True,
-        help="Type of the drafter's weights: the model's own (auto), or half the bytes in FP8 on GPUs from sm_89 on.",
+        help="Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
     click.option(
         "--screen/--no-screen", default=None,
-        help="Score only LM-head rows that the head's screen chooses. Default: where that was measured to be faster.",
+        help="Score only the LM-head rows that the head's screen selects. Default: only where measured to be faster.",
     ),
     click.option(
         "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
-        help="Our own forward over the target's weights, or transformers'; auto takes ours on a GPU where it can.",
+        help="Our own forward over the target's weights, or transformers'; auto uses ours on a GPU if it can.",
     ),
-    click.option("--max-model-len", type=int, metavar="N", help="Most tokens of prompt and answer together."),
+    click.option("--max-model-len", type=int, metavar="N", help="Maximum tokens of prompt and answer together."),
     click.option("--tap-layers", callback=_layers, metavar="L,L,...",
                  help="Target layers whose inputs an unconverted head reads."),
     click.option(
         "--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
-        help="Form of an unconverted head's own map, where the files leave it open.",
+        help="Form of an unconverted head's own map, if its files do not show it.",
     ),
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
 )  # fmt: skip
@@ -92,7 +92,7 @@ def miss_log_option(function: _Decorated) -> _Decorated:
     """Add ``--miss-log``."""
     return click.option(
         "--miss-log", metavar="FILE",
-        help="Add what is generated to the counts in FILE, which `eagle-vocab merge` and `rank` read.",
+        help="Add the generated tokens to the counts in FILE, for `eagle-vocab merge` and `rank`.",
     )(function)  # fmt: skip
 
 

@@ -64,8 +64,8 @@ def network_options(function: _Decorated) -> _Decorated:
         setattr(LIMITS, str(param.name), value)
 
     for name, flag, default, what in (
-        ("min_bytes_per_s", "--min-speed", Limits.min_bytes_per_s, "End a transfer of fewer bytes a second."),
-        ("patience_s", "--patience", Limits.patience_s, "Seconds for which a busy or broken Hub is asked again."),
+        ("min_bytes_per_s", "--min-speed", Limits.min_bytes_per_s, "Abort transfers below this many bytes per second."),
+        ("patience_s", "--patience", Limits.patience_s, "Seconds to keep retrying a busy or broken Hub."),
     ):
         function = click.option(
             flag, name, type=click.FloatRange(min=0), default=default, show_default=True, callback=keep, help=what,

@@ -100,7 +100,7 @@ Example:
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
 @tokenizer_options
 @click.option(
-    "--size", "-n", type=click.IntRange(1), metavar="N", help="Ids to keep, exactly; all ranked ids by default."
+    "--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids to keep; default: all ranked ids."
 )
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
@@ -115,10 +115,10 @@ Example:
     type=click.Choice(["chat", "all"]),
     default="chat",
     show_default=True,
-    help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
+    help="Added tokens to include: those of the chat template, or all, with reserved ones.",
 )
 @click.option(
-    "--force-id", "force_ids", type=click.IntRange(0), multiple=True, metavar="ID", help="A further id that must be in."
+    "--force-id", "force_ids", type=click.IntRange(0), multiple=True, metavar="ID", help="Another id to include."
 )
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
@@ -224,7 +224,7 @@ Example:
 )
 @click.argument("vocabulary", metavar="VOCAB")
 @tokenizer_options
-@click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
+@click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to sort the left-out ids by.")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
 @json_option
 def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
@@ -248,7 +248,7 @@ Example:
 )
 @click.argument("token_map", metavar="MAP")
 @_target_vocab_option
-@click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
+@click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="Form of a d2t, if it is ambiguous.")
 @_out_option
 @force_option
 @json_option
@@ -260,7 +260,7 @@ def import_command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Read a token map of another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
+    """Import a token map from another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM
     from .vocabulary.import_map import import_token_map
 
@@ -287,7 +287,7 @@ Example:
     "--format",
     "map_format",
     type=click.Choice(FORMATS),
-    help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
+    help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. Default: by the file's ending.",
 )
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @_target_vocab_option

@@ -22,7 +22,7 @@ A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json
 .xz, and .parquet):
   [NAME=]LOCATION[,KEY=VALUE...]
 KEY is weight, config, split, revision, column, roles, max-tokens, max-documents, sample or shuffle; it overrides
-the option of the same name, which holds for all sources. Amounts may have a unit (10M). Quote globs."""
+the option of the same name, which applies to all sources. Amounts may have a unit (10M). Quote globs."""
 
 
 _OTHER_FORMATS = (".json", ".jsonl", ".txt", ".csv", ".npy", ".npz", ".pt", ".pth", ".bin", ".parquet")
@@ -46,25 +46,25 @@ class Amount(click.ParamType):  # type: ignore[type-arg] # not generic in click 
 
 
 _CORPUS_OPTIONS = (
-    click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="A source; repeat for several."),
+    click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="A source; repeatable."),
     click.option("--config", metavar="C", help="Configuration (subset) of Hub datasets."),
     click.option("--split", metavar="S", help="Split of Hub datasets; default: the only one, or train."),
     click.option("--dataset-revision", metavar="REV", help="Branch, tag or commit of Hub datasets."),
-    click.option("--column", metavar="COL", help="Column with the text or the chat; default: found by looking."),
+    click.option("--column", metavar="COL", help="Column with the text or the chat; default: detected."),
     click.option(
         "--roles",
         type=click.Choice(["assistant", "all"]),
         default="assistant",
         show_default=True,
-        help="Of chats, count the assistant's turns with their end-of-turn token, or the whole rendered text.",
+        help="In chats, count the assistant's turns with their end-of-turn token, or the whole rendered text.",
     ),
-    click.option("--chat-template", metavar="FILE", help="Jinja file in place of the tokenizer's own."),
+    click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template."),
     click.option("--max-tokens", type=Amount(), metavar="N", help="Stop each source at this many tokens (10M)."),
     click.option("--max-documents", type=Amount(), metavar="N", help="Stop each source at this many documents."),
-    click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
-    click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
+    click.option("--sample", type=float, metavar="F", help="Sample this share of the documents, by the seed."),
+    click.option("--shuffle", is_flag=True, help="Read files and shards in a random order, by the seed."),
     click.option(
-        "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides sampling and what is held out."
+        "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and held-out set."
     ),
     click.option(
         "--held-out",
@@ -72,21 +72,21 @@ _CORPUS_OPTIONS = (
         default=0.05,
         show_default=True,
         metavar="F",
-        help="Share of the documents never counted but kept, to measure coverage on; at most 1M tokens a source.",
+        help="Share of the documents held out of the counts, to measure coverage on; at most 1M tokens per source.",
     ),
     click.option(
         "--on-error",
         type=click.Choice(["stop", "skip"]),
         default="stop",
         show_default=True,
-        help="At a record that cannot be read, stop, or leave it out and count it as skipped.",
+        help="On an unreadable record: stop, or skip it and count it as skipped.",
     ),
     click.option(
         "--tokenizer-library",
         type=click.Choice(["auto", "tokenizers", "fastokens"]),
         default="auto",
         show_default=True,
-        help="Library that tokenizes; auto takes fastokens if it is installed and right on a probe of the corpus.",
+        help="Tokenizer library; auto uses fastokens if it is installed and correct on a probe of the corpus.",
     ),
     click.option("--workers", type=click.IntRange(0), metavar="N", help="Processes; default: one per core."),
     click.option(
@@ -212,8 +212,8 @@ def count(
 ) -> None:
     """Count how often each token occurs in a corpus.
 
-    The state of the count is saved beside the output: after Ctrl-C or a crash the same command goes on from there, and
-    the result is the same, byte for byte.
+    The state of the count is saved beside the output: after Ctrl-C or a crash the same command continues from there,
+    with the same result, byte for byte.
     """
     from .counting.count import count_tokens
     from .counting.resume import resume_file_beside

@@ -73,47 +73,47 @@ Examples:
 )
 @model_options
 @click.option("--head", "heads", multiple=True, metavar="HEAD",
-              help="Another head for the same target, compared as well; repeat for more.")  # fmt: skip
+              help="Another head of the same target to compare; repeatable.")  # fmt: skip
 @click.option("--tree", "trees", multiple=True, metavar="D,K,N", callback=_form(_trees, "DEPTH,TOP_K,NODES"),
               help="Depth, children per node and nodes of a tree; repeat to compare several.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
-              help="JSON lines with `turns`, `messages`, `prompt` or `question`; or a prompt per line.")  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N prompts only.")
+              help="JSON lines with `turns`, `messages`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
 @click.option("--sizes", metavar="N,N,...", callback=_list_of(_size, "full,16384,4096"),
-              help="Draft vocabularies; `full` is all the head has. Default: full, powers of two.")  # fmt: skip
+              help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.")  # fmt: skip
 @click.option("--follow", default="none", metavar="F,F", callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
               help="prompt: ids of the prompt join each size; none: each size as it is (default).")  # fmt: skip
-@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Most ids that join. Default: 512.")
+@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Maximum ids that join. Default: 512.")
 @click.option("--screens", metavar="S,S", callback=_list_of(_SCREENS.__getitem__, "with,without"),
-              help="with: each size behind the head's screen; without. Default: as --screen says.")  # fmt: skip
-@click.option("--counts", multiple=True, metavar="FILE", help="Rank by these counts of `eagle-vocab count`.")
-@click.option("--token-map", metavar="FILE", help="Rank as this token map does (freq_N.pt, JSON ...).")
+              help="With or without the head's screen, or `with,without`. Default: as --screen says.")  # fmt: skip
+@click.option("--counts", multiple=True, metavar="FILE", help="Rank by these counts from `eagle-vocab count`.")
+@click.option("--token-map", metavar="FILE", help="Rank by this token map (freq_N.pt, JSON ...).")
 @click.option("--modes", default="greedy,sampled", show_default=True, callback=_list_of(str, "greedy,sampled"),
               metavar="M,M", help="greedy, sampled, or both.")  # fmt: skip
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of the sampled mode.")
-@click.option("--top-p", type=float, default=1.0, metavar="P", help="Of the sampled mode.")
-@click.option("--top-k", type=int, default=0, metavar="K", help="Of the sampled mode.")
-@click.option("--seed", default=0, show_default=True, help="Of the sampled mode.")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature of the sampled mode.")
+@click.option("--top-p", type=float, default=1.0, metavar="P", help="Top-p of the sampled mode.")
+@click.option("--top-k", type=int, default=0, metavar="K", help="Top-k of the sampled mode.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampled mode.")
 @click.option("--batch", "batches", default="1", show_default=True, callback=_list_of(int, "1,4,16"), metavar="B,B,...",
-              help="Prompts answered at a time; the speed is that of all of them together.")  # fmt: skip
+              help="Prompts answered at a time; the speed is for all of them together.")  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Times to measure it all.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Number of rounds.")
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @miss_log_option
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted comparison with the same --out.")
 @click.option("--progress/--no-progress", default=None,
-              help="Progress on stderr. Default: a bar on a terminal, else a line now and then.")  # fmt: skip
+              help="Progress on stderr. Default: a bar on a terminal, else an occasional line.")  # fmt: skip
 @force_option
 @json_option
 @version_option()
 def compare(**options: Any) -> int:
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
-    HEAD is a folder or a repository of the Hugging Face Hub: converted (its manifest holds the ranking), or not (then
-    give --counts or --token-map); without it, the built-in head of SmolLM2-135M-Instruct with its own counts. Every
-    answer is compared with plain decoding. The last lines say which size to use on this device, as far as the prompts
-    decide it. Ctrl-C ends the comparison and writes what there is.
+    HEAD is a folder or a Hugging Face Hub repository: converted (its manifest holds the ranking), or unconverted (then
+    give --counts or --token-map); by default, the built-in head of SmolLM2-135M-Instruct with its own counts. Every
+    answer is compared with plain decoding. The last lines recommend a size for this device, if the prompts are enough
+    to decide. Ctrl-C ends the comparison and writes what there is.
     """
     show_warnings_as_lines()
     out, force, resume, as_json = (options.pop(name) for name in ("out", "force", "resume", "as_json"))

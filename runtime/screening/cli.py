@@ -36,23 +36,23 @@ Examples:
 )
 @click.argument("folder", metavar="ARTIFACT")
 @click.option("--rank", default="auto", show_default=True, callback=_rank, metavar="R",
-              help="Columns; auto: the fewest that keep 99.5% of the exact top 10's probability.")  # fmt: skip
+              help="Its rank; auto: the smallest that keeps 99.5% of the exact top 10's probability.")  # fmt: skip
 @click.option("--states", type=click.IntRange(min=1), metavar="N",
-              help="States to fit it to. Default: 16 for each dimension of the head.")  # fmt: skip
+              help="Number of states to fit it to. Default: 16 per dimension of the head.")  # fmt: skip
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE",
-              help="Text, as eagle-convert takes it; repeat for several. Default: as for a vocabulary.")  # fmt: skip
-@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the artifact names.")
+              help="A text source, as for eagle-convert; repeatable. Default: as for a vocabulary.")  # fmt: skip
+@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the artifact names.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the target.")
 @click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft trees.")
 @click.option("--draft-top-k", type=click.IntRange(min=1), default=10, show_default=True, help="Children per node.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Type of target and head.")  # fmt: skip
-@click.option("--device", metavar="D", help="Such as cuda:1 or cpu. Default: the first GPU, else the CPU.")
+@click.option("--device", metavar="D", help="Device, such as cuda:1 or cpu. Default: the first GPU, else the CPU.")
 @click.option("--offline", is_flag=True, help="Use only what is on this machine.")
 @network_options
 @click.option("--restart", is_flag=True, help="Start over, even if a saved state is there.")
 @click.option("--progress/--no-progress", default=None,
-              help="Progress on stderr. Default: a bar on a terminal, else a line now and then.")  # fmt: skip
+              help="Progress on stderr. Default: a bar on a terminal, else an occasional line.")  # fmt: skip
 @force_option
 @json_option
 @version_option()
@@ -60,8 +60,8 @@ def screen(folder: str, **options: Any) -> int:
     """Make the screen of a converted head: a cheap score of every LM-head row that picks the few to score exactly.
 
     Runs the target and the head over text once, fits the screen to the states that the head hands to its LM head, and
-    measures on other texts what each rank keeps. The file lies beside the weights, and no engine reads it. After Ctrl-C
-    the same command goes on.
+    measures on other texts what each rank keeps. The file is written beside the weights; no engine reads it. After
+    Ctrl-C the same command continues.
     """
     show_warnings_as_lines()
     from eagle_slim.vocab_tools.corpus.source import parse_source, with_unique_names
