@@ -274,9 +274,9 @@ class _Session:
             stats = GenerationStats.sum(self.answered)
             note(figures(stats))
             note(step_figures(stats))
+        elif command in ("/retry", "/undo", "/save") and self.messages == self.opening:
+            raise UsageError("there is no message yet")
         elif command in ("/retry", "/undo"):
-            if self.messages == self.opening:
-                raise UsageError("there is no message yet")
             *self.messages, message, _ = self.messages
             return message["content"] if command == "/retry" else ""
         elif command == "/save":

@@ -232,10 +232,11 @@ def _naming(target: str | Path) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
+        folder = "" if Path(target).exists() else "there is no such folder here, and "
         raise TargetError(
-            f"Target {target}: transformers cannot load it ({reason}). Expected the folder of a causal language model, "
-            "or its repository on the Hub (name/model). A model of another class, such as a vision-language one, has "
-            "to be loaded by you and passed to from_pretrained (in Python).",
+            f"Target {target}: {folder}transformers cannot load it ({reason}). Expected the folder of a causal "
+            "language model, or its repository on the Hub (name/model). A model of another class, such as a "
+            "vision-language one, has to be loaded by you and passed to from_pretrained (in Python).",
             target=str(target), reason=reason,
         ) from error  # fmt: skip
 

@@ -47,7 +47,7 @@ from .loading import (
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .requests.arguments import read_count
 from .requests.call import own_eos_ids, read_call
-from .requests.output import GenerationOutput, with_logprobs
+from .requests.output import DictOutput, GenerationOutput, RowsOutput, with_logprobs
 from .requests.prompts import Messages, Prompts, encode_conversation
 from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
@@ -533,9 +533,10 @@ class SpeculativeModel:
             streamer.end()
         if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
-        asked = (bool(call.options.get(f)) for f in ("output_scores", "output_logits", "return_dict_in_generate"))
+        asked = (bool(call.options.get(name)) for name in ("output_scores", "output_logits"))
         seed, seeds = (None, call.seeds) if call.seeds else (call.sampling.seed, None)
-        return GenerationOutput(
+        kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
+        return kind(
             tuple(results), stats, call.fill, *((None, None) if call.sampling.is_greedy else (seed, seeds)),
             tuple(call.read.rows), call.read.device, *asked,
         )  # fmt: skip

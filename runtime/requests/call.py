@@ -22,6 +22,7 @@ from .arguments import (
     read_seconds,
     read_seeds,
     read_stop_strings,
+    read_token_id,
 )
 from .options import OURS, build_processors, join_options, without_padding
 from .prompts import ReadPrompts, check_prompts, read_prompts
@@ -129,7 +130,8 @@ def _read_request(
 def _pad(target: TargetModel, given: int | None) -> int | None:
     """Return the id that marks padding: as given, else the target's."""
     found = [given, *(getattr(each, "pad_token_id", None) for each in (target.generation_config, target.text_config))]
-    return next((int(token) for token in found if token is not None), None)
+    ids = (token.item() if isinstance(token, Tensor) else token for token in found if token is not None)
+    return next(map(read_token_id, ids), None)
 
 
 def _fill(target: TargetModel, ends: Any) -> int:

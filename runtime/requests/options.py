@@ -195,6 +195,8 @@ def build_processors(
             processor = builders[name](options[name])
         except (TypeError, ValueError) as error:
             raise UsageError(f"transformers refuses {name} = {options[name]!r}: {error}", option=name) from error
+        if name == "bad_words_ids" and not all(len(word) for word in options[name]):
+            raise UsageError(f"A bad word has at least one token; got {name} = {options[name]!r}.", option=name)
         # A bias may be given as a list of (ids, bias); the processor holds ids alone, as keys.
         for token in _leaves(getattr(processor, "sequence_bias", options[name])) if name in _HOLD_IDS else ():
             if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,11 +16,10 @@ from .stats import GenerationStats
 
 
 @dataclass(frozen=True)
-class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carries no types
+class GenerationOutput:
     """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all of them together.
 
-    It can be used as what transformers returns: a `ModelOutput` of ``sequences`` and what else was asked for, which
-    without ``return_dict_in_generate`` is indexed, iterated and sliced like ``sequences``.
+    It can be used as what transformers returns: see `RowsOutput`, and with ``return_dict_in_generate`` `DictOutput`.
     """
 
     results: tuple[RequestOutput, ...]
@@ -37,7 +35,6 @@ class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carri
     """Of ``sequences``: where the prompts were given."""
     has_scores: bool = False
     has_logits: bool = False
-    is_dict: bool = False
 
     sequences: Tensor = field(init=False, repr=False)
     """Prompt and new tokens: int64 [prompts, longest prompt + longest answer], as transformers returns them.
@@ -56,21 +53,12 @@ class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carri
     def __post_init__(self) -> None:
         given = {"scores": self.has_scores, "logits": self.has_logits}
         found = {name: self._by_position(name) if asked else None for name, asked in given.items()}
-        for name, value in {"sequences": self._join(), **found}.items():
+        sequences = _join(self.results, self.pad_token_id, self.rows, self.device)
+        for name, value in {"sequences": sequences, **found}.items():
             object.__setattr__(self, name, value)
-            if value is not None:
-                OrderedDict.__setitem__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
-
-    def _join(self) -> Tensor:
-        given = self.rows or tuple(tuple(result.prompt_ids) for result in self.results)
-        rows = [torch.tensor(row, dtype=torch.int64) for row in given]
-        prompts = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id, padding_side="left")
-        new = [torch.tensor(result.token_ids, dtype=torch.int64) for result in self.results]
-        answers = pad_sequence(new, batch_first=True, padding_value=self.pad_token_id)
-        return torch.cat([prompts, answers], 1).to(self.device)
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -87,17 +75,6 @@ class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carri
         """Shape of ``sequences``."""
         return self.sequences.shape
 
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            return getattr(self, key)
-        return self.to_tuple()[key] if self.is_dict else self.sequences[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys() if self.is_dict else self.sequences)
-
-    def __len__(self) -> int:
-        return len(self.keys()) if self.is_dict else len(self.results)
-
     def _by_position(self, name: str) -> tuple[Tensor, ...]:
         found = [getattr(result, name) for result in self.results if len(result.token_ids)]
         if not found:
@@ -108,6 +85,62 @@ class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carri
             if result.token_ids:
                 whole[place, : len(result.token_ids)] = getattr(result, name)
         return tuple(whole.unbind(1))
+
+
+@dataclass(frozen=True)
+class RowsOutput(GenerationOutput, tuple[Tensor, ...]):
+    """A `GenerationOutput` that is used like the tensor ``sequences``.
+
+    It is the tuple of its rows, which a tokenizer's ``batch_decode`` takes, and has the tensor's indices and methods.
+    """
+
+    def __new__(
+        cls,
+        results: tuple[RequestOutput, ...],
+        stats: GenerationStats,
+        pad_token_id: int = 0,
+        seed: int | None = None,
+        seeds: tuple[int, ...] | None = None,
+        rows: tuple[tuple[int, ...], ...] | None = None,
+        device: torch.device | str = "cpu",
+        *_: Any,
+        **__: Any,
+    ) -> RowsOutput:
+        """Make the tuple; arguments are the fields."""
+        return tuple.__new__(cls, _join(results, pad_token_id, rows, device))
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else self.sequences[key]
+
+    def __getattr__(self, name: str) -> Any:
+        # Protocols such as copying are the tuple's own.
+        if name.startswith("_") or "sequences" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.sequences, name)
+
+
+@dataclass(frozen=True)
+class DictOutput(GenerationOutput, ModelOutput):  # type: ignore[misc]  # transformers carries no types
+    """A `GenerationOutput` that is a `ModelOutput` of ``sequences`` and of what else was asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sequences", "scores", "logits"):
+            if (value := getattr(self, name)) is not None:
+                OrderedDict.__setitem__(self, name, value)
+
+
+def _join(
+    results: tuple[RequestOutput, ...],
+    pad_token_id: int,
+    rows: tuple[tuple[int, ...], ...] | None,
+    device: torch.device | str,
+) -> Tensor:
+    given = [torch.tensor(row, dtype=torch.int64) for row in rows or [result.prompt_ids for result in results]]
+    prompts = pad_sequence(given, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    new = [torch.tensor(result.token_ids, dtype=torch.int64) for result in results]
+    answers = pad_sequence(new, batch_first=True, padding_value=pad_token_id)
+    return torch.cat([prompts, answers], 1).to(device)
 
 
 def with_logprobs(output: GenerationOutput, count: int) -> GenerationOutput:

@@ -137,8 +137,9 @@ def check_draft(checks: Checks, state: SlotState, bufs: Buffers, vocab: int) -> 
     for name, kept in (("keys", bufs.keys), ("values", bufs.values)):
         found = kept[slots.clamp(min=0)[:, None], :, rows.clamp(0, kept.shape[2] - 1)]
         _require_finite(checks, "draft", f"the drafter's {name}", slots, found, rows >= 0, "new token")
-    if "score" in bufs.workspace:
-        scores = bufs.workspace["score"].view(len(slots), -1)
+    scores = bufs.workspace.get("score", bufs.host.get("score"))
+    if scores is not None:
+        scores = scores.view(len(slots), -1)
         require("the candidate's score", "a number", scores, scores == scores, "candidate")
 
 

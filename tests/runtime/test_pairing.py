@@ -230,6 +230,11 @@ def test_a_target_that_transformers_cannot_load(tmp_path: Path, config: str | No
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
 
 
+def test_a_mistyped_target_may_be_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="smollm: there is no such folder here, and transformers cannot load it"):
+        SpeculativeModel.from_pretrained("smollm", write_head(tmp_path / "head"), offline=True)
+
+
 def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None:
     text = tiny_target("llama").config
     transformers.LlavaConfig(text_config=text).save_pretrained(tmp_path / "target")

@@ -338,10 +338,12 @@ def test_retry_undo_and_save(chat: Run, tmp_path: Path) -> None:
     other.write_text("mine")
     saves = (f"/save {path}", f"/save {other}", f"/save {tmp_path}/no/such", "/save", f"/save {path}")
     code, out, err = chat(
-        "/undo", "hello", "/retry", "good day", "/undo", "/retry", *saves, "/undo", "/retry", "/exit"
+        "/undo", f"/save {tmp_path}/empty", "hello", "/retry", "good day", "/undo", "/retry", *saves, "/undo", "/retry",
+        "/exit",
     )  # fmt: skip
     assert code == 0, err
-    assert err.count("there is no message yet") == 2
+    assert err.count("there is no message yet") == 3
+    assert not (tmp_path / "empty").exists()
     assert err.count("5 tokens in") == 4
     hello, again, _, once_more = [line.lstrip("> ") for line in out.split("\n") if line.lstrip("> ")]
     assert hello == again == once_more

@@ -139,9 +139,8 @@ class Pool:
             )
         if self.trained is not None and size > len(self.ids):
             raise UsageError(
-                f"A draft vocabulary of {size} was asked for, but the head was trained on {self.trained} ids only "
-                f"({len(self.ids)} of them usable), and untrained rows cannot be made up. Ask for at most "
-                f"{len(self.ids)}.",
+                f"A draft vocabulary of {size} was asked for, but the head has rows for {self.trained} ids only "
+                f"({len(self.ids)} of them usable), and others cannot be made up. Ask for at most {len(self.ids)}.",
                 size=size,
             )
         if self.trained is None and size >= len(self.ids):

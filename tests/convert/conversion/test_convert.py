@@ -150,7 +150,7 @@ def test_same_size_normalises_and_more_is_refused(tmp_path):
     tensors, source = written(done.folder), eagle3_tensors(rows=100)["lm_head.weight"]
     assert target_ids(tensors).tolist() == sorted(old.tolist())
     assert torch.equal(tensors["lm_head.weight"], source[np.argsort(old)])
-    with pytest.raises(UsageError, match="trained on 100 ids"):
+    with pytest.raises(UsageError, match="has rows for 100 ids"):
         convert(head, draft_vocab=101, vocabulary=request, out=tmp_path / "more")
     with raises(MismatchError, rows=384, trained=100):
         convert(head, draft_vocab="full", out=tmp_path / "full")

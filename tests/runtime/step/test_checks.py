@@ -75,6 +75,13 @@ def test_wrong_drafts_are_named(tmp_path: Path, name: str) -> None:
     assert caught.value.facts["phase"] == "draft"
 
 
+def test_a_head_whose_scores_are_no_numbers_is_named(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    model.drafter.weights.lm_head[5] = torch.nan
+    with pytest.raises(CheckError, match="after draft, slot 0, candidate 0: the candidate's score is nan, expected a"):
+        model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
+
+
 @pytest.mark.parametrize("what", ["logits", "features", "keys"])
 def test_numbers_of_a_forward_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     model, calls = build(tmp_path), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,17 +73,31 @@ def test_2_the_output_is_indexed_iterated_and_counted(model: SpeculativeModel) -
     assert (len(output), output.shape) == (3, expected.shape)
 
 
-@pytest.mark.parametrize("is_dict", [True, False])
-def test_2b_the_output_is_a_model_output(model: SpeculativeModel, is_dict: bool) -> None:
-    options = {"max_new_tokens": 5, "output_scores": True, "return_dict_in_generate": is_dict}
+def test_2a_a_tokenizer_decodes_the_output_and_its_methods_are_those_of_the_tensor(chatty: SpeculativeModel) -> None:
+    output = chatty.generate([[5, 6], [7]], max_new_tokens=4, output_scores=True)
+    expected = output.sequences
+    assert chatty.tokenizer.batch_decode(output) == chatty.tokenizer.batch_decode(expected)
+    for same in (copy.deepcopy(output), pickle.loads(pickle.dumps(output)), torch.stack(tuple(output))):
+        assert same.tolist() == output.tolist() == expected.tolist()
+    assert torch.equal(output.reshape(-1), expected.reshape(-1))
+    assert output["scores"] is output.scores
+    assert isinstance(copy.deepcopy(output), GenerationOutput)
+    with pytest.raises(AttributeError, match="keys"):
+        output.keys()
+
+
+def test_2b_the_output_is_a_model_output(model: SpeculativeModel) -> None:
+    options = {"max_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True}
     output, expected = (make(LEFT, attention_mask=MASK, **options) for make in (model.generate, partial(theirs, model)))
     assert isinstance(output, ModelOutput)
     assert list(output.keys()) == list(dict(output)) == list({**copy.deepcopy(output)}) == ["sequences", "scores"]
     assert output.get("scores") is output["scores"] is output.to_tuple()[1]
     assert ("scores" in output, "logits" in output, output.logits) == (True, False, None)
-    assert len(output) == (2 if is_dict else 3)
+    assert len(output) == 2
+    with pytest.raises(KeyError):
+        output["score"]
     found = dict(output.items())
-    assert torch.equal(found["sequences"], expected["sequences"] if is_dict else expected)
+    assert torch.equal(found["sequences"], expected["sequences"])
     assert [type(value) for value in output.values()] == [Tensor, tuple]
 
 

@@ -177,6 +177,7 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"logits_processor": print}, {"option": "logits_processor"}),
      ({"logits_processor": [3]}, {"option": "logits_processor"}),
      ({"bad_words_ids": [[3], [5, 24]]}, {"option": "bad_words_ids", "id": 24}),
+     ({"bad_words_ids": [[3], []]}, {"option": "bad_words_ids"}), ({"pad_token_id": "5"}, {"found": "5"}),
      ({"sequence_bias": [[[5, 99], 1.0]]}, {"option": "sequence_bias", "id": 99}),
      ({"suppress_tokens": [3, 24]}, {"option": "suppress_tokens", "id": 24}),
      ({"begin_suppress_tokens": [-1]}, {"option": "begin_suppress_tokens", "id": -1}),

@@ -192,7 +192,7 @@ def test_repruning_chooses_only_trained_ids() -> None:
     assert any("never trained" in warning and "0" in warning for warning in ranked.warnings)
     whole = rank_vocabulary(token_counts([9] * 8), size=4, forced=forced, candidates=trained)
     assert whole.ascending_ids.tolist() == trained
-    with pytest.raises(UsageError, match="of 5 was asked for, but the head was trained on 4"):
+    with pytest.raises(UsageError, match="of 5 was asked for, but the head has rows for 4 ids only"):
         rank_vocabulary(token_counts([9] * 8), size=5, forced=[], candidates=trained)
     with raises(VocabularyError, repeated=1):
         rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
