@@ -13,9 +13,9 @@ each part of a step, and ends with exit status 1 unless between the first and th
     the allocator hands out nothing.
 
 ``--phases`` runs steps without graphs, in ranges named by phase and operation (``EAGLE_SLIM_RANGES``, for NVTX too);
-there the waits of what is not captured are only listed. The blocks of keys that attention goes through, whole or
-masked, and those it skips are counted for a layer (`attention_blocks`). ``--figure`` draws one step as a timeline. ``--ncu`` runs one
-step under Nsight Compute instead: memory and L2 throughput, and stalls at barriers, of drafter and attention.
+there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline. ``--ncu`` runs one
+step under Nsight Compute instead: memory and L2 throughput, and stalls at barriers, of drafter and attention. The
+blocks of keys that attention goes through in a layer, and those it skips, are counted too (`attention_blocks`).
 """
 
 from __future__ import annotations
