@@ -14,7 +14,8 @@ each part of a step, and ends with exit status 1 unless between the first and th
 
 ``--phases`` runs steps without graphs, in ranges named by phase and operation (``EAGLE_SLIM_RANGES``, for NVTX too);
 there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline. ``--ncu`` runs one
-step under Nsight Compute instead: memory and L2 throughput, and stalls at barriers, of drafter and attention.
+step under Nsight Compute instead: memory and L2 throughput, and stalls at barriers, of drafter and attention. The
+blocks of keys that attention goes through in a layer, and those it skips, are counted too (`attention_blocks`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.ops import named_range, ranges_wanted
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
+from eagle_slim.runtime.target.kernels.attention_blocks import attention_blocks
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, run_steps
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, rows_of_tree, run_steps
 from benchmarks.shared.timing import machine
 
 PARTS = {
@@ -259,6 +261,11 @@ def main(argv: list[str] | None = None) -> None:
         )
     times, faults = times_of(events), faults_of(events, num_allocated)
     show({"us": "of one step", **times})
+    shape = model.target.layer_shapes[0]
+    blocks = attention_blocks(
+        rows_of_tree(decoder, args.prefix).attention, shape.heads // shape.kv_heads, shape.kv_heads
+    )._asdict()
+    show({"attention": f"blocks of one sequence in each of {len(model.target.layer_shapes)} layers", **blocks})
     if args.figure is not None:
         title = f"One step, {args.dims}, {args.nodes} nodes after {args.prefix} tokens, {machine(device)['device']}"
         draw(events, args.figure, title)
@@ -266,6 +273,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"fault: {fault}", flush=True)
     is_good = args.phases or not faults
     ran = {name: getattr(args, name) for name in (*SHAPE, "steps", "phases")}
+    ran |= {"attention_blocks": blocks}
     write({"machine": machine(device), **ran, "us": times, "faults": faults, "is_good": is_good}, args.out)
     print("nothing waits, copies or allocates but for the records" if not faults else f"{len(faults)} faults")
     sys.exit(0 if is_good else 1)

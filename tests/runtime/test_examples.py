@@ -51,6 +51,7 @@ def test_generate(run_here: Callable[..., str]) -> None:
     assert "plain greedy decoding: True" in out
 
 
+@pytest.mark.slow
 def test_demo_replaces_an_artifact_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
     args = ("--out", "here", "--max-new-tokens", "6")
     slim = tmp_path / "here" / "smollm2-135m-instruct-eagle3-v32000"

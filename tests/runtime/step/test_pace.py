@@ -67,8 +67,18 @@ def build(folder: Path, **options: Any) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(folder), depth=3, top_k=4, **options)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("max_slots", [1, 2, 5])
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("max_slots", "sampling"),
+    [
+        (1, {}),
+        (2, SAMPLED),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {}), (5, {}), (5, SAMPLED))),
+    ],
+    ids=str,
+)
 def test_a_call_goes_on_plainly_and_later_ones_begin_so(
     tmp_path: Path, set_clock: SetClock, sampling: dict[str, Any], max_slots: int
 ) -> None:

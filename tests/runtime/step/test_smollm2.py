@@ -64,6 +64,7 @@ def test_reduced_vocabulary_and_chain(full: SpeculativeModel, prompts: list[list
         assert (output.stats.num_accepted_tokens, output.stats.num_passes) == expected
 
 
+@pytest.mark.slow
 def test_a_converted_head_drafts_as_its_rows_do_unconverted(
     full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
 ) -> None:
