@@ -38,10 +38,7 @@ def test_survivals() -> None:
 
 @pytest.mark.slow
 def test_rates() -> None:
-    rows = list(partial.rates("The sky is blue. " * 120, [450], [1, 10**6], num_new=8))
-    assert [row["mode"] for row in rows] == ["exact", "lossy"] * 2
+    rows = list(partial.rates("The sky is blue. " * 120, [70], [10**6], num_new=8))
+    assert [row["mode"] for row in rows] == ["exact", "lossy"]
     for row in rows:
-        assert row["tokens"] == 450
-        assert row["mode"] == "lossy" or row["same_tokens"] == 8
-    assert rows[2]["rolled_back"] == 0
-    assert rows[3]["same_tokens"] == 8
+        assert (row["tokens"], row["same_tokens"], row["rolled_back"]) == (70, 8, 0)

@@ -96,12 +96,11 @@ def test_exact_over_many_lengths(models: Any) -> None:
     """Around the borders of blocks, and where the first ones fall out of sight."""
     lost = 0
     for length in [*range(60, 70), *range(250, 262), *range(316, 330), *range(380, 460, 7), *range(505, 515), 700]:
-        for backend in ("transformers", "fused"):
-            model, given = models("llama", backend), prompts(length)
-            plain = model.generate(given, speculative=False, max_new_tokens=20)
-            found = model.generate(given, partial_verification=ahead(num_blocks=1, num_steps=3), max_new_tokens=20)
-            assert found.token_ids == plain.token_ids, (length, backend)
-            lost += found.stats.num_rolled_back_tokens
+        model, given = models("llama", ("transformers", "fused")[length % 2]), prompts(length)
+        plain = model.generate(given, speculative=False, max_new_tokens=20)
+        found = model.generate(given, partial_verification=ahead(num_blocks=1, num_steps=3), max_new_tokens=20)
+        assert found.token_ids == plain.token_ids, length
+        lost += found.stats.num_rolled_back_tokens
     assert lost > 0
 
 
