@@ -13,7 +13,7 @@ from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 
-from .options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, show_warnings_as_lines
+from .options_cli import check_sizes, load_heads, miss_log_option, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
@@ -40,6 +40,12 @@ def _draft_vocab(ctx: click.Context, param: click.Parameter, value: str | None) 
     return int(value)
 
 
+def _stop_texts(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in value:
+        raise click.BadParameter("expected a text of at least one letter, found an empty one", ctx, param)
+    return value
+
+
 @click.command(
     cls=EagleCommand,
     epilog="""\b
@@ -64,7 +70,8 @@ Examples:
 @click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set of this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
 @click.option("--seed", type=int, help="Random seed. Default: a new one each time, printed with the figures.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
+@click.option("--stop", multiple=True, callback=_stop_texts, metavar="TEXT",
+              help="End the answer at this text; repeat for more than one.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option("--partial-verification", type=click.Choice(["exact", "lossy"]),
               help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes "
@@ -80,22 +87,13 @@ Examples:
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
-def generate(**options: Any) -> int:
+def generate(**options: Any) -> None:
     """Generate with a draft head; the text is the target's own.
 
     HEAD is a converted or unconverted head, in a folder or a Hugging Face Hub repository; by default, the built-in
     EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures to stderr. In a chat, /help
     lists the commands; Ctrl-C ends an answer or, between answers, the chat (exit code 130).
     """
-    try:
-        _generate(options)
-    except KeyboardInterrupt:
-        note("\ninterrupted")
-        return INTERRUPTED
-    return 0
-
-
-def _generate(options: dict[str, Any]) -> None:
     show_warnings_as_lines()
     prompt, as_json = options.pop("prompt"), options.pop("as_json")
     if prompt is None and not sys.stdin.isatty():
@@ -124,6 +122,8 @@ def _generate(options: dict[str, Any]) -> None:
         raise UsageError(
             "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
         )
+    draft_vocab = options.pop("draft_vocab")
+    check_sizes(options, () if draft_vocab is None else (draft_vocab,))
     from .drafter.follow import DEFAULT_FOLLOW_ROWS
     from .miss_log import check_log
     from .requests.arguments import sampling_config
@@ -137,7 +137,7 @@ def _generate(options: dict[str, Any]) -> None:
         # What greedy decoding ignores was said just now.
         options |= dict.fromkeys(draws)
     (model,) = load_heads(
-        options, draft_vocab=options.pop("draft_vocab"), follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
+        options, draft_vocab=draft_vocab, follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
     )
     given = {k: v for k, v in options.items() if v not in (None, ())}
     session = _Session(model, system, raw, check, given, log_file, more_figures)

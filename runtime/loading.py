@@ -18,6 +18,8 @@ from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_ta
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.hub_errors import trouble_of
+from eagle_slim.vocab_tools.hub_session import be_patient
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
@@ -226,13 +228,17 @@ def _device(name: str | torch.device) -> torch.device:
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Say which target it is that transformers cannot load."""
+    """Say which target it is that transformers cannot load; its requests keep the rule of `hub_session`."""
+    be_patient()
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
         folder = "" if Path(target).exists() else "there is no such folder here, and "
+        # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
+        if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
+            reason = trouble.headline
         raise TargetError(
             f"Target {target}: {folder}transformers cannot load it ({reason}). Expected the folder of a causal "
             "language model, or its repository on the Hub (name/model). A model of another class, such as a "

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from eagle_slim.vocab_tools.base_cli import network_options, note
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import expand_home
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended."""
 _LINE_EVERY_S = 30.0
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -59,8 +59,8 @@ _OPTIONS = (
         help="Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
     click.option(
-        "--screen/--no-screen", default=None,
-        help="Score only the LM-head rows that the head's screen selects. Default: only where measured to be faster.",
+        "--screen/--no-screen", default=False,
+        help="Score only the LM-head rows that the head's screen selects; not with the kernel. Default: no.",
     ),
     click.option(
         "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
@@ -77,7 +77,7 @@ _OPTIONS = (
 )  # fmt: skip
 _LOADING = (
     "revision", "head_revision", "head_subfolder", "depth", "total_tokens", "dtype", "device", "drafter",
-    "draft_weights", "target_backend", "max_model_len", "tap_layers", "d2t_form", "offline",
+    "draft_weights", "screen", "target_backend", "max_model_len", "tap_layers", "d2t_form", "offline",
 )  # fmt: skip
 
 
@@ -96,12 +96,47 @@ def miss_log_option(function: _Decorated) -> _Decorated:
     )(function)  # fmt: skip
 
 
+def check_sizes(options: Mapping[str, Any], sizes: Collection[int]) -> None:
+    """Raise `UsageError` for a draft vocabulary larger than a head among a command's options: before torch is loaded.
+
+    Raises the errors of `open_head` too, as the heads are opened for it.
+    """
+    from eagle_slim.convert.head.open import open_head
+    from eagle_slim.convert.sources.source import open_head_source
+
+    for name in (options["head"], *options.get("heads", ())) if sizes else ():
+        source = open_head_source(name, options["head_revision"], options["offline"], options["head_subfolder"])
+        forms = {key: options[key] for key in ("d2t_form", "tap_layers")} if source.manifest is None else {}
+        head = open_head(source, **forms)
+        kept = None if source.manifest is None else source.manifest.kept_rows
+        most = head.draft_vocab + len(kept or ())
+        if max(sizes) > most:
+            raise UsageError(
+                f"A draft vocabulary of {max(sizes)} is larger than {head.location}, which has {most} rows. Ask "
+                "for fewer, or for `full`, which is all of them.",
+                head=head.location, expected=most, found=max(sizes),
+            )  # fmt: skip
+
+
+def _look_up(target: str | None, revision: str | None, offline: bool) -> None:
+    """Fetch the small files of a target on the Hub: a name that leads nowhere is told before torch is loaded."""
+    from eagle_slim.convert.conversion.target import is_missing_folder
+    from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO
+    from eagle_slim.convert.sources.source import target_files
+
+    # Whose built-in copy may stand in.
+    if target not in (None, EMBEDDED_TARGET_REPO) and not (expand_home(target).exists() or is_missing_folder(target)):
+        target_files(target, revision, offline)
+
+
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     """Take the options of `model_options` out of a command's options and load the head with its target.
 
     ``heads`` among them names other heads for the same target, which are loaded with the same drafter and forward.
     ``more``: further arguments of `SpeculativeModel.from_pretrained`.
     """
+    note(f"loading {options['head'] or 'the built-in head'} with its target")
+    _look_up(options["target"], options["revision"], options["offline"])
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -111,9 +146,6 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | {"top_k": options.pop("draft_top_k"), **more}
-    screen = options.pop("screen")
-    given["screen"] = "auto" if screen is None else screen
-    note(f"loading {head or 'the built-in head'} with its target")
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter_reason})")
     follow = model.drafter.weights.follow

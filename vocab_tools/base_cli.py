@@ -1,6 +1,6 @@
 """What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug.
 
-Exit codes: 0 done, 1 failure (interruption included), 2 usage. Results go to stdout, progress and warnings to stderr.
+Exit codes: 0 done, 1 failure, 2 usage, 130 interrupted. Results go to stdout, progress and warnings to stderr.
 A traceback is shown only with --debug.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from .errors import EagleSlimError, UsageError
+from .errors import INTERRUPTED, EagleSlimError, UsageError
 from .hub_session import LIMITS, Limits
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -161,7 +161,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except BrokenPipeError:
         return _close_pipe()
     except (click.Abort, KeyboardInterrupt):
-        return _fail("Interrupted; nothing half-written is left behind.", 1, debug)
+        return _fail("interrupted; nothing half-written is left behind", INTERRUPTED, debug, kind="")
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return int(error.exit_code)
@@ -182,14 +182,14 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
         return _fail(message, 1, debug)
 
 
-def _fail(message: str, code: int, debug: bool) -> int:
+def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
     if debug:
         import traceback
 
         traceback.print_exc()
     # The reader of stderr may be gone as well; the exit code still tells.
     with contextlib.suppress(OSError):
-        click.echo(f"error: {message}", err=True)
+        click.echo(f"{kind}{message}", err=True)
     return code
 
 

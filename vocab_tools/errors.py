@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended."""
+
 
 class EagleSlimError(Exception):
     """Base of all errors raised on purpose; the message is complete and meant for the user.

@@ -84,9 +84,13 @@ class AnswerLog:
         self.path, self.answers = Path(path), dict[AnswerKey, Answer]()
         plan = json.loads(json.dumps(plan))
         whole = self._read(plan) if self.path.exists() else b""
-        self._file: BinaryIO = self.path.open("wb")
-        self._file.write(whole or _line({"plan": plan}))
-        self._file.flush()
+        # What is there already stays, also where this process is killed.
+        self._file: BinaryIO = self.path.open("r+b" if whole else "wb")
+        self._file.seek(len(whole))
+        self._file.truncate()
+        if not whole:
+            self._file.write(_line({"plan": plan}))
+            self._file.flush()
 
     def append(self, answer: Answer) -> None:
         """Add an answer and bring it to the disk."""

@@ -16,9 +16,9 @@ from eagle_slim.vocab_tools.base_cli import (
     run_cli,
     version_option,
 )
-from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.errors import INTERRUPTED, UsageError
 
-from ..options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, progress_line, show_warnings_as_lines
+from ..options_cli import check_sizes, load_heads, miss_log_option, model_options, progress_line, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 
@@ -94,7 +94,7 @@ Examples:
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @miss_log_option
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted comparison with the same --out.")
+@click.option("--resume", is_flag=True, help="Continue the comparison of --out, or print its report again.")
 @click.option("--progress/--no-progress", default=None,
               help="Progress on stderr. Default: a bar on a terminal, else an occasional line.")  # fmt: skip
 @force_option
@@ -121,32 +121,34 @@ def compare(**options: Any) -> int:
     )
     from ..miss_log import MissLog, check_log
     from .prompt_file import load_prompts
-    from .result import prepare_folder
+    from .result import prepare_folder, saved_answers
     from .run import compare as run_comparison
 
     # What would be refused in the end is refused before anything is loaded, and before everything is answered.
     if log_file is not None:
         check_log(log_file)
-    answers_file = None if out is None else prepare_folder(out, force, resume)
+    answers_file = saved_answers(out) if resume else None
+    is_finished = answers_file is not None
+    if out is not None and not is_finished:
+        answers_file = prepare_folder(out, force, resume)
     prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
+    check_sizes(options, [size for size in asked.sizes or () if size != "full"])
     models = load_heads(options)
     if log_file is not None:
         check_log(log_file, MissLog.of(models[0]))
     with progress_line(show, "answer") as progress:
-        try:
-            result = run_comparison(models, prompts, asked, answers_file=answers_file, progress=progress, say=note)
-        except KeyboardInterrupt:
-            note("interrupted before the first answer")
-            return INTERRUPTED
-    if out is not None:
+        result = run_comparison(models, prompts, asked, answers_file=answers_file, progress=progress, say=note)
+    if is_finished:
+        note(f"finished already: {out}/compare.json and {out}/compare.html stay as they are")
+    elif out is not None:
         result.write(out, force or resume)
         note(f"wrote {out}/compare.json and {out}/compare.html")
     if as_json:
         emit_json(result.to_json())
     else:
         click.echo(result.to_text())
-    # The answers of a comparison that is to be resumed would be counted twice.
-    if log_file is not None and (result.is_complete or out is None):
+    # The answers of a comparison that is to be resumed, or that is finished, would be counted twice.
+    if log_file is not None and (result.is_complete or out is None) and not is_finished:
         note(f"counted {result.miss_log.save(log_file):,} generated tokens into {log_file}")
     if result.is_complete:
         return 0

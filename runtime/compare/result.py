@@ -21,6 +21,7 @@ from .statistics import Estimate
 
 _DATA_MARK = "/*DATA*/null"
 _MARKER = "compare.json"
+_ANSWERS = "answers.jsonl"
 _NUM_NAMES = 4
 """Columns of the table that hold names and stand on the left."""
 
@@ -55,7 +56,7 @@ class Comparison:
             (inside / _MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
             (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
             if self.answers_file is not None:
-                (inside / "answers.jsonl").write_bytes(self.answers_file.read_bytes())
+                (inside / _ANSWERS).write_bytes(self.answers_file.read_bytes())
         if self.answers_file is not None and self.is_complete:
             self.answers_file.unlink()
 
@@ -95,14 +96,27 @@ class Comparison:
         return template.replace(_DATA_MARK, data)
 
 
+def saved_answers(folder: str | Path) -> Path | None:
+    """Return the file of answers inside the folder of a finished comparison; None for others.
+
+    None too where another comparison was begun that will replace it.
+    """
+    inside = Path(folder).expanduser()
+    try:
+        is_complete = json.loads((inside / _MARKER).read_text(encoding="utf-8"))["is_complete"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    answers = inside / _ANSWERS
+    return answers if is_complete and answers.is_file() and not _answers_beside(inside).exists() else None
+
+
 def prepare_folder(folder: str | Path, force: bool = False, resume: bool = False) -> Path:
     """Return the file of answers for a comparison that `Comparison.write` will write to a folder: FOLDER.answers.jsonl.
 
     Nothing is computed in vain: answers of an interrupted comparison are kept for ``resume``, removed by ``force``.
     Raises `UsageError` for such answers with neither, and as `Comparison.write` does.
     """
-    answers = Path(folder).expanduser()
-    answers = answers.with_name(answers.name + ".answers.jsonl")
+    answers = _answers_beside(Path(folder).expanduser())
     if answers.exists() and force and not resume:
         answers.unlink()
     if answers.exists() and not resume:
@@ -114,6 +128,10 @@ def prepare_folder(folder: str | Path, force: bool = False, resume: bool = False
     check_output(folder, force or answers.exists(), _MARKER)
     answers.parent.mkdir(parents=True, exist_ok=True)
     return answers
+
+
+def _answers_beside(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".answers.jsonl")
 
 
 def _cells(report: CompareReport) -> Iterator[list[str]]:

@@ -87,7 +87,8 @@ class _Run:
     def answer_all(self) -> list[Answer]:
         """Return the answers in order; fewer than planned where Ctrl-C ended it."""
         options = self.plan.options
-        self._warm_up()
+        if self.log is None or len(self.log.answers) < self.num_calls:
+            self._warm_up()
         try:
             for repeat in range(options.repeats):
                 for batch in options.batches:
@@ -182,7 +183,8 @@ def _answer(key: AnswerKey, output: GenerationOutput, plain: Answer | None, cate
         stats.accepted_lengths,
         stats.prefill_s,
         stats.total_s,
-        tuple(tuple(step) for step in stats.steps),  # type: ignore[misc]
+        # In whole microseconds, as the file of answers has them: read again, they give the same report.
+        tuple(tuple(round(seconds, 6) for seconds in step) for step in stats.steps),  # type: ignore[misc]
         tokens,
         tuple(text or "" for text in output.text),
         () if plain is None else tuple(result.stats.num_missed for result in output.results),

@@ -17,6 +17,8 @@ import torch
 from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli, options_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
+from eagle_slim.runtime.compare.result import saved_answers
+from eagle_slim.runtime.errors import TargetError, UsageError
 from eagle_slim.runtime.options_cli import load_heads
 from eagle_slim.runtime.requests import exactness
 from eagle_slim.runtime.requests.streaming import StopTextStreamer
@@ -210,6 +212,8 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
         (["--tap-layers", "1,b,3"], 2, "layer numbers"),
         (["--raw", "--system", "y"], 2, "Give one of them"),
         (["--prompt", ""], 2, "There is no prompt"),
+        (["--stop", "a", "--stop", ""], 2, "at least one letter"),
+        (["--draft-vocab", "341"], 2, "which has 340 rows"),
         (["--max-new-tokens", "0"], 2, "x>=1"),
     ],
 )
@@ -229,7 +233,44 @@ def test_too_many_rows_of_the_built_in_head_are_refused_at_once(run: Run, monkey
         monkeypatch.setattr(f"eagle_slim.runtime.loading.{slow}", None)
     code, _, err = run(generate_cli.main, "--draft-vocab", "99999", "--prompt", "x")
     assert code == 2
-    assert "draft_vocab = 99999 is outside 1 to 49152" in err
+    assert "99999 is larger than the built-in head, which has 49152 rows" in err
+    with pytest.raises(UsageError, match="draft_vocab = 99999 is outside 1 to 49152"):
+        SpeculativeModel.from_pretrained(draft_vocab=99999)
+
+
+def test_sizes_that_no_head_has_are_refused_before_loading(compare: Run, pair: Pair) -> None:
+    for more in (["--sizes", "full,341"], ["--sizes", "341", "--head", pair.head]):
+        code, _, err = compare(*more)
+        assert (code, "which has 340 rows" in err, "loading" in err) == (2, True, False), err
+    code, _, err = compare("--sizes", "300", "--head", pair.head + "-gone")
+    assert (code, "loading" in err) == (1, False)
+
+
+def test_ctrl_c_while_a_head_is_loading_ends_with_130(
+    compare: Run, generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpeculativeModel, "from_pretrained", interrupt)
+    for code, out, err in (compare("--sizes", "full"), generate("--prompt", "x")):
+        assert (code, out) == (130, "")
+        assert err.splitlines()[1:] == ["", "interrupted; nothing half-written is left behind"]
+
+
+def test_a_target_that_cannot_be_looked_up_is_told_without_waiting(
+    run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HubServer() as hub:
+        pass
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    with connected(hub, tmp_path / "home"):
+        code, _, err = run(generate_cli.main, pair.slim, "--target", "nope", "--prompt", "x")
+        assert (code, "no such repository could be looked up" in err) == (1, True), err
+        with pytest.raises(TargetError, match=r"no such folder here, and .* cannot be reached"):
+            SpeculativeModel.from_pretrained("nope", pair.slim)
+    assert waits == []
 
 
 def test_what_runs_is_said_once(chat: Run) -> None:
@@ -465,6 +506,27 @@ def test_ctrl_c_writes_what_there_is_and_resume_continues(
     assert calls[0] == 9  # three prompts, plainly and with two sizes: full and 340 are one
     assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is True
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "p.txt"]
+
+
+def test_resuming_a_finished_comparison_prints_it_again(
+    compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_dir, log = tmp_path / "out", tmp_path / "log"
+    args = ("--max-new-tokens", "6", "--miss-log", str(log), "--out", str(out_dir), "--resume")
+    first = compare(*args, "--sizes", "full,300")
+    assert first.code == 0, first.err
+    before = {path: path.read_bytes() for path in (log, *out_dir.iterdir())}
+    monkeypatch.setattr(SpeculativeModel, "generate", None)
+    again = compare(*args, "--sizes", "full,300")
+    assert (again.code, again.out) == (0, first.out), again.err
+    assert f"finished already: {out_dir}/compare.json" in again.err
+    code, _, err = compare(*args, "--sizes", "full,320")
+    assert (code, "another comparison, which differs in candidates" in err) == (2, True), err
+    assert {path: path.read_bytes() for path in (log, *out_dir.iterdir())} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "p.txt"]
+    # Another comparison that was begun over it comes first.
+    (tmp_path / "out.answers.jsonl").touch()
+    assert saved_answers(out_dir) is None
 
 
 def test_heads_trees_and_batches_in_one_comparison(compare: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

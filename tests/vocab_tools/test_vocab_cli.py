@@ -230,7 +230,7 @@ def failing(error: BaseException) -> click.Command:
     ("error", "code", "message"),
     [
         (VocabularyError("bad map"), 1, "error: bad map\n"),
-        (KeyboardInterrupt(), 1, "error: Interrupted; nothing half-written is left behind.\n"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing half-written is left behind\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device.\n"),
         (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
     ],
@@ -283,8 +283,8 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path,
         assert process.stderr.readline() == "writing\n"
         process.send_signal(number)
         out, err = process.communicate(timeout=1800)
-    assert (process.returncode, out) == (1, "")
-    assert err.strip() == "error: Interrupted; nothing half-written is left behind."
+    assert (process.returncode, out) == (130, "")
+    assert err.strip() == "interrupted; nothing half-written is left behind"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
 
 
@@ -308,7 +308,7 @@ def test_a_signal_in_a_long_count_saves_its_state(files: Path, tmp_path: Path, n
             pass
         process.send_signal(number)
         _, err = process.communicate(timeout=1800)
-    assert (process.returncode, "The same command goes on from there" in err) == (1, True)
+    assert (process.returncode, "The same command goes on from there" in err) == (130, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts.resume"]
     with start(program, *command) as process:
         _, err = process.communicate(timeout=1800)

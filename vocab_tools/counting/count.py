@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..corpus.open import OpenCorpus, open_corpus, refuse_repeated_inputs
 from ..corpus.source import CorpusSource
-from ..errors import EagleSlimError, UsageError
+from ..errors import INTERRUPTED, EagleSlimError, UsageError
 from ..tokenizer.encode import name_and_version
 from ..tokenizer.tokenizer import LoadedTokenizer
 from .block import CountPlan, PartialCounts
@@ -32,6 +32,8 @@ _SMALL_BYTES = 4 << 20
 
 class CountingInterruptedError(EagleSlimError):
     """The user stopped a count; its resume file, where there is one, is up to date."""
+
+    exit_code = INTERRUPTED
 
 
 def count_tokens(

@@ -310,7 +310,8 @@ class TestCountsAreKept:
 
         arguments = (write_eagle3(tmp_path / "head"), "--draft-vocab", "300", "--target", target, *chats)
         real = count.count_tokens
-        for error, words in ((CorpusError("line 3"), "the same command goes on from there"), (KeyboardInterrupt(), "")):
+        said = "the same command goes on from there"
+        for error, status, words in ((CorpusError("line 3"), 1, said), (KeyboardInterrupt(), 130, "")):
 
             def ended(*_, error=error, **options):
                 options["resume_file"].write_bytes(b"what was counted")
@@ -319,7 +320,7 @@ class TestCountsAreKept:
             with monkeypatch.context() as patch:
                 patch.setattr(count, "count_tokens", ended)
                 code, _, err = run(convert_command, *arguments)
-            assert code == 1
+            assert code == status
             assert words in err
         # A state that is of another count, or none, does not stand in the way of this one.
         assert count.count_tokens is real
