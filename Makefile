@@ -85,7 +85,6 @@ test-kernels:
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_step --chip 90 >/dev/null
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small >/dev/null
-	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small --screen 96 >/dev/null
 	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest -m "not slow" tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by

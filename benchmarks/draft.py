@@ -1,6 +1,6 @@
 """How fast is the persistent drafter, against eager PyTorch, against a CUDA graph of PyTorch, and against the memory?
 
-    python -m benchmarks.draft [--rows REGEX] [--screen-rank R] [--out benchmarks/results/DATE-h200-draft.json]
+    python -m benchmarks.draft [--rows REGEX] [--out benchmarks/results/DATE-h200-draft.json]
 
 Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with top_k 10 and total_tokens 60, random
 weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
@@ -8,7 +8,6 @@ weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in 
     bf16, fp8           the persistent kernel, weights in bf16 and in e4m3, replayed from a CUDA graph
     B                   `baseline.TorchDraft` (cuBLAS, SDPA, torch.topk; fc and tree build too), one CUDA graph
     A                   the same, eager
-    bf16_screen, ...    with ``--screen-rank``: the same behind a screen of this rank, 2 of each of 128 groups
     floor               bytes of weights and KV that must be read, over the copy bandwidth measured here
 
 Before a row is timed, every variant's draft is replayed by the fp32 reference (`agreement.replay`), its graph must give
@@ -40,13 +39,11 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
 from eagle_slim.runtime.drafter.tuning.problem import (
     MODELS,
-    SCREENED,
     Row,
     all_rows,
     draft_config,
     random_head,
     random_step,
-    with_random_screen,
 )
 from eagle_slim.runtime.drafter.tuning.timing import capture, interleave
 from eagle_slim.runtime.drafter.weights import HeadWeights
@@ -65,36 +62,27 @@ Record = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class Problems:
-    """Random heads and their packings, kept while rows are of one model; with ``screen_rank`` all have a screen."""
+    """Random heads and their packings, kept while rows are of one model."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, screen_rank: int = 0) -> None:
-        self.device, self.dtype, self.screen_rank = device, dtype, screen_rank
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.dtype = device, dtype
         self._model = ""
         self._heads: dict[int, HeadWeights] = {}
         self._packings: dict[tuple[int, str], SharedPacking] = {}
-
-    @property
-    def variants(self) -> list[str]:
-        """Of the kernel: types of weights, and the same behind a screen."""
-        types = supported_weights(self.device)
-        return types + [name + SCREENED for name in types if self.screen_rank]
 
     def head(self, row: Row) -> HeadWeights:
         """The head of a row; 0 rows are all of them."""
         if row.model != self._model:
             self._heads.clear()
             self._packings.clear()
-            head = random_head(MODELS[row.model], self.device, self.dtype)
-            self._model, self._heads[0] = row.model, with_random_screen(head, self.screen_rank)
+            self._model, self._heads[0] = row.model, random_head(MODELS[row.model], self.device, self.dtype)
         if row.draft_vocab not in self._heads:
             self._heads[row.draft_vocab] = self._heads[0].of_rows(slice(row.draft_vocab))
         return self._heads[row.draft_vocab]
 
-    def drafter(self, row: Row, variant: str) -> BufferedDrafter:
+    def drafter(self, row: Row, weights: str) -> BufferedDrafter:
         """A drafter whose buffers hold the step of a row; packed weights are shared by rows of one vocabulary."""
-        head, key = self.head(row), (row.draft_vocab, variant)
-        weights = variant.removesuffix(SCREENED)
-        head = head if weights != variant else replace(head, screen=None)
+        head, key = self.head(row), (row.draft_vocab, weights)
         if key not in self._packings:
             self._packings[key] = SharedPacking(head, weight_dtype=self._stored(weights))
         drafter = Drafter(head, TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), "triton", self._packings[key])
@@ -102,13 +90,12 @@ class Problems:
         found.features.copy_(random_step(found.cfg, row.prefix, NUM_NEW, found.bufs))
         return found
 
-    def config(self, row: Row, variant: str) -> DrafterConfig:
+    def config(self, row: Row, weights: str) -> DrafterConfig:
         """Dimensions of a row, without its head."""
-        tree, weights = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), variant.removesuffix(SCREENED)
+        tree = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS)
         return draft_config(
-            MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights),
-            screen_rank=0 if weights == variant else self.screen_rank,
-        )  # fmt: skip
+            MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights)
+        )
 
     def _stored(self, weights: str) -> torch.dtype:
         return self.dtype if weights == "bf16" else WEIGHTS[weights]
@@ -127,7 +114,7 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     faults: list[str] = []
     runs: dict[str, Callable[[], object]] = {}
     floors: dict[str, float] = {}
-    for name in problems.variants:
+    for name in supported_weights(problems.device):
         drafter = problems.drafter(row, name)
         bufs = drafter.bufs
         agreement = draft_and_replay(drafter.cfg, drafter.features, drafter.weights, bufs)
@@ -157,7 +144,7 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     checks["baseline"] = str(agreement)
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {
-        **asdict(row), "name": row.name, "screen_rank": problems.screen_rank, "checks": checks, "faults": faults,
+        **asdict(row), "name": row.name, "checks": checks, "faults": faults,
         "level_bytes": cfg.level_bytes, "draft_bytes": cfg.draft_bytes([row.prefix] * row.batch), "floor_us": floors,
     }  # fmt: skip
     if not faults:
@@ -175,18 +162,17 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     rows = {row.name: row for row in all_rows()}
     command = Command("draft", __doc__, rows)
-    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen with this many columns")
     command.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
     args = command.parse_args(argv)
     chosen = [rows[name] for name in command.chosen(args)]
-    problems = Problems(command.gpu(), screen_rank=args.screen_rank)
+    problems = Problems(command.gpu())
     device = problems.device
     result: dict[str, Any] = {"machine": machine(device)}
     kernels = dict.fromkeys(replace(row, prefix=0) for row in chosen)
     jobs = [
-        tuned_job(MODELS[row.model], problems.config(row, variant), device)
+        tuned_job(MODELS[row.model], problems.config(row, weights), device)
         for row in kernels
-        for variant in problems.variants
+        for weights in supported_weights(device)
     ]
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
     result["copy_bytes_per_s"] = bandwidth = copy_bytes_per_s(device)

@@ -1,17 +1,15 @@
 """What does drafting gain end to end, and what does a smaller draft vocabulary add to it?
 
-    python -m benchmarks.generate [--rows REGEX] [--screen-rank R] [--out benchmarks/results/DATE-h200-generate.json]
+    python -m benchmarks.generate [--rows REGEX] [--out benchmarks/results/DATE-h200-generate.json]
 
 Each row is MODEL/bBATCH/pPREFIX: dimensions of MODEL with random weights, from a cache full of random rows, trees of 60
 nodes for one sequence and of 16 for several. Its variants take turns in one run: plain decoding, and drafting over each
-of ``--sizes``, with ``--screen-rank`` also behind a screen of that rank. Times are by the wall clock of the loop, the
-host reading every step's record.
+of ``--sizes``. Times are by the wall clock of the loop, the host reading every step's record.
 
 The tree is really drafted and verified and a path really taken over; only the verdict is drawn (`drawn_verdicts`), of
 ``--accepted`` tokens a pass for every vocabulary. So gains over the full vocabulary and over the 32,000 rows of public
 heads are gross. Net of what fewer rows lose in acceptance they are computed: by FR-Spec's table, and by what SmolLM2
-lost (`acceptance_loss`), neither of which is a measurement of that model; a screen is taken to lose nothing besides.
-The result is written after every row.
+lost (`acceptance_loss`), neither of which is a measurement of that model. The result is written after every row.
 """
 
 from __future__ import annotations
@@ -76,26 +74,17 @@ def all_points() -> list[Point]:
 
 @torch.inference_mode()
 def measure(
-    model: RandomModel, point: Point, sizes: Sequence[int], lengths: list[int], steps: int, rounds: int,
-    screen_rank: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
+    model: RandomModel, point: Point, sizes: Sequence[int], lengths: list[int], steps: int, rounds: int
+) -> list[dict[str, Any]]:
     """Measure one row's variants, in turn, over one cache; what was accepted is counted, not assumed.
 
-    ``lengths``: those that are drawn. ``screen_rank``: of the model's screen, 0 for none. A run of ``steps`` begins at
-    the prefix again.
+    ``lengths``: those that are drawn. A run of ``steps`` begins at the prefix again.
     """
     room = max(steps, 64) * point.tree.path_width + point.tree.total_tokens + 1
     cache = model.new_cache(point.batch, point.prefix + room)
-    drafted = [(rows, rank) for rank in dict.fromkeys((0, screen_rank)) for rows in sizes]
-    decoders = [
-        model.decoder(cache, None),
-        *(model.drawn_decoder(cache, point.tree, rows, lengths, rank > 0) for rows, rank in drafted),
-    ]
+    decoders = [model.decoder(cache, None), *(model.drawn_decoder(cache, point.tree, n, lengths) for n in sizes)]
     facts: list[dict[str, Any]] = [{"variant": "plain"}]
-    facts += [
-        {"variant": "drafted", "draft_vocab": rows, "screen_rank": rank, "losses": point.losses(rows)}
-        for rows, rank in drafted
-    ]
+    facts += [{"variant": "drafted", "draft_vocab": rows, "losses": point.losses(rows)} for rows in sizes]
     times = [phase_times(decoder, point.batch, point.prefix) for decoder in decoders]
     found = take_turns(decoders, point.batch, point.prefix, steps, rounds)
     shared = {"row": point.name, **asdict(point), "depth": DEPTH, "top_k": TOP_K, "nodes": point.tree.total_tokens}
@@ -107,15 +96,13 @@ def with_gains(rows: list[dict[str, Any]], vocab: int) -> list[dict[str, Any]]:
     """Add to the rows of one point, the first of which is plain decoding, what they gain, as ratios of tokens/s.
 
     ``over_plain`` by tokens/s; over the full vocabulary and over 32,000 rows ``gross``, by the steps' times, and net of
-    each loss. Rows behind a screen are held against as many without it, too.
+    each loss.
     """
     plain, *drafted = rows
     for row in drafted:
         row["over_plain"] = row["tokens_per_s"] / plain["tokens_per_s"]
         for base in drafted:
-            if base["draft_vocab"] not in (vocab, PUBLIC_ROWS) or base["screen_rank"]:
-                continue
-            if base["draft_vocab"] > row["draft_vocab"] - bool(row["screen_rank"]):
+            if base["draft_vocab"] in (vocab, PUBLIC_ROWS) and base["draft_vocab"] > row["draft_vocab"]:
                 gross = base["step_ms"] / row["step_ms"]
                 net = {name: gross * share / base["losses"][name] for name, share in row["losses"].items()}
                 row[f"over_{base['draft_vocab']}"] = {"gross": gross, **net}
@@ -127,7 +114,6 @@ def main(argv: list[str] | None = None) -> None:
     points = {point.name: point for point in all_points()}
     command = Command("generate", __doc__, points)
     command.add_argument("--sizes", default="full,32000,16000,8192", help="draft vocabularies, as full,32000")
-    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen with this many columns")
     command.add_argument("--accepted", type=float, default=3.0, help="tokens a pass that are drawn")
     command.add_argument("--steps", type=whole_from(1), default=60, help="steps of a run")
     command.add_argument("--rounds", type=whole_from(1), default=4, help="runs of each variant")
@@ -149,10 +135,10 @@ def main(argv: list[str] | None = None) -> None:
     for name, same in itertools.groupby(chosen, key=lambda point: point.model):
         of_model = list(same)
         shapes = [(p.tree, p.batch, rows) for p in of_model for rows in p.sizes(asked)]
-        compile_ahead(name, shapes, device, args.screen_rank)
-        model = RandomModel(name, device, screen_rank=args.screen_rank)
+        compile_ahead(name, shapes, device)
+        model = RandomModel(name, device)
         for point in of_model:
-            for row in measure(model, point, point.sizes(asked), lengths, args.steps, args.rounds, args.screen_rank):
+            for row in measure(model, point, point.sizes(asked), lengths, args.steps, args.rounds):
                 show(row)
                 result["rows"].append(row)
             write(result, args.out)

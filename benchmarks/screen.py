@@ -2,16 +2,22 @@
 
     eagle-convert --draft-vocab full --out full && eagle-screen full --rank 512
     python -m benchmarks.screen full [--out FILE]
+    eagle-compare full --screens with,without --modes greedy --sizes full --prompts FILE --out DIR
+    python -m benchmarks.screen DIR [--out FILE]
 
 An artifact's screen is measured, in float32, on drafts after the target's own greedy answers to the prompts of
 `examples/`: states of all levels of a tree of depth 5 with 10 children a node, from two places of each answer, each
 prompt with the same weight, and by the category of the prompt. Smaller ranks are the first columns of the screen. The
 range is over 10,000 resamples of the prompts (2.5 to 97.5%). Beside it: what the rows keep that are most frequent by
 the counts of the built-in head, of which the artifact must be one.
+
+Of a comparison's folder: the accepted length with the screen and without, all prompts together, and the ratio of the
+two with its range over as many resamples of the prompts.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +28,7 @@ from eagle_slim.convert.artifact.artifact import Artifact
 from eagle_slim.convert.head.screen_file import open_screen_file
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare.answers import Answer
 from eagle_slim.runtime.compare.prompt_file import Prompt, load_prompts
 from eagle_slim.runtime.drafter.screen import Screen, load_screen
 from eagle_slim.runtime.drafter.tuning.arguments import whole_from
@@ -40,6 +47,7 @@ CANDIDATES: tuple[tuple[int, Sequence[int]], ...] = ((2, RANKS), (1, (96,)), (4,
 """Candidates of each group, and the ranks that are measured with them."""
 FREQUENT = (8192, 16384, 32768)
 PLACES = 2
+QUANTILES = (0.025, 0.975)
 
 
 def answer_states(model: SpeculativeModel, prompts: Sequence[Prompt], new: int) -> list[Tensor]:
@@ -56,12 +64,16 @@ def answer_states(model: SpeculativeModel, prompts: Sequence[Prompt], new: int) 
     return found
 
 
+def resamples(prompts: int) -> NDArray[np.int64]:
+    """Numbers of prompts drawn again: [10,000, prompts]."""
+    return np.random.default_rng(0).integers(prompts, size=(10_000, prompts))
+
+
 def row(shares: NDArray[np.float64], categories: Sequence[str]) -> dict[str, Any]:
     """Of each prompt's share: the mean with its range, and the mean of each category."""
-    draws = np.random.default_rng(0).integers(len(shares), size=(10_000, len(shares)))
     of_each = {name: float(shares[np.array(categories) == name].mean()) for name in sorted(set(categories))}
     return {
-        "share": float(shares.mean()), "range": np.quantile(shares[draws].mean(1), (0.025, 0.975)).tolist(),
+        "share": float(shares.mean()), "range": np.quantile(shares[resamples(len(shares))].mean(1), QUANTILES).tolist(),
         "by_category": of_each,
     }  # fmt: skip
 
@@ -111,17 +123,55 @@ def run(folder: Path, prompts: Sequence[Prompt], new: int, device: str | None, o
     return result
 
 
+def accepted(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Accepted lengths of greedy answers, one at a time, with a screen and without, and their ratio with its range."""
+    found: dict[str, list[list[int]]] = {"with": [], "without": []}
+    for answer in sorted(answers, key=lambda answer: answer.key.group):
+        if answer.key.candidate != "plain":
+            name = "with" if answer.key.candidate.endswith(" + screen") else "without"
+            lengths = answer.accepted_lengths
+            found[name].append([sum(length * times for length, times in lengths.items()), sum(lengths.values())])
+    of_prompts = np.array([found["with"], found["without"]])
+
+    def accepted_lengths(prompts: NDArray[np.int64]) -> NDArray[np.float64]:
+        tokens, passes = np.moveaxis(of_prompts[:, prompts].sum(-2), -1, 0)
+        return np.asarray(tokens / passes)
+
+    screened, plain = accepted_lengths(np.arange(of_prompts.shape[1])).tolist()
+    drawn = accepted_lengths(resamples(of_prompts.shape[1]))
+    return {
+        "accepted_length": {"with": screened, "without": plain}, "ratio": screened / plain,
+        "range": np.quantile(drawn[0] / drawn[1], QUANTILES).tolist(), "tokens_and_passes": found,
+    }  # fmt: skip
+
+
+def of_comparison(folder: Path, out: Path | None) -> dict[str, Any]:
+    """What the folder of a comparison with and without a screen tells of accepted lengths."""
+    compared = json.loads((folder / "compare.json").read_text("utf-8"))
+    lines = (folder / "answers.jsonl").read_text("utf-8").splitlines()[1:]
+    result = {
+        "machine": machine(torch.device("cpu")), "setup": compared["setup"],
+        **accepted([Answer.from_json(json.loads(line)) for line in lines]), "rows": compared["rows"],
+    }  # fmt: skip
+    show({name: result[name] for name in ("accepted_length", "ratio", "range")})
+    write(result, out)
+    return result
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     parser = Command("screen", __doc__)
-    parser.add_argument("artifact", type=Path, help="of the built-in head, with a screen")
+    parser.add_argument("source", type=Path, help="an artifact of the built-in head with a screen, or a comparison")
     parser.add_argument("--every", type=whole_from(1), default=1, metavar="N", help="every N-th prompt only")
     parser.add_argument("--new-tokens", type=whole_from(4), default=64, help="tokens of each answer")
     parser.add_argument("--device", help="such as cuda; default the first GPU, else the CPU")
     args = parser.parse_args(argv)
+    if (args.source / "compare.json").exists():
+        of_comparison(args.source, args.out)
+        return
     files = sorted(EXAMPLES.glob("*.jsonl"))
     prompts = [prompt for file in files for prompt in load_prompts(file)][:: args.every]
-    run(args.artifact, prompts, args.new_tokens, args.device, args.out)
+    run(args.source, prompts, args.new_tokens, args.device, args.out)
 
 
 if __name__ == "__main__":

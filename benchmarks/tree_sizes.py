@@ -3,10 +3,9 @@
     python -m benchmarks.tree_sizes                           # joins results into runtime/requests/tree_sizes.json
     python -m benchmarks.tree_sizes --measure [--dtype float32] [--device cuda] [--batch 1 4] --out FILE
 
-The tables join `ACCEPTED`, accepted lengths of a real head by nodes, `STEPS`, steps of named devices and dimensions
-(``benchmarks.step`` on a GPU, ``--measure`` on a CPU), and `SCREENS`, drafts with and without a screen
-(``benchmarks.draft --screen-rank``), which say where a head drafts behind its screen by default. What is measured again
-gets its name here, behind what it replaces or in its place.
+The tables join `ACCEPTED`, accepted lengths of a real head by nodes, and `STEPS`, steps of named devices and dimensions
+(``benchmarks.step`` on a GPU, ``--measure`` on a CPU). What is measured again gets its name here, behind what it
+replaces or in its place.
 
 ``--measure``: the built-in target with its real head, greedy, over ``examples/prompts.jsonl``, as `eagle-compare` does
 it: accepted length by nodes, and a step's milliseconds by sequences and nodes (1 node: plain decoding). On a CPU one
@@ -28,7 +27,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
 from eagle_slim.runtime.compare.prompt_file import Prompt
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, SCREENED, random_head
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head
 from eagle_slim.runtime.requests.tree_size import TABLES
 
 from benchmarks.shared.command import Command, show, write
@@ -43,8 +42,9 @@ STEPS = (
     "2026-11-22-h200-step-llama-3.1-8b-16-nodes.json",
     "2026-11-22-h200-step-smollm2.json",
     "2026-11-22-h200-step-llama-3.1-8b-shared-packing.json",
+    "2026-11-24-h200-step-llama-3.1-8b.json",
+    "2026-11-24-h200-step-smollm2.json",
 )
-SCREENS: tuple[str, ...] = ()
 LEVELS = 6
 """Passes of a draft of depth 5, which all of these measured."""
 NODES = (4, 8, 16, 24, 32, 48, 60)
@@ -91,25 +91,8 @@ def collect(accepted: str = ACCEPTED, steps: Iterable[str] = STEPS, folder: Path
     lengths = {str(row["nodes"]): round(row["accepted_length"], 3) for row in read(folder / accepted)["rows"]}
     return {
         "accepted_lengths": {"from": accepted, "by_nodes": lengths},
-        "screens": screens(folder / name for name in SCREENS),
         "tables": [table | {"steps": _steps(table["steps"])} for table in tables.values()],
     }
-
-
-def screens(results: Iterable[Path]) -> list[dict[str, Any]]:
-    """The fields of `ScreenTimes`, of every draft of one sequence that was timed with and without a screen."""
-    return [
-        {
-            "device": result["machine"]["device"], "weights": weights, "hidden": MODELS[row["model"]].hidden,
-            "draft_vocab": row["draft_vocab"], "rank": row["screen_rank"],
-            "draft_us": round(row["times"][weights]["median_us"], 1),
-            "screened_us": round(row["times"][weights + SCREENED]["median_us"], 1),
-        }
-        for result in map(read, results)
-        for row in result["rows"]
-        for weights in ("bf16", "fp8")
-        if row["batch"] == 1 and weights + SCREENED in row.get("times", {})
-    ]  # fmt: skip
 
 
 def _steps(rows: Mapping[tuple[int, int, int], Mapping[str, Any]]) -> list[list[float]]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
-from eagle_slim.convert.head.screen_file import has_screen
 from torch import Tensor, nn
 
 from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
@@ -27,8 +26,8 @@ from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.screen import check_screen
-from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UnsupportedModelError, UsageError, did_you_mean
+from .drafter.weights import gather_lm_head_rows, load_head_weights
+from .errors import AcceptanceWarning, UnsupportedModelError, UsageError, did_you_mean, misfit
 from .loading import (
     MapForm,
     OpenedHead,
@@ -53,7 +52,7 @@ from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
 from .requests.stats import GenerationStats
 from .requests.streaming import Streamer, send_tokens
-from .requests.tree_size import TreeSize, device_name, measured_sizes, screen_pays
+from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import PartialVerification, TreeConfig
 from .step.choice_rules import CallRules
 from .step.decoder import WarmUp
@@ -131,8 +130,6 @@ class SpeculativeModel:
         """Most tokens of prompt and answer together."""
         self.drafter_reason = "asked for"
         """Why this drafter."""
-        self.screen_reason: str | None = None
-        """Why a head that has a screen drafts behind it, or does not; None for one without."""
         self.is_tree_sized = is_tree_sized
         """Whether each call chooses the size of its trees (`tree_size`), up to the drafter's; else they have that."""
         self._decoders = Decoders(target, drafter)
@@ -153,7 +150,7 @@ class SpeculativeModel:
         device: torch.device | str | None = None,
         drafter: str | DraftFunction = "auto",
         draft_weights: str = "auto",
-        screen: bool | str = "auto",
+        screen: bool = False,
         target_backend: str = "auto",
         tokenizer: Any | None = None,
         **loading: Unpack[Loading],
@@ -176,11 +173,11 @@ class SpeculativeModel:
                 instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
-                "auto" takes the kernel where the GPU and the head allow it.
+                "auto" takes the kernel where the GPU, the head and ``screen`` allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
-            screen: True chooses the LM-head rows that are scored by the head's screen (docs/screen.md), False never;
-                "auto" does where there is one and drafts behind it were measured to be faster on this device.
+            screen: True chooses the LM-head rows that are scored by the head's screen (docs/screen.md). Not with the
+                kernel, nor, therefore, with weights in FP8.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -218,7 +215,7 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         draft_ids = opened.choose(draft_vocab)
-        check_screen(screen, opened.head)
+        check_screen(screen, opened.head, drafter, draft_weights)
         check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
@@ -247,7 +244,8 @@ class SpeculativeModel:
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device, offline)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
-        weights, screen_reason = _choose_screen(opened, weights, screen, drafter, draft_weights)
+        if screen:
+            weights = replace(weights, screen=opened.screen_of(weights))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
@@ -255,7 +253,7 @@ class SpeculativeModel:
             wrapped, built, tokenizer, loading.get("max_model_len"), opened, tokenizer_source, tokenizer_hash,
             is_tree_sized=total_tokens is None,
         )  # fmt: skip
-        whole.drafter_reason, whole.screen_reason = reason, screen_reason
+        whole.drafter_reason = reason
         return whole
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
@@ -306,28 +304,27 @@ class SpeculativeModel:
     def with_screen(self, screen: bool) -> SpeculativeModel:
         """Return a model that drafts behind the head's screen, or not; everything else that is loaded is shared.
 
-        Raises `UsageError` for a head without a screen, and for a model that was not built by `from_pretrained`;
-        others as `load_screen`.
+        Raises `UsageError` for a head without a screen, for a model that was not built by `from_pretrained`, and for
+        one that drafts with the kernel; others as `load_screen`.
         """
-        weights, packing = self.drafter.weights, self.drafter.packing
+        weights = self.drafter.weights
         if screen and weights.screen is None:
             if self.opened is None:
                 raise UsageError("with_screen needs the opened head: build the model with from_pretrained.")
-            check_screen(screen, self.opened.head)
+            check_screen(screen, self.opened.head, self.drafter.backend)
             weights = replace(weights, screen=self.opened.screen_of(weights))
         elif not screen:
             weights = replace(weights, screen=None)
-        order = None if packing is None else packing.order
-        other = self._with_drafter(self.drafter.like(weights, self.drafter.tree, order), self.is_tree_sized)
-        has_one = self.opened is not None and has_screen(self.opened.head)
-        other.screen_reason = "asked for" if has_one else None
-        return other
+        return self._with_drafter(self.drafter.like(weights, self.drafter.tree), self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
 
-        Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
+        Raises `UsageError` for a tree that needs more children than the draft vocabulary has, and for anything that is
+        no `TreeConfig`.
         """
+        if not isinstance(tree, TreeConfig):
+            raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
     def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
@@ -351,12 +348,10 @@ class SpeculativeModel:
         return other
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
-        other = SpeculativeModel(
+        return SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
-        other.screen_reason = self.screen_reason
-        return other
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location
@@ -389,13 +384,10 @@ class SpeculativeModel:
     def drafting(self) -> str:
         """The drafter and its weights in words."""
         screen = self.drafter.weights.screen
-        if self.screen_reason is None:
-            behind = "" if screen is None else f", behind a screen of rank {screen.rank}"
-        elif screen is None:
-            behind = f", without its screen ({self.screen_reason})"
-        else:
-            behind = f", behind a screen of rank {screen.rank} ({self.screen_reason})"
-        return f"drafter {self.drafter.name}, {self.draft_weights} weights{behind}"
+        found = f"drafter {self.drafter.name}, {self.draft_weights} weights"
+        if screen is None:
+            return found
+        return f"{found}, behind a screen of rank {screen.rank} (which the persistent kernel drafts without)"
 
     @property
     def device(self) -> torch.device:
@@ -680,27 +672,6 @@ def _rank_rows(
 ) -> Tensor | None:
     ranked = opened.rank_rows(draft_ids, draft_vocab)
     return None if ranked is None else torch.from_numpy(ranked).to(device)
-
-
-def _choose_screen(
-    opened: OpenedHead, weights: HeadWeights, screen: bool | str, drafter: Any, draft_weights: str
-) -> tuple[HeadWeights, str | None]:
-    """Give the head its screen where it is asked for or known to pay; and the reason, for a head that has one."""
-    if not has_screen(opened.head):
-        return weights, None
-    if screen != "auto":
-        return replace(weights, screen=opened.screen_of(weights) if screen else None), "asked for"
-    device = weights.device
-    stored = "fp8" if draft_weights == "fp8" else NAMES[weights.dtype]
-    # Measured with the kernel on a GPU, with the reference on a CPU.
-    measured = measured_sizes().screens_on(device_name(device), stored, weights.hidden)
-    if drafter not in ("auto", "triton" if device.type == "cuda" else "reference") or not measured:
-        return weights, f"no draft behind one was measured with such a head on {device_name(device)}"
-    screened = replace(weights, screen=opened.screen_of(weights))
-    assert screened.screen is not None
-    if screen_pays(measured, weights.draft_vocab, screened.screen.rank):
-        return screened, f"faster where it was measured: {device_name(device)}"
-    return weights, f"not known to be faster with {weights.draft_vocab:,} rows on {device_name(device)}"
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head, with_random_screen
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
@@ -64,22 +63,19 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
 class RandomModel:
     """A random target and a random head over its whole vocabulary; decoders over them share every weight.
 
-    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs. ``screen_rank``:
-    of the head's screen, behind which decoders may draft; 0 for none.
+    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs.
     """
 
     def __init__(
-        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused",
-        screen_rank: int = 0,
-    ) -> None:  # fmt: skip
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused"
+    ) -> None:
         self.dims = MODELS[name]
         model = random_target(name, self.dims, dtype, device)
         target = TargetModel(model, default_tap_layers(LAYERS[name]), Choice(backend, "asked for"))
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
-        head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        self.head = with_random_screen(head, screen_rank, lm_head_gain=PEAKED)
-        self._drafters: dict[tuple[int, bool], Drafter] = {}
+        self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
+        self._drafters: dict[int, Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
         """Bytes of the target's keys and values of ``rows`` tokens."""
@@ -103,11 +99,9 @@ class RandomModel:
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
         return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
 
-    def drawn_decoder(
-        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int], screened: bool = False
-    ) -> DrawnDecoder:
-        """Build a drafting decoder that accepts drawn lengths; ``screened``: it drafts behind the head's screen."""
-        drafter = self._drafter(cache, tree, draft_vocab, screened)
+    def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
+        """Build a drafting decoder that accepts drawn lengths."""
+        drafter = self._drafter(cache, tree, draft_vocab)
         return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
 
     def drawn_partial_decoder(
@@ -118,32 +112,24 @@ class RandomModel:
         *lists, option = drawn
         return kind(*lists, self.target, cache, drafter, option, self._waits)
 
-    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, screened: bool = False) -> BufferedDrafter:
-        key = draft_vocab, screened
-        if key not in self._drafters:
+    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
+        if draft_vocab not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
-            head = self.head.of_rows(slice(draft_vocab))
-            self._drafters[key] = Drafter(head if screened else replace(head, screen=None), tree, backend)
-        drafter = self._drafters[key]
+            self._drafters[draft_vocab] = Drafter(self.head.of_rows(slice(draft_vocab)), tree, backend)
+        drafter = self._drafters[draft_vocab]
         found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
 
 
-def compile_ahead(
-    model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device, screen_rank: int = 0
-) -> None:
-    """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel.
-
-    With a ``screen_rank`` for each behind such a screen too.
-    """
+def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
+    """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
     # Kernels do not depend on the length of the cache.
     dims = MODELS[model]
     jobs = [
-        tuned_job(dims, draft_config(dims, rows, tree, batch, 2048, screen_rank=rank), device)
+        tuned_job(dims, draft_config(dims, rows, tree, batch, 2048), device)
         for tree, batch, rows in dict.fromkeys(shapes)
-        for rank in dict.fromkeys((0, screen_rank))
     ]
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
 
@@ -272,18 +258,21 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
     return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
 
 
-def take_turns(decoders: Sequence[Decoder], batch: int, prefix: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+def take_turns(
+    decoders: Sequence[Decoder], batch: int, prefix: int, steps: int | Sequence[int], rounds: int
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run ``steps`` of ``batch`` sequences from a prefix with every decoder, ``rounds`` times, and once to warm up.
 
-    Each round goes on in the drawn lengths. Returns for each decoder what was accepted, counted; the median step of
-    all rounds; tokens/s of all sequences from the two. ``is_length_met``: a tree that is not deep enough accepts less
-    than was drawn.
+    ``steps``: of each decoder, or of all. Each round goes on in the drawn lengths. Returns for each decoder what was
+    accepted, counted; the median step of all rounds; tokens/s of all sequences from the two. ``is_length_met``: a tree
+    that is not deep enough accepts less than was drawn.
     """
     runs: list[list[StepsRun]] = [[] for _ in decoders]
+    numbers = [steps] * len(decoders) if isinstance(steps, int) else steps
     for turn in range(-1, rounds):
-        for decoder, own in zip(decoders, runs, strict=True):
-            fill(decoder, batch, prefix, max(turn, 0) * steps)
-            run = run_steps(decoder, batch, 2 if turn < 0 else steps)
+        for decoder, own, number in zip(decoders, runs, numbers, strict=True):
+            fill(decoder, batch, prefix, max(turn, 0) * number)
+            run = run_steps(decoder, batch, 2 if turn < 0 else number)
             if turn >= 0:
                 own.append(run)
     found = []

@@ -66,18 +66,13 @@ class DrafterConfig:
     sliding_window: int | None = None
     tail_rows: int = 0
     """Places for LM-head rows that join a sequence's draft vocabulary, whole units of 16; 0 where nothing does."""
-    screen_rank: int = 0
-    """Columns of the screen in front of the LM head (`Screen`); 0 for none."""
-    screen_groups: int = 0
-    screen_per_group: int = 0
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
         least = {
             "hidden": 1, "intermediate": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "feature_width": 1,
             "target_vocab": self.top_k, "draft_vocab": self.top_k, "num_slots": 1,
-            "max_positions": tree.depth * tree.top_k + 1, "tail_rows": 0, "screen_rank": 0,
-            "screen_groups": int(self.screen_rank > 0), "screen_per_group": int(self.screen_rank > 0),
+            "max_positions": tree.depth * tree.top_k + 1, "tail_rows": 0,
         }  # fmt: skip
         for name, low in least.items():
             value: Any = getattr(self, name)
@@ -157,13 +152,7 @@ class DrafterConfig:
     def level_bytes(self) -> int:
         """Bytes of weights that one level must read: the floor's larger part."""
         layer = self.qkv_size * self.qkv_in + self.num_heads * self.head_dim * self.hidden
-        layer += 3 * self.intermediate * self.hidden
-        if self.screen_rank:
-            # Of candidates, those of one node.
-            layer += self.screen_rank * (self.hidden + self.draft_vocab)
-            layer += self.screen_groups * self.screen_per_group * self.hidden
-        else:
-            layer += self.draft_vocab * self.hidden
+        layer += 3 * self.intermediate * self.hidden + self.draft_vocab * self.hidden
         layer += self.fc_in * self.hidden if self.kind == "eagle" else 0
         return layer * self.weight_dtype.itemsize
 
@@ -178,16 +167,14 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     """Raise unless the persistent kernel can do this: `UnsupportedModelError` for the activation, else `UsageError`.
 
     hidden up to 16,384, head_dim to 256, draft_vocab to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
-    slots 1 to 16, positions to 131,072 and a tree, tail_rows to 8,192; bfloat16, float16 or float32. Of a screen rank
-    to hidden, groups to 1,024 and 16 candidates of each.
+    slots 1 to 16, positions to 131,072 and a tree, tail_rows to 8,192; bfloat16, float16 or float32.
     """
     check_kernel_activation(cfg.activation)
     bounds = {
         "hidden": (16, 16384), "intermediate": (16, 65536), "num_heads": (1, 1024), "head_dim": (2, 256),
         "feature_width": (16, 1 << 20), "target_vocab": (1, 1 << 30), "draft_vocab": (1, 262144), "depth": (1, 10),
         "top_k": (1, 16), "total_tokens": (2, 128), "num_slots": (1, 16), "max_positions": (1, 131072 + 256),
-        "tail_rows": (0, MAX_FOLLOW_ROWS), "screen_rank": (0, cfg.hidden), "screen_groups": (0, 1024),
-        "screen_per_group": (0, 16),
+        "tail_rows": (0, MAX_FOLLOW_ROWS),
     }  # fmt: skip
     for name, (low, high) in bounds.items():
         value = getattr(cfg, name)
@@ -197,7 +184,7 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
         raise _beyond_kernel("dtype", "bfloat16, float16 or float32", cfg.dtype, None)
     # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
     unit, weights = (32, " with FP8 weights") if cfg.weight_dtype.itemsize == 1 else (16, "")
-    sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width", "screen_rank")}
+    sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width")}
     for name, size in {**sizes, "num_heads * head_dim": cfg.num_heads * cfg.head_dim}.items():
         if size % unit:
             raise _beyond_kernel(name, f"{name} in multiples of {unit}{weights}", size, unit)
@@ -246,7 +233,4 @@ def head_dimensions(head: HeadWeights) -> dict[str, Any]:
         "norm_output": head.kind == "eagle3" and head.norm_output,
         "tap_norms": len(head.tap_norms) if has_fc and head.kind == "eagle3" else 0,
         "sliding_window": head.sliding_window,
-        "screen_rank": 0 if head.screen is None else head.screen.rank,
-        "screen_groups": 0 if head.screen is None else head.screen.groups,
-        "screen_per_group": 0 if head.screen is None else head.screen.per_group,
     }  # fmt: skip

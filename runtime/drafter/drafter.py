@@ -22,6 +22,7 @@ from .kernels.grid_barrier import ERROR
 from .launch import DraftFunction, allocate_buffers, launch_drafter, timed_out
 from .packed_weights import SharedPacking, Weights
 from .prompt_pairs import write_pairs
+from .screen import screened_kernel
 from .weights import HeadWeights
 
 
@@ -30,7 +31,8 @@ class Drafter:
     """A head, the shape of the trees that are drafted with it, and what drafts them.
 
     ``packing``: the head as the kernel reads it, shared by all drafters over it; "triton" alone has one. Raises
-    `UsageError` when the draft vocabulary has fewer rows than ``top_k``; for "triton" as `check_kernel_limits`.
+    `UsageError` when the draft vocabulary has fewer rows than ``top_k``; for "triton" as `check_kernel_limits`, and
+    for a head behind a screen.
     """
 
     weights: HeadWeights
@@ -41,6 +43,8 @@ class Drafter:
     def __post_init__(self) -> None:
         check_tree_fits(self.weights.num_scored, self.tree)
         if self.backend == "triton":
+            if self.weights.screen is not None:
+                raise screened_kernel("drafter", "triton")
             if self.packing is None:
                 object.__setattr__(self, "packing", SharedPacking(self.weights))
             check_kernel_limits(self._config(1, 1))

@@ -27,16 +27,7 @@ from .kernels.row_operands import RowShape
 from .kernels.tree_build import TreeOutputs, TreeShape
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows
 from .packed_head import PackedHead, StreamLayout, bias_layout
-from .workspace import (
-    BUFFERS,
-    OperandLayout,
-    Workspace,
-    attention_shape,
-    has_pairs,
-    num_lists,
-    screen_shape,
-    tail_tiles,
-)
+from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs, tail_tiles
 
 _WIDEST_PIECE = 16384
 
@@ -86,8 +77,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
                 rows_per_program(cfg.draft_vocab, programs) > min(layout.head_rows, tiles["head"].block_n),
                 tiles["head"],
             ),
-            screen=screen_shape(cfg, params, draft_vocab),
-            select=Selection.of(cfg.top_k, int(ROWS.value), rows, num_lists(cfg, params)),
+            select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
             gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
             tail=tail_tiles(cfg, params),
@@ -95,10 +85,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         ),
         "STREAM": stream,
         "OPERANDS": OperandLayout.of(cfg),
-        "GRID": Grid(
-            programs, num_lists(cfg, params), len_lists(num_lists(cfg, params)), cfg.num_slots, cfg.depth,
-            cfg.embed_rows,
-        ),
+        "GRID": Grid(programs, len_lists(programs), cfg.num_slots, cfg.depth, cfg.embed_rows),
     }  # fmt: skip
 
 
@@ -147,7 +134,6 @@ def kernel_arguments(
             bufs.num_leaves,
         ),
         "tails": None if tails is None else TailRows(tails.rows, tails.scales, tails.ids, tails.sizes),
-        "screen": packed.screen,
     }  # fmt: skip
 
 

@@ -62,12 +62,6 @@ def launch_drafter(
             field="draft_vocab", found=cfg.draft_vocab, expected=weights.head.draft_vocab,
         )  # fmt: skip
     if backend == "triton":
-        if cfg.screen_rank and cfg.draft_vocab != weights.head.draft_vocab:
-            raise UsageError(
-                f"draft_vocab = {cfg.draft_vocab}, and a screen of {weights.head.draft_vocab} rows is packed for all "
-                "of them: pack a head of fewer rows (HeadWeights.of_rows).",
-                field="draft_vocab", found=cfg.draft_vocab, expected=weights.head.draft_vocab,
-            )  # fmt: skip
         _launch_triton(cfg, X, taps[0].shape[1], weights, bufs)
     else:
         check_step(taps[0].shape[1], bufs)

@@ -110,11 +110,11 @@ INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
 
 
 def in_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Inputs of each matrix; behind a screen ``head`` is the screen's rows."""
+    """Inputs of each matrix."""
     attention = cfg.num_heads * cfg.head_dim
     return {
         "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
-        "head": cfg.screen_rank or cfg.hidden,
+        "head": cfg.hidden,
     }  # fmt: skip
 
 
@@ -135,19 +135,13 @@ def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
     """Numbers of inputs that chunks of each tile must divide: of whole products, and of an operand's segments."""
     inputs = in_features(cfg)
     return {
-        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden],
-        "head": [inputs["head"]],
+        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden], "head": [cfg.hidden],
     }  # fmt: skip
 
 
 def num_groups(split: int, num_programs: int) -> int:
     """Groups of ``split`` programs; the last few programs may be in none, and fewer programs than that make one."""
     return max(1, num_programs // split)
-
-
-def streamed_rows(cfg: DrafterConfig, draft_vocab: int, num_programs: int) -> int:
-    """Rows of ``head`` that are selected from together: those of a program, or with a screen those of a group."""
-    return rows_per_program(draft_vocab, cfg.screen_groups if cfg.screen_rank else num_programs)
 
 
 def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
@@ -202,7 +196,7 @@ def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) ->
     return {
         "layer": max(group_rows(cfg, name, split[name], num_programs) for name in PROJECTIONS),
         "mlp": rows_per_program(cfg.intermediate, num_programs),
-        "head": streamed_rows(cfg, cfg.draft_vocab, num_programs),
+        "head": rows_per_program(cfg.draft_vocab, num_programs),
     }
 
 

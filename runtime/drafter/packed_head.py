@@ -12,9 +12,7 @@ from .dimensions import DrafterConfig
 from .kernels.frontier import MAX_DEPTH
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
-from .kernels.screen import ScreenTensors
-from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features, streamed_rows
-from .screen import Screen
+from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features
 from .tuned_cache import LaunchTable
 from .weights import HeadWeights
 
@@ -40,9 +38,7 @@ class PackedHead:
     launches: LaunchTable
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
-    """LM-head rows packed; a launch may use the first N of them, or all where a screen is packed."""
-    screen: ScreenTensors | None = None
-    """With a screen, whose rows are packed in the LM head's place: what else is read of them, of the stream's type."""
+    """LM-head rows packed; a launch may use the first N of them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class PerMatrix:
     mlp: int
     down: int
     head: int
-    """With a screen, its rows."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +78,6 @@ class StreamLayout:
         programs = layout.num_programs
         outputs = {**out_features(cfg), "head": draft_vocab}
         rows = {name: rows_per_program(size, programs) for name, size in outputs.items()}
-        if cfg.screen_rank:
-            units = rows_per_program(cfg.screen_groups, programs)
-            rows["head"] = units * streamed_rows(cfg, draft_vocab, programs)
         grouped = {name: group_rows(cfg, name, layout.split[name], programs) for name in PROJECTIONS}
         offsets, scales, size, num_scales = {}, {}, 0, 0
         for name, inputs in in_features(cfg).items():
@@ -110,7 +102,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
     """Lay a head out for the kernel, in the layout of ``launches``. Of ``cfg`` only what the head decides matters.
 
     ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
-    packed (`DraftVocab` in rank order); default the head's own order. A screen's groups are of the head's own order.
+    packed (`DraftVocab` in rank order); default the head's own order.
     """
     stored = launches.layout
     w, programs, chunks = head.tensors, stored.num_programs, stored.chunks
@@ -124,7 +116,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         "o": [w["self_attn.o_proj.weight"]],
         "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
         "down": [w["mlp.down_proj.weight"]],
-        "head": [head.lm_head[order]] if head.screen is None else [head.screen.rows],
+        "head": [head.lm_head[order]],
     }
     layout = StreamLayout.of(cfg, stored, head.draft_vocab)
     element = cfg.weight_dtype.itemsize
@@ -139,18 +131,15 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
                 matrix, scale = quantize_rows(matrix)
                 # The kernel halves the inputs of down (`gated_mlp`).
                 scale = scale * 2 if name == "down" else scale
-                scales.append(_dealt(scale[:, None], head, programs, name, getattr(layout.rows, name))[..., 0])
+                scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
             if name in PROJECTIONS:
                 split = stored.split[name]
                 grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
                 parts.append(cut_parts(grouped, split, chunks["layer"], programs))
             elif name == "mlp":
                 parts.append(cut_chunks(assign_rows(matrix, programs), chunks["mlp"]))
-            elif head.screen is None:
-                parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
             else:
-                groups = cut_tiles(assign_rows(matrix, head.screen.groups, True), stored.head_rows, chunks["head"])
-                parts.append(assign_rows(groups, programs, True))
+                parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
@@ -184,28 +173,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         num_tokens=cfg.num_tokens,
         launches=launches,
         draft_vocab=head.draft_vocab,
-        screen=None if head.screen is None else _screen_tensors(head, head.screen, cfg),
     )
-
-
-def _dealt(scale: Tensor, head: HeadWeights, programs: int, name: str, rows: int) -> Tensor:
-    """Scales [rows, 1] as the rows of a matrix are given to programs: [programs, rows of a program, 1]."""
-    if name != "head" or head.screen is None:
-        return assign_rows(scale, programs, name == "head", rows)
-    return assign_rows(assign_rows(scale, head.screen.groups, True), programs, True).reshape(programs, rows, 1)
-
-
-def _screen_tensors(head: HeadWeights, screen: Screen, cfg: DrafterConfig) -> ScreenTensors:
-    def stored(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        matrix = matrix.to(cfg.dtype).contiguous()
-        is_own = cfg.weight_dtype == cfg.dtype
-        return (matrix, torch.ones(1, device=head.device)) if is_own else quantize_rows(matrix)
-
-    numbers = torch.arange(head.draft_vocab, dtype=torch.int32, device=head.device)
-    return ScreenTensors(
-        *stored(screen.down), *stored(head.lm_head), head.draft_to_target.int(),
-        assign_rows(numbers, screen.groups, True).contiguous(),
-    )  # fmt: skip
 
 
 def bias_layout(cfg: DrafterConfig) -> BiasLayout:

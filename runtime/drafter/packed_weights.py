@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
+from .screen import screened_kernel
 from .weights import HeadWeights
 
 if TYPE_CHECKING:
@@ -44,13 +45,15 @@ class Weights:
         One packing serves every number of slots and every tree; each configuration's launch parameters are looked up
         when it is first used. ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any
         smaller ``draft_vocab``. ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships.
-        Raises `UsageError` for a configuration or an order of
-        another head, and draft ids that the target does not have.
+        Raises `UsageError` for a configuration or an order of another head, draft ids that the target does not have,
+        and a head behind a screen.
         """
         from .kernel_launch import chip_of
         from .packed_head import pack_head
         from .tuned_cache import LaunchTable, open_tuned_cache
 
+        if head.screen is not None:
+            raise screened_kernel("backend", "triton")
         check_kernel_limits(cfg)
         check_head_fits(cfg, head)
         _check_order(head, order)
@@ -113,10 +116,9 @@ class SharedPacking:
         return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype)
 
     def serves(self, head: HeadWeights) -> bool:
-        """Whether ``head`` is this one with all or the first of its LM-head rows; behind a screen, with all."""
+        """Whether ``head`` is this one with all or the first of its LM-head rows."""
         mine, ids = self.head, head.draft_to_target
-        names = ("tensors", "embedding", "rotary", "screen")
-        shared = [getattr(head, name) is getattr(mine, name) for name in names]
+        shared = (head.tensors is mine.tensors, head.embedding is mine.embedding, head.rotary is mine.rotary)
         if not all(shared) or len(ids) > mine.draft_vocab or ids.device != mine.device:
             return False
         ranked = mine.draft_to_target if self.order is None else mine.draft_to_target[self.order]

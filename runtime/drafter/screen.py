@@ -99,7 +99,7 @@ def best_of_groups(scores: Tensor, groups: int, per_group: int) -> Tensor:
     """The best ``per_group`` rows of each group by (score descending, row ascending), row i in group ``i % groups``.
 
     ``scores``: float [..., rows] without NaN. Returns int64 [..., groups * per_group], group by group, best first; -1
-    where a group has no more rows. The definition of `kernels.screen`'s choice.
+    where a group has no more rows.
     """
     num_rows = scores.shape[-1]
     depth = max(-(-num_rows // groups), per_group)
@@ -110,14 +110,32 @@ def best_of_groups(scores: Tensor, groups: int, per_group: int) -> Tensor:
     return torch.where(rows < num_rows, rows, -1).flatten(-2)
 
 
-def check_screen(screen: bool | str, head: DraftHead) -> None:
-    """Raise `UsageError` unless ``screen`` is True, False or "auto", and for True without a screen beside the head."""
-    check_choice("screen", screen, (True, False, "auto"))
-    if screen is True and not has_screen(head):
+def check_screen(screen: bool, head: DraftHead, drafter: object, draft_weights: str = "auto") -> None:
+    """Raise `UsageError` unless ``screen`` is True or False, and for True what cannot be.
+
+    That is a head without a screen, the persistent kernel as the ``drafter``, and ``draft_weights`` "fp8", which are
+    the kernel's.
+    """
+    check_choice("screen", screen, (True, False))
+    if not screen:
+        return
+    if not has_screen(head):
         raise UsageError(
             f"screen = True, and {head.location} has no screen. Make one with eagle-screen, or leave screen out.",
             option="screen", missing="screen", found=head.location,
         )  # fmt: skip
+    for option, value, of_kernel in (("drafter", drafter, "triton"), ("draft_weights", draft_weights, "fp8")):
+        if value == of_kernel:
+            raise screened_kernel(option, of_kernel)
+
+
+def screened_kernel(option: str, found: str) -> UsageError:
+    """The error for an ``option`` whose value ``found`` is the persistent kernel's, together with a screen."""
+    return UsageError(
+        f"{option} = {found!r} is for the persistent kernel, which drafts without a screen (docs/screen.md). Take "
+        "drafter = 'reference' and the model's own type of weights, or leave screen out.",
+        option=option, found=found, expected="reference" if option == "drafter" else "auto",
+    )  # fmt: skip
 
 
 def load_screen(folder: Path, head: DraftHead, offline: bool = False) -> Screen:

@@ -2,16 +2,15 @@
 
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
 use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
-not hold, `launch_params` derives. The length of the KV cache is no key, nor is a screen: a head behind one takes the
-parameters of the head without it, but for the tile of ``head``, which is derived. Both give the same results, only at
-different speed. The same file holds tiles of the target's kernels; `launches` has what they all share, and
+not hold, `launch_params` derives. The length of the KV cache is no key. Both give the same results, only at different
+speed. The same file holds tiles of the target's kernels; `launches` has what they all share, and
 ``python -m eagle_slim.runtime.tune`` fills it.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from ..errors import DrafterError, UsageError
 from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_lines, tiles_of, tuned_path
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
-
-_NO_SCREEN: dict[str, Any] = {"screen_rank": 0, "screen_groups": 0, "screen_per_group": 0}
 
 
 def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
@@ -66,11 +63,7 @@ class TunedCache:
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
         """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
-        found = self.layouts.get(layout_key(cfg, chip))
-        if found is not None and not cfg.screen_rank:
-            return found
-        derived = choose_layout(cfg, chip)
-        return derived if found is None else replace(found, chunks={**found.chunks, "head": derived.chunks["head"]})
+        return self.layouts.get(layout_key(cfg, chip)) or choose_layout(cfg, chip)
 
     def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
         """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
@@ -79,14 +72,10 @@ class TunedCache:
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key) if layout in (None, own) else None
-        # What is tuned is the head without its screen.
-        note("drafter", key, _shape(replace(cfg, **_NO_SCREEN), chip), found is not None)
-        if found is not None and not cfg.screen_rank:
-            return found, True
-        derived = choose_launch(cfg, chip, own if layout is None else layout)
+        note("drafter", key, _shape(cfg, chip), found is not None)
         if found is not None:
-            return replace(found, layout=own, tiles={**found.tiles, "head": derived.tiles["head"]}), True
-        return derived, False
+            return found, True
+        return choose_launch(cfg, chip, own if layout is None else layout), False
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
         """Keep a layout and parameters in memory; `save` writes them.

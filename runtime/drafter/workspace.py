@@ -17,12 +17,10 @@ from .dimensions import DrafterConfig
 from .follow import UNIT_ROWS, Tails
 from .kernels.ancestor_attention import AttentionShape, heads_per_attention_unit
 from .kernels.frontier import MAX_DEPTH
-from .kernels.lm_topk import HeadTiles, Selection, len_lists, places
-from .kernels.packing import chunk_size
-from .kernels.screen import ScreenShape
+from .kernels.lm_topk import HeadTiles, len_lists, places
 from .kernels.selection import LOWEST_KEY
 from .kernels.weight_stream import Tile
-from .launch_params import LaunchParams, block_rows, group_rows, num_groups, stage_bytes, streamed_rows
+from .launch_params import LaunchParams, block_rows, group_rows, num_groups
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Buffer:
 
 
 BUFFERS = (
-    Buffer("x", "operand", ("operand values",), "rows, fc sum, norm, merge, o sum, mlp, down sum, screen, pick",
-           "fc, qkv, o, mlp, down, screen, head", "inputs of the products, one after the other: `OperandLayout`"),
+    Buffer("x", "operand", ("operand values",), "rows, fc sum, norm, merge, o sum, mlp, down sum, pick",
+           "fc, qkv, o, mlp, down, head", "inputs of the products, one after the other: `OperandLayout`"),
     Buffer("x_raw", "model", ("raw rows", "hidden"), "rows, pick", "fc",
            "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
     Buffer("partial", "fp32", ("part rows", "rows"), "fc, qkv, o, down", "fc sum, qkv sum, o sum, down sum",
@@ -53,10 +51,10 @@ BUFFERS = (
     Buffer("middle", "fp32", ("slot rows", "hidden"), "o sum", "down sum", "residual between attention and MLP"),
     Buffer("qkv", "fp32", ("slot rows", "qkv"), "qkv sum", "attention", "query, key and value, not rotated"),
     Buffer("squares_post", "fp32", ("programs", "rows"), "o sum", "mlp", "sums of squares of `middle`"),
-    Buffer("squares_out", "fp32", ("programs", "rows"), "down sum", "screen, head", "sums of squares of `hidden`"),
+    Buffer("squares_out", "fp32", ("programs", "rows"), "down sum", "head", "sums of squares of `hidden`"),
     Buffer("scratch", "fp32", ("programs", "rows", "head tile"), "head", "head", "one tile of logits"),
-    Buffer("best_max", "fp32", ("lists", "rows"), "head", "pick", "largest logit: `lm_topk.Lists`"),
-    Buffer("best_sum", "fp32", ("lists", "rows"), "head", "pick", "sum of exp(logit - largest)"),
+    Buffer("best_max", "fp32", ("programs", "rows"), "head", "pick", "largest logit: `lm_topk.Lists`"),
+    Buffer("best_sum", "fp32", ("programs", "rows"), "head", "pick", "sum of exp(logit - largest)"),
     Buffer("score", "fp32", ("slots", "candidates"), "pick", "tree", "cumulative log-probability of each candidate"),
     Buffer("frontier_score", "fp32", ("slot rows",), "pick", "pick", "of each node of the level"),
     Buffer("part_stat", "fp32", ("2", "attention rows"), "attention", "merge", "running maximum and sum of each part"),
@@ -65,8 +63,6 @@ BUFFERS = (
            "RMSNorm factor, or divisor, of each embedding and feature"),
     Buffer("best_key", "int64", ("lists", "rows", "places"), "head", "pick",
            "best rows of the LM head: `lm_topk.Lists`"),
-    Buffer("choice", "int64", ("choosing programs", "rows", "candidate places"), "head", "head",
-           "candidates of a group, behind a screen: `screen`"),
     Buffer("child_key", "int64", ("slot rows", "places"), "pick", "pick",
            "children of each node of the level, as keys"),
     Buffer("owner", "int32", ("programs", "places"), "pick", "pick", "programs with the best lists; each its own"),
@@ -100,7 +96,6 @@ class OperandLayout:
     """After attention and its norm."""
     mlp: int
     head: int
-    screen: int
     size: int
 
     @classmethod
@@ -114,7 +109,6 @@ class OperandLayout:
             "post": rows * cfg.hidden,
             "mlp": rows * cfg.intermediate,
             "head": rows * cfg.hidden,
-            "screen": rows * cfg.screen_rank,
         }
         starts, at = {}, 0
         for name, size in operands.items():
@@ -164,9 +158,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
         "slot rows": slot_rows,
         "rows": block_rows(cfg),
         "programs": programs,
-        "lists": len_lists(num_lists(cfg, params)),
-        "choosing programs": programs if cfg.screen_rank else 1,
-        "candidate places": places(cfg.screen_per_group),
+        "lists": len_lists(programs),
         "places": places(cfg.top_k),
         "candidates": cfg.tree.num_candidates,
         "nodes": cfg.total_tokens,
@@ -199,11 +191,6 @@ def _fresh(shape: list[int], dtype: torch.dtype, device: torch.device | str) -> 
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
-def num_lists(cfg: DrafterConfig, params: LaunchParams) -> int:
-    """Lists of the best LM-head rows of a node: one a program, or one a group of a screen."""
-    return cfg.screen_groups or params.num_programs
-
-
 _MOST_ROWS = 64
 """Rows of a product of a unit: what the matrix units of sm_90 multiply at a time."""
 
@@ -213,34 +200,10 @@ def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
     tile = params.tiles["head"]
     block_n = min(_MOST_ROWS, tile.block_n)
     scaled = cfg.weight_dtype != cfg.dtype
-    # A screen's tile fits its rank.
-    block_k = chunk_size(cfg.hidden, tile.block_k)
     return HeadTiles(
-        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=block_k, scaled=scaled, several=True,
-        tile=Tile(block_n, block_k, tile.stages),
+        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=tile.block_k, scaled=scaled, several=True,
+        tile=Tile(block_n, tile.block_k, tile.stages),
     )  # fmt: skip
-
-
-def screen_shape(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> ScreenShape:
-    """How a screen of ``draft_vocab`` rows is read, in no more shared memory than another product; rank 0 for none."""
-    rows, tile, programs = block_rows(cfg), params.tiles["head"], params.num_programs
-    choice = Selection.of(max(1, cfg.screen_per_group), MAX_NEW_TOKENS, rows, programs)
-    owned = streamed_rows(cfg, draft_vocab, programs)
-    stored = HeadTiles(
-        params.layout.head_rows, owned, cfg.screen_rank, params.layout.chunks["head"], has_pairs(cfg),
-        owned > min(params.layout.head_rows, tile.block_n), tile,
-    )  # fmt: skip
-    budget = max(stage_bytes(cfg, name, each) * each.stages for name, each in params.tiles.items())
-
-    def gathered(block_n: int, columns: int) -> Tile:
-        stage = block_n * cfg.weight_dtype.itemsize + columns * cfg.dtype.itemsize
-        block_k = chunk_size(cfg.hidden, 256)
-        while block_k > 32 and budget < 4 * stage * block_k:
-            block_k //= 2
-        return Tile(block_n, block_k, max(1, min(5, budget // (stage * block_k))))
-
-    exact, down = gathered(MAX_NEW_TOKENS * choice.max_k, MAX_NEW_TOKENS), gathered(16, rows)
-    return ScreenShape(cfg.screen_rank, cfg.screen_groups, choice, stored, exact, down, cfg.hidden)
 
 
 def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails:

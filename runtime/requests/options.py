@@ -139,9 +139,21 @@ class Processors:
         return tuple(name for name, _ in self.steps)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Apply them: the tokens before a position int64 [1, seq], and its logits float32 [1, vocab]."""
-        processed: Tensor = hf.LogitsProcessorList([step for _, step in self.steps])(input_ids, scores)
-        return processed
+        """Apply them: the tokens before a position int64 [1, seq], and its logits float32 [1, vocab].
+
+        Raises `UsageError` for one that does not return scores of that shape.
+        """
+        for name, step in self.steps:
+            found: Any = hf.LogitsProcessorList([step])(input_ids, scores)
+            if not isinstance(found, Tensor) or found.shape != scores.shape:
+                what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+                raise UsageError(
+                    f"Logits processor {name} returned {what}; expected scores {list(scores.shape)}, as it was given. "
+                    "One that changes them in place returns them too.",
+                    option="logits_processor", expected=tuple(scores.shape), found=found,
+                )  # fmt: skip
+            scores = found
+        return scores
 
 
 def build_processors(

@@ -63,26 +63,12 @@ class StepTable:
     steps: tuple[Step, ...]
 
 
-class ScreenTimes(NamedTuple):
-    """A draft of one sequence with and without a screen in front of the LM head, measured in one run."""
-
-    device: str
-    weights: str
-    """Type of the drafter's weights: "bf16" or "fp8"."""
-    hidden: int
-    draft_vocab: int
-    rank: int
-    draft_us: float
-    screened_us: float
-
-
 @dataclass(frozen=True)
 class TreeSizes:
-    """Measured steps, the accepted length by nodes, and drafts behind a screen."""
+    """Measured steps, and the accepted length by nodes."""
 
     accepted_lengths: Mapping[int, float]
     tables: tuple[StepTable, ...]
-    screens: tuple[ScreenTimes, ...] = ()
 
     @classmethod
     def load(cls, path: Path = TABLES) -> TreeSizes:
@@ -97,13 +83,7 @@ class TreeSizes:
                 )
                 for table in found["tables"]
             ),
-            tuple(ScreenTimes(**times) for times in found["screens"]),
         )  # fmt: skip
-
-    def screens_on(self, device: str, weights: str, hidden: int) -> tuple[ScreenTimes, ...]:
-        """What was measured with heads of this width and type on a device of this name."""
-        wanted = (device, weights, hidden)
-        return tuple(times for times in self.screens if (times.device, times.weights, times.hidden) == wanted)
 
     def choose(
         self,
@@ -145,17 +125,6 @@ class TreeSizes:
         tables = [table for table in self.tables if table.kind == kind]
         named = [table for table in tables if table.device == device] or tables
         return min(named, key=lambda table: _distance(table.weight_bytes, weight_bytes), default=None)
-
-
-def screen_pays(screens: Iterable[ScreenTimes], draft_vocab: int, rank: int) -> bool:
-    """Whether drafts behind a screen of this rank are known to be faster: one of no more rows, at no less a rank, was.
-
-    With more rows or a smaller rank a screen saves more.
-    """
-    return any(
-        times.draft_vocab <= draft_vocab and times.rank >= rank and times.screened_us < times.draft_us
-        for times in screens
-    )
 
 
 @cache

@@ -15,8 +15,9 @@ from eagle_slim.vocab_tools.base_cli import (
     run_cli,
     version_option,
 )
+from eagle_slim.vocab_tools.errors import INTERRUPTED
 
-from ..options_cli import INTERRUPTED, progress_line, show_warnings_as_lines
+from ..options_cli import progress_line, show_warnings_as_lines
 
 
 def _rank(ctx: click.Context, param: click.Parameter, value: str) -> int | str:

@@ -44,17 +44,6 @@ def test_a_row(tiny: draft.Problems) -> None:
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
 
 
-@pytest.mark.slow
-def test_a_row_behind_a_screen(tiny: draft.Problems) -> None:
-    """With and without in one run, of one LM head."""
-    tiny.screen_rank = 16
-    found = measure(tiny, replace(ROW, batch=2))
-    assert found["faults"] == []
-    assert set(found["times"]) == {"bf16", "bf16_screen", "A", "B"}
-    assert found["floor_us"]["bf16"] != found["floor_us"]["bf16_screen"]
-    assert tiny.drafter(ROW, "bf16_screen").cfg == tiny.config(ROW, "bf16_screen")
-
-
 def test_packings_are_kept_for_rows_of_a_model(tiny: draft.Problems) -> None:
     first = tiny.drafter(ROW, "bf16").weights.packed
     assert first is not None

@@ -58,18 +58,6 @@ def test_a_row(tiny: Point, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"over_60", "over_90"} & set(rows[1])
 
 
-def test_a_row_behind_a_screen(tiny: Point, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = decoding.phase_times
-    monkeypatch.setattr(generate, "phase_times", lambda *arguments: timed(*arguments, rounds=1, times=1))
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32, screen_rank=16)
-    _, plain, screened = generate.measure(model, tiny, [90], [2] * 240, steps=2, rounds=1, screen_rank=16)
-    assert (plain["screen_rank"], screened["screen_rank"]) == (0, 16)
-    assert screened["accepted_length"] == 2
-    assert "over_90" not in plain
-    gross = plain["step_ms"] / screened["step_ms"]
-    assert screened["over_90"] == pytest.approx({"gross": gross, "SmolLM2": gross, "FR-Spec": gross})
-
-
 def test_losses() -> None:
     assert [factor(LOSS, rows) for rows in (20, 60, 90, 1000)] == [0.6, 0.8, 1.0, 1.0]
     assert 0.6 < factor(LOSS, 30) < factor(LOSS, 40) < 0.8

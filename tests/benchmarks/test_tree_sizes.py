@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,24 +15,6 @@ from benchmarks import tree_sizes
 def test_the_tables_are_made_of_results() -> None:
     """What ships is what the committed results of the benchmarks give."""
     assert tree_sizes.collect() == tree_sizes.read(tree_size.TABLES)
-
-
-def test_drafts_behind_a_screen(tmp_path: Path) -> None:
-    row = {
-        "model": "llama-3.1-8b", "draft_vocab": 32000, "batch": 1, "screen_rank": 256,
-        "times": {"bf16": {"median_us": 1400.04}, "bf16_screen": {"median_us": 1100.0}, "fp8": {"median_us": 9}},
-    }  # fmt: skip
-    rows = [row, {**row, "batch": 4}, {**row, "times": {"bf16": {"median_us": 1.0}}}]
-    (tmp_path / "draft.json").write_text(json.dumps({"machine": {"device": "Some GPU"}, "rows": rows}))
-    (found,) = (tree_size.ScreenTimes(**times) for times in tree_sizes.screens([tmp_path / "draft.json"]))
-    assert found == tree_size.ScreenTimes("Some GPU", "bf16", 4096, 32000, 256, 1400.0, 1100.0)
-    sizes = tree_size.TreeSizes({}, (), (found, found._replace(hidden=2048)))
-    assert sizes.screens_on("Some GPU", "bf16", 4096) == (found,)
-    assert not sizes.screens_on("Some GPU", "fp8", 4096)
-    assert not sizes.screens_on("Another", "bf16", 4096)
-    for draft_vocab, rank, pays in ((32000, 256, True), (128256, 96, True), (31999, 256, False), (32000, 257, False)):
-        assert tree_size.screen_pays([found], draft_vocab, rank) == pays
-    assert not tree_size.screen_pays([found._replace(screened_us=1400.0)], 32000, 256)
 
 
 def test_bytes_of_known_dimensions() -> None:

@@ -15,7 +15,7 @@ from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.replaying import FIELDS, run
-from support.drafting import problem, random_head, with_follow, with_options, with_screen
+from support.drafting import problem, random_head, with_follow, with_options
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,6 @@ class Case:
     change: Callable[[LaunchParams], LaunchParams] = lambda params: params
     texts: dict[int, range] = field(default_factory=dict)
     """Ids that join the draft vocabulary of each slot, 37 of them at most."""
-    screen: tuple[int, int, int] | None = None
-    """Rank, groups and candidates of each."""
 
 
 def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
@@ -72,10 +70,6 @@ CASES = {
         5, (2, 3, 15), [70, 4], [2, 16], head={"kind": "eagle", "head_dim": 20}, options={"head_norms": True}
     ),
     "eagle, fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], head={"kind": "eagle"}, fp8=True),
-    "more groups than programs, with tails": Case(
-        3, (2, 3, 15), [4, 30, 1], [16, 2, 1], screen=(16, 8, 2), texts={0: range(300), 2: range(100, 130)}
-    ),
-    "fewer groups than programs, fp8": Case(6, (2, 3, 15), [9, 4], [2, 5], screen=(32, 4, 3), fp8=True),
 }  # fmt: skip
 
 
@@ -83,7 +77,6 @@ def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     """Draft on poisoned memory, then compare with the replay and, in fp32, with the reference's tree."""
     head = with_options(random_head(dtype=dtype, **case.head), **case.options)
     head = with_follow(head, 37) if case.texts else head
-    head = with_screen(head, *case.screen) if case.screen else head
     weight_dtype = torch.float8_e4m3fn if case.fp8 else None
     tree = TreeConfig(*case.tree)
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)

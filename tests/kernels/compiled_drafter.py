@@ -1,6 +1,6 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512] [--screen 256]
+    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
 registers, spills, and those in the inner loops of products, where there may be none. Must run without
@@ -25,7 +25,6 @@ from eagle_slim.runtime.drafter.kernel_launch import compile_options, kernel_con
 from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
 from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
-from eagle_slim.runtime.drafter.kernels.screen import ScreenTensors
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
 from eagle_slim.runtime.drafter.launch_params import Chip, choose_launch
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
@@ -73,7 +72,6 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
         **({"tails": TailRows(weight, "*fp32", "*i32", "*i32")} if cfg.tail_rows else {}),
-        **({"screen": ScreenTensors(weight, "*fp32", weight, "*fp32", "*i32", "*i32")} if cfg.screen_rank else {}),
     }  # fmt: skip
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
@@ -90,7 +88,6 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     constants |= {} if cfg.tail_rows else {"tails": None}
-    constants |= {} if cfg.screen_rank else {"screen": None}
     by_index: dict[tuple[int, ...], Any] = {
         (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
     }
@@ -186,13 +183,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
     parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
     parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
-    parser.add_argument("--screen", type=int, default=0, metavar="RANK", help="behind a screen of 2 of 128 groups")
     parser.add_argument("--rows", type=int, default=32000, help="rows of the LM head")
     parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
     args = parser.parse_args()
     cfg = replace(SMOLLM2 if args.small else LLAMA_8B, tail_rows=args.tail, draft_vocab=args.rows)
-    if args.screen:
-        cfg = replace(cfg, screen_rank=args.screen, screen_groups=128, screen_per_group=2)
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     if args.options:

@@ -33,11 +33,7 @@ CASES = {
     "sm_89, FP8": ["--chip", "89", "--small", "--fp8"],
     "sm_90, FP8, a tail": ["--chip", "90", "--small", "--fp8", "--tail", "512"],
     "sm_100, FP8": ["--chip", "100", "--small", "--fp8"],
-    "sm_90, a screen": ["--chip", "90", "--small", "--screen", "96"],
-    "sm_100, a screen": ["--chip", "100", "--small", "--screen", "96"],
-    "sm_80, a screen": ["--chip", "80", "--small", "--screen", "96"],
     "sm_90, Llama-3.1-8B": ["--chip", "90"],
-    "sm_90, Llama-3.1-8B, FP8, a screen": ["--chip", "90", "--screen", "256", "--fp8"],
     "sm_90, Llama-3.1-8B, FP8": ["--chip", "90", "--fp8"],
 }
 PRODUCTS = 4  # projections, attention, gate and up, LM head: each a loop, where it is long enough to stay one

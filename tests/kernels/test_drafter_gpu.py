@@ -24,7 +24,6 @@ from eagle_slim.runtime.drafter.tuning.problem import (
     Dims,
     random_head,
     random_step,
-    with_random_screen,
 )
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import EagleSlimError
@@ -125,41 +124,6 @@ def test_real_dimensions(
         drafted = run(cfg, random_step(cfg, prefix, 4, bufs), weights, bufs)
         record_property(f"agreement_{prefix}", str(drafted.agreement))
         assert_agrees(drafted)
-
-
-@pytest.mark.parametrize("weight_dtype", WEIGHTS)
-@pytest.mark.parametrize(
-    ("model", "draft_vocab", "rank"), [("llama-3.1-8b", 32000, 256), ("llama-3.2-1b", 128256, 128)]
-)
-@pytest.mark.parametrize("slots", [1, 3])
-def test_real_dimensions_behind_a_screen(
-    slots: int, model: str, draft_vocab: int, rank: int, weight_dtype: torch.dtype | None,
-    record_property: Callable[[str, object], None],
-) -> None:  # fmt: skip
-    head = with_random_screen(random_head(MODELS[model], torch.device("cuda")).of_rows(slice(draft_vocab)), rank)
-    cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), slots, 512 + 16, weight_dtype)
-    weights = Weights.pack(head, cfg)
-    bufs = allocate_buffers(cfg, weights)
-    features = random_step(cfg, 512, 4, bufs)
-    drafted = run(cfg, features, weights, bufs)
-    record_property("agreement", str(drafted.agreement))
-    assert_agrees(drafted)
-    graph = capture(lambda: launch_drafter(cfg, features, weights, bufs))
-    graph()
-    check_finished(bufs)
-    assert_equal_trees(tree_of(bufs), drafted.tree)
-
-
-@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
-@pytest.mark.parametrize(("groups", "per_group"), [(16, 3), (300, 1)])
-def test_a_screen(groups: int, per_group: int, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
-    """Fewer groups than programs and more of them, with tails; the same tree as the reference's in fp32."""
-    head = with_random_screen(with_follow(small_head(dtype=dtype, **MEDIUM), 100), 64, groups, per_group)
-    texts = {2: list(range(4000)), 0: list(range(2000))}
-    drafted = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0], weight_dtype, texts=texts)
-    assert_agrees(drafted)
-    if dtype == torch.float32:
-        assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
 def test_fewer_nodes_than_levels_and_a_chain_of_separate_taps() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
-from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
     StoredLayout,
@@ -216,19 +215,3 @@ def test_the_shipped_cache_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.launches
     for key in [*cache.layouts, *cache.launches]:
         assert key.count("/") == 2
-
-
-def test_a_head_behind_a_screen_takes_what_is_tuned_without_it(tmp_path: Path) -> None:
-    """All but the head's tile and chunks, which fit the screen's rank; so does the layout that it is packed in."""
-    chip, cache = KNOWN_CHIPS[90], TunedCache(tmp_path / "tuned.json")
-    cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
-    screened = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512, screen_rank=96)
-    derived = choose_launch(cfg, chip)
-    tuned = replace(derived, tiles={**derived.tiles, "layer": Tile(128, 32, 3)}, part_keys=128)
-    cache.store(cfg, chip, tuned)
-    found, is_tuned = cache.find(screened, chip, cache.layout(screened, chip))
-    assert is_tuned
-    assert (found.part_keys, found.tiles["layer"], found.tiles["mlp"]) == (128, Tile(128, 32, 3), tuned.tiles["mlp"])
-    assert 96 % found.tiles["head"].block_k == 96 % found.layout.chunks["head"] == 0
-    assert found.layout == replace(tuned.layout, chunks=found.layout.chunks)
-    assert cache.find(cfg, chip) == (tuned, True)

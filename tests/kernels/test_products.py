@@ -83,7 +83,7 @@ def run_layer(
         *(products.tiled_size(len(w)) for w in weights[1:]),
     ]
     shapes = [products.product_shape(w) for w in weights]
-    scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), 256, x.device)
+    scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), max(rows, 256), x.device)
     bias = None if layer.bias is None else [layer.bias[: len(w)] for w in weights]
     qkv_bias, o_bias, gate_bias, down_bias = bias or [None] * 4
     tap, gated, features, logits = empty(2 * hidden), empty(layer.down.shape[1]), empty(hidden), empty(150)

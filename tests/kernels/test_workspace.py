@@ -20,14 +20,13 @@ EAGLE = replace(SMOLLM2, kind="eagle", feature_width=SMOLLM2.hidden)
 SIZES = {
     "slots": "sequences side by side", "slot rows": "16 for each slot",
     "rows": "16 for each slot, to a power of two", "programs": "one on each multiprocessor",
-    "lists": "one for each program, or group of a screen, to a multiple of 16", "places": "top_k, to a power of two",
+    "lists": "one for each program, to a multiple of 16", "places": "top_k, to a power of two",
     "candidates": "all that are drafted: top_k + depth * top_k^2", "nodes": "total_tokens",
     "chain": "16 levels", "hidden": "the head's width", "qkv": "(heads + 2 kv_heads) * head_dim",
     "input rows": "embeddings, then features", "raw rows": "the same; 1 where `x_raw` is not used",
     "operand values": "all operands together", "part rows": "groups * split * rows of a group, the largest of the four",
     "attention rows": "queries of all parts of all heads", "head block": "head_dim, to a power of two",
     "head tile": "LM-head rows multiplied at a time", "barrier": "4 words",
-    "choosing programs": "all; 1 without a screen", "candidate places": "per_group of a screen, to a power of two",
 }  # fmt: skip
 """What the names mean, for readers."""
 

@@ -11,9 +11,7 @@ qkv    query, key and value of all rows; RMSNorm was applied when the rows were 
 att    `ancestor_attention.attend`: norms of q and k, RoPE, KV append, prefix and ancestors; then `merge_heads`
 o      output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
-screen `screen.screen_states`, where there is a screen: what its rows are multiplied by
-head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program, or behind a screen
-       `screen.screen_topk`: rows of the screen, then those of the LM head that these choose; then
+head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program; then
        `lm_topk.stream_tails`: the rows that joined each sequence's vocabulary, where there are such
 pick   merge per node, score the candidates, `frontier.choose_frontier`, gather the nodes' embeddings
 tree   after the last level, `tree_build.build_tree`
@@ -58,7 +56,6 @@ from .lm_topk import (
 )
 from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
-from .screen import ScreenShape, screen_states, screen_topk
 from .selection import LOWEST_KEY, order_key
 from .tree_build import TreeCandidates, TreeShape, blank_tree, build_tree, candidates_of
 from .weight_stream import NextOperand, Operand, Tile
@@ -131,7 +128,6 @@ class Phases:
     mlp: MlpShape
     mlp_tile: Tile
     head: HeadTiles
-    screen: ScreenShape
     select: Selection
     tree: TreeShape
     gather: int
@@ -147,10 +143,8 @@ class Grid:
     """How much there is of everything."""
 
     programs: int
-    filled: int
-    """Lists of the best LM-head rows: one a program, or one a group of a screen."""
     lists: int
-    """The same, to a multiple of `lm_topk.LIST_BATCH`."""
+    """Programs, to a multiple of `lm_topk.LIST_BATCH`."""
     slots: int
     depth: int
     embed_rows: int
@@ -336,7 +330,7 @@ def pick(
         row = a * ROWS + n
         rank, value, token, lse = merge_best(
             lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT), ws.owner + pid * MAX_K,
-            tl.minimum(head.draft_vocab, GRID.filled), SELECT,
+            tl.minimum(head.draft_vocab, GRID.programs), SELECT,
         )  # fmt: skip
         if copy == 0:
             base = tl.load(frontier.score + row, mask=level > 0, other=0.0)
@@ -394,7 +388,6 @@ def draft_kernel(
     ws,  # `Workspace`
     out,  # `TreeOutputs`
     tails,  # `TailRows`, or None
-    screen,  # `ScreenTensors`, or None
     HEAD: tl.constexpr,  # `HeadShape`
     PHASES: tl.constexpr,  # `Phases`
     STREAM: tl.constexpr,  # `StreamLayout`
@@ -412,7 +405,6 @@ def draft_kernel(
     ATTENTION: tl.constexpr = PHASES.attention
     SELECT: tl.constexpr = PHASES.select
     LM_HEAD: tl.constexpr = PHASES.head
-    SCREEN: tl.constexpr = PHASES.screen
     TAIL: tl.constexpr = PHASES.tail
     TAIL_UNITS: tl.constexpr = PHASES.tail_units
     MLP: tl.constexpr = PHASES.mlp
@@ -450,7 +442,7 @@ def draft_kernel(
     unit_parts = AttentionParts(ws.part_stat, ws.part_acc)
     lists = Lists(ws.best_key, ws.best_max, ws.best_sum)
 
-    for index in range(GRID.filled + pid, GRID.lists, PROGRAMS):
+    for index in range(PROGRAMS + pid, GRID.lists, PROGRAMS):
         clear_lists(ws.best_key + index * BLOCK_M * SELECT.max_k, SELECT)
     for index in tl.range(pid, GRID.slots, PROGRAMS, disable_licm=True):
         slot = index + zero
@@ -586,27 +578,18 @@ def draft_kernel(
         factor = (1.0 if FUSED else norm_factor(ws.squares_out, mask_m, PROGRAMS, ROW)) / x_scale
         nodes = Nodes(num_active, num_nodes)
         my_scratch = ws.scratch + my_lists * LM_HEAD.tile.block_n
-        if SCREEN.rank > 0:
-            screen_states(ws.x + OPERANDS.head, factor, mask_m, screen, ws.x + OPERANDS.screen, PROGRAMS, SCREEN)
-            round = next_phase(ws.barrier, round, PROGRAMS)
-            screen_topk(
-                ws.x + OPERANDS.screen, ws.x + OPERANDS.head, factor, mask_m, nodes, my_stream + STREAM.offsets.head,
-                my_scale + STREAM.scales.head, head.draft_vocab, screen, my_scratch,
-                ws.choice + my_lists * SCREEN.places, lists, PROGRAMS, SELECT, SCREEN,
-            )  # fmt: skip
-        else:
-            my_head = HeadRows(
-                my_stream + STREAM.offsets.head, my_scale + STREAM.scales.head, head.row_ids + pid * STREAM.rows.head,
-                my_vocab,
-            )  # fmt: skip
-            stream_topk(
-                ws.x + OPERANDS.head, factor, own_row * HIDDEN, mask_m, nodes, my_head, my_scratch,
-                lists_at(lists, my_lists, SELECT), SELECT, LM_HEAD,
-            )  # fmt: skip
+        my_head = HeadRows(
+            my_stream + STREAM.offsets.head, my_scale + STREAM.scales.head, head.row_ids + pid * STREAM.rows.head,
+            my_vocab,
+        )  # fmt: skip
+        stream_topk(
+            ws.x + OPERANDS.head, factor, own_row * HIDDEN, mask_m, nodes, my_head, my_scratch,
+            lists_at(lists, my_lists, SELECT), SELECT, LM_HEAD,
+        )  # fmt: skip
         if TAIL_UNITS > 0:
             stream_tails(
                 ws.x + OPERANDS.head, factor, step.active_slots, nodes, tails,
-                tl.minimum(tl.minimum(head.draft_vocab, GRID.filled), PROGRAMS), my_scratch,
+                tl.minimum(head.draft_vocab, PROGRAMS), my_scratch,
                 lists_at(lists, my_lists, SELECT), SELECT, TAIL, TAIL_UNITS,
             )  # fmt: skip
         round = next_phase(ws.barrier, round, PROGRAMS)

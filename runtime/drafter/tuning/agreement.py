@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...settings import TreeConfig
@@ -120,11 +119,8 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
         rounded, scale = quantize_rows(tensor)
         return rounded.float() * scale[:, None]
 
-    screen = head.screen
-    if screen is not None:
-        screen = replace(screen, rows=exact("rows", screen.rows), down=exact("down", screen.down))
     return replace(
-        head, tensors={name: exact(name, tensor) for name, tensor in head.tensors.items()}, screen=screen,
+        head, tensors={name: exact(name, tensor) for name, tensor in head.tensors.items()},
         embedding=head.embedding.to(cfg.dtype).float(), lm_head=exact("lm_head", head.lm_head),
         rotary=head.rotary.for_length(cfg.num_tokens), follow=None,
     )  # fmt: skip
@@ -187,13 +183,11 @@ def replay(
             output = draft.level(hidden, drafted.tokens.gather(1, expanded), ancestors)
         logits = draft.logits(output)  # [active, width, draft_vocab]
         log_probs = torch.log_softmax(logits, -1)
-        # A screen may choose another of two rows that nearly tie: what a row is worth does not depend on that.
-        every = logits if head.screen is None else F.linear(draft.final(output), head.lm_head)
-        spread = (every.std(-1, correction=0, keepdim=True) / LOGIT_STD).clamp(min=1.0)
+        spread = (logits.std(-1, correction=0, keepdim=True) / LOGIT_STD).clamp(min=1.0)
         rows = row_of[child_tokens.clamp(0, len(row_of) - 1)]
         if not (rows >= 0).all():
             return _hopeless(atol, f"level {level}: tokens outside the vocabulary")
-        expected = every.gather(2, rows) - torch.logsumexp(logits, -1, keepdim=True)
+        expected = log_probs.gather(2, rows)
         error = ((scores - base[..., None]) - expected) / spread
         worst = max(worst, _largest(error))
         squares, count = squares + float((error.double() ** 2).sum()), count + error.numel()

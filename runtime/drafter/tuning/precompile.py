@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from ..launch_params import LaunchParams
 from ..packed_head import pack_head
 from ..packed_weights import Weights
 from ..tuned_cache import FixedLaunch, open_tuned_cache
-from .problem import Dims, random_head, with_random_screen
+from .problem import Dims, random_head
 
 
 class Job(NamedTuple):
@@ -43,7 +44,6 @@ def compile_one(job: Job) -> None:
     dims, cfg, params = job
     device = torch.device("meta")
     head = random_head(dims, device, cfg.dtype).of_rows(slice(cfg.draft_vocab))
-    head = with_random_screen(head, cfg.screen_rank, cfg.screen_groups, cfg.screen_per_group)
     packed = pack_head(head, cfg, FixedLaunch(params))
     bufs = allocate_buffers(cfg, Weights(head, packed))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
@@ -57,13 +57,21 @@ def compile_one(job: Job) -> None:
 
 
 def compile_all(jobs: Sequence[Job], seconds: float) -> list[bool]:
-    """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch."""
+    """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch.
+
+    An interrupt is this process's alone: a pool whose workers it ends can wait for them forever.
+    """
     processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     if len(jobs) < 2 or processes < 2:
         return [False] * len(jobs)
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     futures = [pool.submit(compile_one, job) for job in jobs]
-    wait(futures, timeout=seconds)
+    try:
+        wait(futures, timeout=seconds)
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
     done = [future.done() and future.exception() is None for future in futures]
     failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
     if failed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from ...settings import MAX_NEW_TOKENS, TreeConfig
 from ..buffers import Buffers
 from ..dimensions import DrafterConfig
 from ..rope import rotary_embedding
-from ..screen import GROUPS, PER_GROUP, Screen
 from ..weights import HeadWeights
 
 
@@ -54,10 +52,6 @@ MODELS = {
     "llama-3.3-70b": Dims(8192, 28672, 64, 8, 128, 128256),
 }
 """From each model's ``config.json`` on the Hugging Face Hub."""
-
-
-SCREENED = "_screen"
-"""End of the name of a draft that is measured behind a screen."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +102,11 @@ def random_head(
 
     ``lm_head_gain``: about the standard deviation of the logits.
     """
-    generator = _generator(device, seed)
-    matrix = partial(_random_matrix, generator, device, dtype)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def matrix(out: int, size: int, gain: float = 1.0) -> Tensor:
+        weight = torch.randn(out, size, generator=generator, device=device, dtype=dtype)
+        return weight.mul_(gain * size**-0.5)
 
     def norm() -> Tensor:
         return 1 + 0.2 * torch.randn(dims.hidden, generator=generator, device=device, dtype=dtype)
@@ -142,32 +139,6 @@ def random_head(
     )  # fmt: skip
 
 
-def _generator(device: torch.device, seed: int) -> torch.Generator | None:
-    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-
-
-def _random_matrix(
-    generator: torch.Generator | None, device: torch.device, dtype: torch.dtype, out: int, size: int, gain: float = 1.0
-) -> Tensor:
-    weight = torch.randn(out, size, generator=generator, device=device, dtype=dtype)
-    return weight.mul_(gain * size**-0.5)
-
-
-def with_random_screen(
-    head: HeadWeights, rank: int, groups: int = GROUPS, per_group: int = PER_GROUP, lm_head_gain: float = 3.0
-) -> HeadWeights:
-    """The head with a random LM head of this rank, and the screen that is exact for it but for rounding; 0 for none.
-
-    So a draft behind the screen can be replayed: a screen of a random LM head would choose at random.
-    """
-    if rank == 0:
-        return head
-    matrix = partial(_random_matrix, _generator(head.device, 1), head.device, head.dtype)
-    rows, down = matrix(head.draft_vocab, rank, lm_head_gain), matrix(rank, head.hidden)
-    screen = Screen(rows, down.float(), down.float().T.contiguous(), groups, per_group)
-    return replace(head, lm_head=rows @ down, screen=screen)
-
-
 def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) -> Tensor:
     """Fill every slot's cache with ``prefix`` random pairs, write ``num_new`` tokens, and return their features."""
     device = bufs.keys.device
@@ -182,10 +153,8 @@ def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) ->
 
 def draft_config(
     dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
-    dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None, screen_rank: int = 0,
+    dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None,
 ) -> DrafterConfig:  # fmt: skip
-    """Dimensions of a draft with `random_head` and `with_random_screen`."""
+    """Dimensions of a draft with `random_head`."""
     head = random_head(dims, torch.device("meta"), dtype).of_rows(slice(draft_vocab))
-    return DrafterConfig.of(
-        with_random_screen(head, screen_rank), tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype
-    )
+    return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)

@@ -13,14 +13,16 @@ from eagle_slim.convert.errors import ArtifactError, CheckpointError, MismatchEr
 from eagle_slim.convert.head.screen_file import SCREEN_FORMAT, SCREEN_NAME, head_digest
 from eagle_slim.convert.manifest import MANIFEST_NAME
 from eagle_slim.convert.weights.checksums import sha256_file
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, model
 from eagle_slim.runtime.compare import CompareOptions
 from eagle_slim.runtime.compare.candidates import find_candidates, rank_heads
+from eagle_slim.runtime.drafter import choose
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.reference import ReferenceDraft
 from eagle_slim.runtime.drafter.screen import Screen, best_of_groups, load_screen
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.requests import tree_size
 from eagle_slim.runtime.settings import TreeConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -175,24 +177,26 @@ def load(slim: Path, **options: object) -> SpeculativeModel:
     )  # fmt: skip
 
 
-def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options(tmp_path: Path) -> None:
     slim = converted(tmp_path, keep_rows=12)
     with raises(UsageError, option="screen", missing="screen"):
         load(slim, screen=True)
-    with raises(UsageError, option="screen", found="yes"):
-        load(slim, screen="yes")
-    assert "screen" not in load(slim).drafting
+    for found in ("auto", None):
+        with raises(UsageError, option="screen", found=found):
+            load(slim, screen=found)
     own = add_screen(slim)
+    assert load(slim).drafter.weights.screen is None
+    assert "screen" not in load(slim).drafting
 
     asked = load(slim, screen=True)
     assert asked.drafter.weights.screen is not None
     assert torch.equal(asked.drafter.weights.screen.rows, own.rows.to(asked.dtype))
-    assert asked.drafting.endswith("behind a screen of rank 8 (asked for)")
+    behind = "behind a screen of rank 8 (which the persistent kernel drafts without)"
+    assert asked.drafting.endswith(behind)
     prompts = random_prompts([5, 2])
     output = asked.generate(prompts, max_new_tokens=8)
     assert output.token_ids == [plain_greedy(asked.target.model, prompt, 8) for prompt in prompts]
-    assert "behind a screen of rank 8 (asked for)" in output.stats.path
-    assert load(slim, screen=False).drafting.endswith("without its screen (asked for)")
+    assert behind in output.stats.path
 
     compared = CompareOptions(sizes=("full", 5), screens=(True, False))
     labels = {
@@ -210,16 +214,34 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(larger.screen.rows, larger.lm_head @ larger.screen.project)
     assert asked.with_tree(TreeConfig(1, 2, 5)).drafting == asked.drafting
 
-    assert load(slim).drafter.weights.screen is None
-    assert "no draft behind one was measured" in load(slim).drafting
-    hidden = asked.drafter.weights.hidden
-    times = tree_size.ScreenTimes("CPU", "fp32", hidden, 9, 8, 2.0, 1.0)
-    measured = tree_size.measured_sizes()
-    for screens, reason in (
-        (times, "behind a screen of rank 8 (faster where it was measured: CPU)"),
-        (times._replace(screened_us=3.0), "without its screen (not known to be faster with 9 rows on CPU)"),
-    ):
-        sizes = replace(measured, screens=(screens,))
-        monkeypatch.setattr("eagle_slim.runtime.model.measured_sizes", lambda sizes=sizes: sizes)
-        assert load(slim).drafting.endswith(reason)
-    assert "no draft behind one" in load(slim, drafter=lambda *_: None).drafting
+
+def test_the_kernel_drafts_without_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for together they are refused wherever they meet; "auto" takes the reference, and says so."""
+    # As on a GPU, but for the device: nothing is launched.
+    monkeypatch.setattr(choose, "check_drafter", lambda *_: None)
+    monkeypatch.setattr(choose, "check_draft_weights", lambda *_: None)
+    monkeypatch.setattr(model, "check_drafter", lambda *_: None)
+    monkeypatch.setattr(model, "check_draft_weights", lambda *_: None)
+    slim = converted(tmp_path)
+    add_screen(slim)
+    with raises(UsageError, option="drafter", found="triton", expected="reference"):
+        load(slim, screen=True, drafter="triton")
+    with raises(UsageError, option="draft_weights", found="fp8", expected="auto"):
+        load(slim, screen=True, draft_weights="fp8")
+
+    asked = load(slim, screen=True)
+    assert (asked.drafter.name, asked.drafter_reason) == (
+        "reference", "the persistent kernel drafts without a screen",
+    )  # fmt: skip
+    with raises(UsageError, option="drafter", found="triton"):
+        asked.with_drafter("triton")
+    with raises(UsageError, option="draft_weights", found="fp8"):
+        asked.with_drafter("auto", "fp8")
+    fast = load(slim, drafter="triton")
+    assert fast.with_screen(False).drafter.name == "triton"
+    with raises(UsageError, option="drafter", found="triton"):
+        fast.with_screen(True)
+
+    head = with_screen(random_head(hidden=64), 16, 7, 3)
+    with raises(UsageError, option="backend", found="triton"):
+        Weights.pack(head, DrafterConfig.of(head, TreeConfig(2, 3, 10), 1, 32))

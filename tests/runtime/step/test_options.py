@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,21 @@ def test_a_configuration_as_the_hub_has_them(model: SpeculativeModel) -> None:
     config = GenerationConfig(max_new_tokens=8, cache_implementation="hybrid", num_assistant_tokens=3, unheard="x")
     config._commit_hash = "0f1e"
     assert model.generate(PROMPTS, generation_config=config).token_ids == own_generate(model, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [(lambda _, scores: None, "returned None"), (lambda _, scores: scores[0], "returned a tensor [")],
+)
+def test_a_processor_that_returns_no_scores_is_named(model: SpeculativeModel, processor: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=rf"processor function {re.escape(words)}.*; expected scores \[1, "):
+        model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
+
+
+def test_a_tree_that_is_none_is_refused(model: SpeculativeModel) -> None:
+    wrong: Any = "5,10,60"
+    with pytest.raises(UsageError, match=r"tree must be a TreeConfig, such as .*, got '5,10,60'"):
+        model.with_tree(wrong)
 
 
 def test_processors_see_the_tokens_before(model: SpeculativeModel) -> None:
