@@ -4,10 +4,11 @@
     python -m benchmarks.answers --draft-weights auto,fp8
     python -m benchmarks.answers --sizes full,32000,16000,8192 --limit 24 --nodes 60
 
-Every prompt of ``examples/prompts.jsonl`` is a call of its own (batch 1), after one to warm up; plain decoding, and
-greedy and sampled drafting over each size, take turns. Each row is the median over rounds of all prompts together:
+Every prompt of ``examples/prompts.jsonl`` is a call of its own (batch 1), after one to warm up; plain decoding and
+drafting over each size, greedy and sampled, take turns. Each row is the median over rounds of all prompts together:
 tokens/s of whole calls and without the prompts' forwards, a step by the latter, the time to the first token, and
-answers that equal plain decoding's. What drafting and verifying take, `eagle-compare` and ``benchmarks.step`` tell.
+answers that equal plain decoding's of the same seed. What drafting and verifying take, `eagle-compare` and
+``benchmarks.step`` tell.
 """
 
 from __future__ import annotations
@@ -77,12 +78,15 @@ def measure(
 
     ``sizes``: "full" or numbers. ``draft_vocab`` of a row is a number of rows, or "plain".
     """
-    plain: tuple[int | str, bool] = "plain", False
-    variants = {plain: partial(answer_all, model, max_new_tokens=new_tokens, speculative=False)}
+    plain = partial(answer_all, model, speculative=False, max_new_tokens=new_tokens)
+    answering: dict[int | str, partial[dict[str, Any]]] = {"plain": plain}
     for size in sizes:
         sized = model if size == "full" else model.with_draft_vocab(int(size))
-        variants[sized.draft_vocab, False] = partial(answer_all, sized, max_new_tokens=new_tokens)
-        variants[sized.draft_vocab, True] = partial(answer_all, sized, max_new_tokens=new_tokens, **SAMPLED)
+        answering[sized.draft_vocab] = partial(answer_all, sized, max_new_tokens=new_tokens)
+    variants = {
+        (name, sampled): partial(answer, **(SAMPLED if sampled else {}))
+        for name, answer in answering.items() for sampled in (False, True)
+    }  # fmt: skip
     for answer in variants.values():
         answer(prompts=prompts[:1])
     found = [{key: answer(prompts=prompts) for key, answer in variants.items()} for _ in range(rounds)]
@@ -92,7 +96,7 @@ def measure(
         for name in ("tokens_per_s", "decode_tokens_per_s", "first_token_ms", "accepted_length"):
             row[name] = statistics.median(turn[key][name] for turn in found)
         row["step_ms"] = 1e3 * row["accepted_length"] / row["decode_tokens_per_s"]
-        equal = sum(map(operator.eq, found[0][key]["token_ids"], found[0][plain]["token_ids"]))
+        equal = sum(map(operator.eq, found[0][key]["token_ids"], found[0]["plain", key[1]]["token_ids"]))
         rows.append(row | {"equal_answers": f"{equal}/{len(prompts)}"})
         show(rows[-1])
     return rows

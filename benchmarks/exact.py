@@ -81,6 +81,10 @@ class Fuzz:
         self.paths: set[str] = set()
         self.exactness: set[str] = set()
 
+    def coming(self, episode: int | None) -> list[Variant]:
+        """What will answer: all of them, or that of one episode."""
+        return self.variants if episode is None else [self.variants[episode % len(self.variants)]]
+
     def run(self, is_over: Callable[[], bool], episode: int | None = None) -> None:
         """Run episodes from the first on until it is over, or one of them whole."""
         number = episode or 0
@@ -93,7 +97,7 @@ class Fuzz:
     def run_episode(self, number: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Run the calls of one episode."""
         rng = random.Random(f"{self.seed}/{number}")
-        variant = self.variants[number % len(self.variants)]
+        (variant,) = self.coming(number)
         base = self.models[variant.rows]
         # Another model is another cache, empty and small.
         model = base.with_tree(variant.tree or base.drafter.tree)
@@ -177,11 +181,14 @@ def main(argv: list[str] | None = None) -> None:
     rng = random.Random(args.seed)
     trees = [*TREES, *(random_tree(rng) for _ in range(args.random_trees))]
     models = {s: model if s == "full" else model.with_draft_vocab(int(s)) for s in args.sizes.split(",")}
-    compile_ahead(
-        "smollm2-135m", [(t, slots, m.draft_vocab) for t in trees for m in models.values() for slots in BUCKETS], device
-    )
     pool = Pool(model, read_chats(model), text, args.seed, args.questions)
-    fuzz, start = Fuzz(models, pool, trees, args.seed), time.perf_counter()
+    fuzz = Fuzz(models, pool, trees, args.seed)
+    compile_ahead(
+        "smollm2-135m",
+        [(v.tree, slots, models[v.rows].draft_vocab) for v in fuzz.coming(args.episode) if v.tree for slots in BUCKETS],
+        device,
+    )
+    start = time.perf_counter()
 
     def is_over() -> bool:
         took_s = time.perf_counter() - start

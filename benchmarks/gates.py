@@ -10,8 +10,9 @@ for attention, the logits for accept, the accepted rows read and written for com
 the operation, so clocks and neighbours touch both. Ratios are for comparison only: a copy in a graph moves less than
 the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 
-All must be green three times in a row; then the full gates run: drafting over plain decoding, with random weights and a
-drawn verdict (`drawn_verdicts`). What is green, and when, is `gate_rules`; every threshold stands in ``gates.json``.
+All must be green three times in a row; then the full gates run: drafting over plain decoding, and steps that run ahead
+over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). What is green, and when, is
+`gate_rules`; every threshold stands in ``gates.json``.
 With ``--strict`` a launch without tuned parameters is an error: tiles of products and attention then have to be tuned
 first (``EAGLE_SLIM_SHAPES`` records them), as what ships is tuned for the drafter alone and follows rules elsewhere.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
@@ -32,13 +33,14 @@ import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
+from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, write
 from benchmarks.shared.decoding import RandomModel, attention_of_layers, compile_ahead, filled_phases, take_turns
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
+from benchmarks.shared.partial import measure as measure_partial
 from benchmarks.shared.timing import machine, time_queued_us
 
 TOP_K = 10
@@ -123,8 +125,15 @@ def copy_of(size_bytes: int, device: torch.device) -> Run:
 
 @torch.inference_mode()
 def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS) -> list[dict[str, Any]]:
-    """Run plain decoding and drafting in turn, as the benchmark `generate` does, and sum both up."""
-    tree = TreeConfig(gate.depth, TOP_K, gate.nodes)
+    """Run the baseline and drafting in turn, as the benchmarks `generate` and `partial` do, and sum both up."""
+    tree = gate.tree
+    if gate.partial_blocks:
+        option = PartialVerification("exact", gate.partial_blocks)
+        (row,) = measure_partial(
+            model, gate.draft_vocab, tree, gate.sequences, gate.prefix, [option], gate.accepted_length,
+            [gate.survival], steps, turns,
+        )  # fmt: skip
+        return [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
     cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)
     lengths = draw_lengths(gate.accepted_length, tree.path_width)
     decoders = [model.decoder(cache, None), model.drawn_decoder(cache, tree, gate.draft_vocab, lengths)]
@@ -169,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
             gates.reference(str(machine(device)["device"]))
         micro = gates.micro
         shapes = [(TreeConfig(micro.depth, TOP_K, micro.nodes), 1, micro.draft_vocab)]
-        shapes += [(TreeConfig(gate.depth, TOP_K, gate.nodes), gate.sequences, gate.draft_vocab) for gate in gates.full]
+        shapes += [(gate.tree, gate.sequences, gate.draft_vocab) for gate in gates.full]
         compile_ahead(micro.model, shapes, device)
         report = run(gates, THRESHOLDS, RandomModel(gates.micro.model, device), args.record)
     except (UsageError, DrafterError) as error:

@@ -19,72 +19,13 @@ from typing import Any
 import torch
 from eagle_slim.runtime import PartialVerification, SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import Decoder
-from eagle_slim.runtime.step.host_choice import HostChoice
-from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
-from eagle_slim.runtime.step.run_ahead import PartialDecoder, RunAhead
-from eagle_slim.runtime.tree import Trees
-from torch import Tensor
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, take_turns
-from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, DrawnDecoder, draw_lengths
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead
+from benchmarks.shared.partial import measure
 from benchmarks.shared.timing import machine
 
-SURVIVAL = (0.999, 0.995, 0.98)
-
-
-class DrawnPartialDecoder(PartialDecoder):
-    """Runs ahead by drawn lengths, of which full passes confirm as many tokens as ``survivals``, in turn."""
-
-    def __init__(self, lengths: Sequence[int], survivals: Sequence[int], *args: Any) -> None:
-        class DrawnRunAhead(RunAhead):
-            def _decoder(self, *inner: Any) -> Decoder:
-                target, cache, drafter, slots, waits, pool, offsets = inner
-                return DrawnDecoder(lengths, target, cache, drafter, slots, waits, pool, offsets)
-
-        self.kind = DrawnRunAhead
-        super().__init__(*args)
-        self.survivals = torch.tensor(survivals, dtype=torch.int32, device=self.target.device)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=self.target.device)
-
-    def choose(
-        self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
-    ) -> None:  # fmt: skip
-        """Choose as ever, then confirm what was drawn."""
-        super().choose(logits, trees, rules, host, choices)
-        if choices.shape[1] > 1:
-            self.run_ahead.confirm(self.survivals[self.turn % len(self.survivals)])
-            self.run_ahead.take_as_is(choices)
-            self.turn += 1
-
-
-def survivals(chance: float, most: int, seed: int = 0) -> list[int]:
-    """Draw `NUM_LENGTHS` numbers of tokens before the first that is not confirmed, ``most`` at most."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand((NUM_LENGTHS, most), generator=generator) < chance
-    return drawn.int().cumprod(1).sum(1).tolist()
-
-
-@torch.inference_mode()
-def measure(
-    model: RandomModel, draft_vocab: int, tree: TreeConfig, batch: int, prefix: int,
-    options: Sequence[PartialVerification], accepted: float, chances: Sequence[float], steps: int, rounds: int,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row of steps with full passes, and one for every option and chance; ratios are of tokens/s to the first."""
-    room = tree.total_tokens + (steps + 2) * max(option.num_tokens + 1 for option in options)
-    cache = model.new_cache(batch, prefix + room)
-    lengths = draw_lengths(accepted, tree.path_width)
-    full = model.drawn_decoder(cache, tree, draft_vocab, lengths)
-    base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
-    for option in options:
-        for chance in chances:
-            drawn = survivals(chance, option.num_tokens)
-            ahead = model.drawn_partial_decoder(DrawnPartialDecoder, cache, tree, draft_vocab, lengths, drawn, option)
-            before, now = take_turns([full, ahead], batch, prefix, steps, rounds)
-            yield base | {"blocks": option.num_blocks, "steps_ahead": option.num_steps, "survival": chance,
-                          "full": before, "ahead": now,
-                          "ratio": now["tokens_per_s"] / before["tokens_per_s"]}  # fmt: skip
+SURVIVAL = (0.98, 0.95, 0.9)
 
 
 def rates(text: str, lengths: Sequence[int], blocks: Sequence[int], num_new: int) -> Iterator[dict[str, Any]]:
@@ -126,8 +67,8 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--ahead", type=int, default=8, metavar="STEPS", help="partial passes between full ones")
     command.add_argument("--accepted", type=float, default=3.0, metavar="TOKENS", help="of a pass over a tree")
     command.add_argument("--survival", type=float, nargs="+", default=list(SURVIVAL), metavar="CHANCE")
-    command.add_argument("--steps", type=int, default=20)
-    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--steps", type=int, default=60, help="with full passes")
+    command.add_argument("--rounds", type=int, default=4)
     args = command.parse_args(argv)
     result: dict[str, Any] = {"rows": []}
     for row in _rates(args, result) if args.text is not None else _times(command, args, result):

@@ -5,7 +5,8 @@ the same run. It is green while the ratio does not exceed the one committed for 
 All must be green several times in a row.
 
 **Full gates** run only then. Each is drafting over plain decoding in tokens/s, of the same run, with a stated accepted
-length; it is green from its threshold on, and only if that length was really accepted.
+length, or drafting with partial verification over drafting without it. It is green from its threshold on, and only if
+that length was really accepted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
 
 THRESHOLDS = Path(__file__).parents[1] / "gates.json"
 
@@ -47,16 +49,33 @@ class MicroGates:
 
 @dataclass(frozen=True)
 class FullGate:
-    """One end-to-end gate."""
+    """One end-to-end gate.
+
+    ``partial_blocks``: blocks of partial verification, 0 for none; then ``survival`` is the chance that a full pass
+    confirms a token once it has confirmed those before it.
+    """
 
     name: str
     draft_vocab: int
     depth: int
+    top_k: int
     nodes: int
     sequences: int
     prefix: int
     accepted_length: float
     threshold: float
+    partial_blocks: int = 0
+    survival: float = 1.0
+
+    @property
+    def tree(self) -> TreeConfig:
+        """What is drafted."""
+        return TreeConfig(self.depth, self.top_k, self.nodes)
+
+    @property
+    def baseline(self) -> str:
+        """What the gate compares with."""
+        return "full passes alone" if self.partial_blocks else "plain decoding"
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,7 @@ def micro_verdicts(
 
 
 def full_verdict(gate: FullGate, plain: Mapping[str, Any], drafted: Mapping[str, Any]) -> dict[str, Any]:
-    """Judge one full gate by what plain decoding and drafting came to (`decoding.take_turns`)."""
+    """Judge one full gate by what its baseline and drafting came to (`decoding.take_turns`)."""
     ratio = drafted["tokens_per_s"] / plain["tokens_per_s"]
     is_green = drafted["is_length_met"] and ratio >= gate.threshold
     return {**asdict(gate), "plain": plain, "drafted": drafted, "ratio": ratio, "is_green": is_green}
@@ -133,9 +152,10 @@ def judge(
     for gate in gates.full:
         verdict = full_verdict(gate, *measure_full(gate))
         report["full"].append(verdict)
+        drawn = verdict["plain" if gate.partial_blocks else "drafted"]
         say(
-            f"{gate.name}: {verdict['ratio']:.2f} x plain decoding (threshold {gate.threshold}), accepted length "
-            f"{verdict['drafted']['accepted_length']:.3f} of {gate.accepted_length}: {_colour(verdict)}"
+            f"{gate.name}: {verdict['ratio']:.2f} x {gate.baseline} (threshold {gate.threshold}), accepted length "
+            f"{drawn['accepted_length']:.3f} of {gate.accepted_length}: {_colour(verdict)}"
         )
     return report | {"is_green": all(verdict["is_green"] for verdict in report["full"])}
 

@@ -16,10 +16,10 @@ from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 
 from benchmarks import gates as command
-from benchmarks.shared import decoding
+from benchmarks.shared import decoding, partial
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, full_verdict, judge, micro_verdicts
 
-FULL = FullGate("toy", 60, 2, 16, 2, 40, 2.0, threshold=1.2)
+FULL = FullGate("toy", 60, 2, 4, 16, 2, 40, 2.0, threshold=1.2)
 REFERENCE = {"draft": 2.0, "verify": 1.5}
 MICRO = MicroGates("tiny", 60, 2, 16, 20, 2, {"draft": 0.1, "verify": 0.1}, {"toy GPU": {"ratios": REFERENCE}})
 GATES = Gates(green_rounds=3, most_rounds=6, micro=MICRO, full=(FULL, replace(FULL, name="second")))
@@ -107,11 +107,15 @@ def test_references_are_by_device() -> None:
 def test_the_file_of_thresholds(tmp_path: Path) -> None:
     shipped = Gates.load(THRESHOLDS)
     assert shipped.green_rounds == 3
-    assert {(gate.prefix, gate.sequences): gate.threshold for gate in shipped.full} == {
-        (32768, 1): 1.6,
-        (16384, 4): 1.2,
-    }
-    assert all((gate.accepted_length, gate.depth, gate.nodes >= 16) == (3, 5, True) for gate in shipped.full)
+    assert [(gate.prefix, gate.sequences, gate.nodes, gate.partial_blocks) for gate in shipped.full] == [
+        (32768, 1, 16, 0), (16384, 4, 16, 0), (16384, 4, 4, 0), (128000, 1, 60, 64),
+    ]  # fmt: skip
+    assert [(gate.threshold, gate.accepted_length) for gate in shipped.full] == [
+        (2.0, 3),
+        (1.5, 3),
+        (1.0, 2.2),
+        (1.5, 3),
+    ]
     assert {"draft", "verify", "accept", "commit", "attention at 512", "attention at 32768"} < set(
         shipped.micro.tolerances
     )
@@ -136,14 +140,16 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     micro = MicroGates("tiny", 60, 2, 16, 20, 2, tolerances, {})
     path = tmp_path / "gates.json"
     model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
-    report = command.run(Gates(1, 1, micro, (replace(FULL, threshold=1.0),)), path, model, True, samples=1)
+    gates = (replace(FULL, threshold=1.0), replace(FULL, threshold=0.0, prefix=400, partial_blocks=2, survival=0.5))
+    report = command.run(Gates(1, 1, micro, gates), path, model, True, samples=1)
     recorded = Gates.load(path)
     (reference,) = recorded.micro.references.values()
     assert set(reference["ratios"]) == set(tolerances)
     assert all(ratio > 0 for ratio in reference["ratios"].values())
     assert reference["torch"] == torch.__version__
     assert report["is_micro_green"]
-    assert lengths == [2.0]
+    assert lengths[0] == report["full"][1]["plain"]["accepted_length"] == 2.0
+    assert report["full"][1]["is_green"]
     assert report["is_green"] == (report["full"][0]["ratio"] >= 1.0)
     reference["ratios"] |= {"accept": 0.0}
     recorded.save(path)
@@ -158,7 +164,8 @@ def _few_steps(lengths: list[float]) -> Callable[..., Summaries]:
     def measured(model: decoding.RandomModel, gate: FullGate) -> Summaries:
         # Two tokens a pass, however few the passes.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command, "draw_lengths", lambda mean, longest: [2] * 240)
+            for module in (command, partial):
+                patch.setattr(module, "draw_lengths", lambda mean, longest: [2] * 240)
             found = measure(model, gate, steps=2, turns=1)
         lengths.append(found[1]["accepted_length"])
         return found
