@@ -54,10 +54,12 @@ from .requests.stats import GenerationStats
 from .requests.streaming import Streamer, send_tokens
 from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import PartialVerification, TreeConfig
+from .step.ahead_pace import AheadPace
 from .step.choice_rules import CallRules
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
+from .target.cache import row_bytes
 from .target.choose import choose_target_backend
 from .target.short_cache import unfit_reason
 from .target.wrapper import TargetModel
@@ -503,7 +505,7 @@ class SpeculativeModel:
         is_paced = is_paced and partial_verification is None
         size = self._tree_size(requests, max_slots, speculative, is_paced)
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
-        ahead, why_full = self._ahead(partial_verification, requests, rules, size)
+        ahead, why_full = self._ahead(partial_verification, requests, rules, size, max_slots)
         # Also where a measured size turns drafting off for a call: its tokens are still counted.
         head = self.drafter.weights if speculative else None
         states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
@@ -514,11 +516,13 @@ class SpeculativeModel:
         results, stats = loop.run()
         path = self._path(rules, size)
         if partial_verification is not None:
-            path += f"; partial verification: {ahead or why_full}"
+            path += f"; partial verification: {why_full if ahead is None else ahead.option}"
+        if loop.went_full:
+            path += f", then full passes ({loop.went_full})"
         if loop.went_plain:
             size, path, tree = replace(size, num_nodes=0), f"{path}, then plain decoding ({loop.went_plain})", None
         # Processors that are not ours may look at more than a row.
-        is_exact = rules.host_reason is None and (ahead is None or ahead.mode == "exact")
+        is_exact = rules.host_reason is None and (ahead is None or ahead.option.mode == "exact")
         exactness = self.target.exactness if is_exact else None
         stats = replace(stats, num_nodes=size.num_nodes, path=path, exactness=exactness)
         if streamer is not None:
@@ -587,7 +591,8 @@ class SpeculativeModel:
         requests = call.requests * num_prompts
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         size = self._tree_size(requests, max_slots, speculative)
-        ahead, _ = self._ahead(partial_verification, requests, rules, size)
+        pace, _ = self._ahead(partial_verification, requests, rules, size, max_slots)
+        ahead = None if pace is None else pace.option
         num_slots, tree = min(num_prompts, max_slots), self._tree_of(size)
         with self.target.lock.hold():
             return self._decoders.warm_up(num_slots, max_length, tree, rules.rules, ahead)
@@ -601,8 +606,9 @@ class SpeculativeModel:
         return speculative and self.is_tree_sized and is_exact and self.device.type == "cpu"
 
     def _ahead(
-        self, asked: PartialVerification | str | None, requests: Sequence[Request], rules: CallRules, size: TreeSize
-    ) -> tuple[PartialVerification | None, str]:
+        self, asked: PartialVerification | str | None, requests: Sequence[Request], rules: CallRules, size: TreeSize,
+        max_slots: int,
+    ) -> tuple[AheadPace | None, str]:  # fmt: skip
         """How the steps of a call run ahead; or None, and why every pass is full."""
         if asked is None:
             return None, ""
@@ -629,7 +635,14 @@ class SpeculativeModel:
             return None, "every pass is full (plain decoding)"
         if longest < option.min_length:
             return None, f"every pass is full ({longest:,} tokens; runs ahead from {option.min_length:,})"
-        return option, ""
+        cost = measured_sizes().cost_ahead(
+            device_name(self.device), self.device.type, self._in_16_bits(self.target.weight_bytes),
+            self._in_16_bits(row_bytes(self.target.runs)), _num_slots(requests, max_slots), longest, size.num_nodes,
+            option,
+        )  # fmt: skip
+        if cost >= 1 + option.num_steps and not option.always:
+            return None, f"every pass is full ({option.num_blocks:,} blocks are no cheaper than {longest:,} tokens)"
+        return AheadPace(option, cost), ""
 
     def _tree_size(
         self, requests: Sequence[Request], max_slots: int, speculative: bool, is_paced: bool = False
@@ -640,19 +653,21 @@ class SpeculativeModel:
         tree = self.drafter.tree
         if not self.is_tree_sized:
             return TreeSize(tree.total_tokens, "asked for")
-        slots = max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
+        slots = _num_slots(requests, max_slots)
         context = max((len(request.prompt_ids) for request in requests), default=1)
         device = self.device
         pace = self._decoders.paces.get(slots) if is_paced else None
         if pace is not None and pace.loses is not None:
             return TreeSize(1, pace.loses)
-        # The tables are of 16-bit models; in a wider type verifying and drafting grow alike.
-        share = 2 / self.dtype.itemsize
         return measured_sizes().choose(
             device_name(device), device.type,
-            round(self.target.weight_bytes * share), round(self.draft_bytes * share), slots, context,
+            self._in_16_bits(self.target.weight_bytes), self._in_16_bits(self.draft_bytes), slots, context,
             tree.total_tokens, is_paced=is_paced,
         )  # fmt: skip
+
+    def _in_16_bits(self, num_bytes: int) -> int:
+        """As the tables of steps count: in a wider type verifying and drafting grow alike."""
+        return round(num_bytes * 2 / self.dtype.itemsize)
 
     def _tree_of(self, size: TreeSize) -> TreeConfig | None:
         """The shape of trees of a size, None for plain decoding."""
@@ -665,6 +680,10 @@ class SpeculativeModel:
         anything that is no conversation, and for one that the template refuses.
         """
         return encode_conversation(self.tokenizer, messages)
+
+
+def _num_slots(requests: Sequence[Request], max_slots: int) -> int:
+    return max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
 
 
 def _rank_rows(

@@ -24,7 +24,7 @@ from eagle_slim.runtime.step.decoder import Decoder, Phase
 from eagle_slim.runtime.step.kernels.acceptance import list_active
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
-from eagle_slim.runtime.target.cache import KVCache, Target
+from eagle_slim.runtime.target.cache import KVCache, Target, row_bytes
 from eagle_slim.runtime.target.choose import Choice
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
@@ -79,8 +79,7 @@ class RandomModel:
 
     def kv_bytes(self, rows: int) -> int:
         """Bytes of the target's keys and values of ``rows`` tokens."""
-        shapes = self.target.layer_shapes
-        return rows * self.target.dtype.itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
+        return rows * row_bytes(self.target)
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Allocate a cache of random keys and values, as if every row had been written."""

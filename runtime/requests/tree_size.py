@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..settings import PartialVerification
+from ..target.short_cache import rows_seen
+
 TABLES = Path(__file__).with_name("tree_sizes.json")
 
 
@@ -121,6 +124,29 @@ class TreeSizes:
         fastest = "fastest" if least == 1 else "of trees the fastest"
         return TreeSize(min(best, most_nodes), f"{fastest} where it was measured: {where}")
 
+    def cost_ahead(
+        self, device: str, kind: str, weight_bytes: int, row_bytes: int, slots: int, context: int, num_nodes: int,
+        option: PartialVerification,
+    ) -> float:  # fmt: skip
+        """What ``num_steps`` partial passes and the full one after them take, in steps with full passes over trees.
+
+        By measured steps, where the device's table has such within a factor of two; else by the bytes of weights and of
+        keys and values. ``row_bytes``: keys and values of a token; else as `choose`.
+        """
+        seen = min(context, rows_seen(option.num_blocks))
+        long, short = (float(weight_bytes + slots * tokens * row_bytes) for tokens in (context, seen))
+        table = self._table(device, kind, weight_bytes)
+        if table is not None and table.device == device and _is_near(table.weight_bytes, weight_bytes):
+            whole, part = (
+                min(_nearest_steps(table.steps, slots, tokens), key=lambda step: _distance(step.nodes, num_nodes))
+                for tokens in (context, seen)
+            )
+            found = ((whole.slots, slots), (part.slots, slots), (whole.context, context), (whole.nodes, num_nodes))
+            if whole.nodes == part.nodes and all(_is_near(*pair) for pair in found):
+                # A draft sees all of the prefix.
+                long, short = whole.step_ms, part.step_ms - part.draft_ms + whole.draft_ms
+        return 1 + option.num_steps * min(1.0, short / long)
+
     def _table(self, device: str, kind: str, weight_bytes: int) -> StepTable | None:
         tables = [table for table in self.tables if table.kind == kind]
         named = [table for table in tables if table.device == device] or tables
@@ -145,6 +171,10 @@ def _nearest_steps(steps: Iterable[Step], slots: int, context: int) -> list[Step
     contexts = {step.context for step in steps if step.slots == count}
     nearest = min(contexts, key=lambda found: (_distance(found, context), found))
     return [step for step in steps if (step.slots, step.context) == (count, nearest)]
+
+
+def _is_near(one: float, other: float) -> bool:
+    return _distance(one, other) <= math.log(2)
 
 
 def _distance(one: float, other: float) -> float:

@@ -132,7 +132,16 @@ class Decoder:
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
     be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
     ``offsets`` int32 [slots]: what a new row's position is beyond its row of the cache; None where they are the same.
+    ``other``: a decoder of the same cache, whose sequences go on in this one; None for empty slots of its own.
     """
+
+    state: SlotState
+    entering: SlotState
+    choice: ChoiceState
+    box: PromptBox
+    texts: Texts
+    checks: Checks | None
+    """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
 
     def __init__(
         self,
@@ -143,6 +152,7 @@ class Decoder:
         waits: bool = False,
         pool: GraphPool | None = None,
         offsets: Tensor | None = None,
+        other: Decoder | None = None,
     ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
@@ -159,6 +169,26 @@ class Decoder:
                 f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
                 option="depth", expected=REACH - 1, found=self.longest - 2,
             )  # fmt: skip
+        if other is None:
+            self._allocate_slots(drafter, cache.capacity)
+        else:
+            self.state, self.entering, self.choice = other.state, other.entering, other.choice
+            self.box, self.texts, self.checks = other.box, other.texts, other.checks
+        self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
+        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
+        self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
+        self._roots = _Roots(self.state, is_path=other is not None) if drafter is None else None
+        self.follow = None if drafter is None else drafter.head.follow
+        """What may join each slot's draft vocabulary; None where it stays as it is."""
+        self._rows: dict[int, ForwardRows] = {}
+        self._chunks: dict[int, _Chunk] = {}
+        self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
+        self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
+        self.graph_bytes = 0
+        """Memory that capturing graphs has taken."""
+
+    def _allocate_slots(self, drafter: StepDrafter | None, capacity: int) -> None:
+        device, num_slots, vocab = self.target.device, self.num_slots, self.target.vocab_size
         shared = {} if drafter is None else {
             name: getattr(drafter.bufs, name)
             for name in ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
@@ -171,25 +201,12 @@ class Decoder:
             active_slots=own.active_slots, active_inverse=own.active_inverse, active_count=own.active_count,
             record=own.record,
         )  # fmt: skip
-        choice = ChoiceState.allocate(num_slots, cache.capacity, target.vocab_size, device)
+        choice = ChoiceState.allocate(num_slots, capacity, vocab, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
-        tokens = torch.zeros((num_slots, cache.capacity), dtype=torch.int32, device=device)
+        tokens = torch.zeros((num_slots, capacity), dtype=torch.int32, device=device)
         self.texts = Texts(tokens, self.state.lengths)
-        self.box = PromptBox.allocate(cache.capacity, device)
-        self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
-        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
-        self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
-        self._roots = _Roots(self.state) if drafter is None else None
-        self.follow = None if drafter is None else drafter.head.follow
-        """What may join each slot's draft vocabulary; None where it stays as it is."""
-        self._rows: dict[int, ForwardRows] = {}
-        self._chunks: dict[int, _Chunk] = {}
-        self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
-        self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
+        self.box = PromptBox.allocate(capacity, device)
         self.checks = Checks(device) if checks_wanted() else None
-        """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
-        self.graph_bytes = 0
-        """Memory that capturing graphs has taken."""
 
     def clear_(self) -> None:
         """Empty all slots."""
@@ -245,11 +262,7 @@ class Decoder:
     @cached_property
     def plain(self) -> Decoder:
         """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
-        plain = Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool)
-        plain.state, plain.entering, plain.choice, plain.box = self.state, self.entering, self.choice, self.box
-        plain.texts, plain.checks = self.texts, self.checks
-        plain._roots = _Roots(self.state, is_path=True)
-        return plain
+        return Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool, other=self)
 
     def time_plain(self, num_active: int, rules: ChoiceRules) -> float:
         """Seconds of a plain forward over the running slots, of which nothing stays but rows that a step writes anew.

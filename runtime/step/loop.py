@@ -22,8 +22,9 @@ from ..launches import counted_apart
 from ..ops import current, named_range
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
-from ..settings import PartialVerification, TreeConfig
+from ..settings import TreeConfig
 from ..target.lock import GenerationLock
+from .ahead_pace import AheadPace
 from .choice_rules import CallRules
 from .decoders import Decoders
 from .host_choice import HostChoice
@@ -31,6 +32,7 @@ from .kept_rows import KeptRows, match_slots
 from .kernels.acceptance import RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import token_bits
 from .pace import Pace
+from .run_ahead import PartialDecoder
 
 
 @dataclass
@@ -48,7 +50,8 @@ class GenerationLoop:
 
     ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
     what slots hold of a prompt from earlier calls (`kept_rows`). ``is_paced`` goes on plainly where drafting is found
-    to be slower (`pace`); ``went_plain`` then says why. ``ahead``: how steps run ahead (`run_ahead`).
+    to be slower (`pace`); ``went_plain`` then says why. ``ahead``: how steps run ahead (`run_ahead`), and whether that
+    pays; ``went_full`` says why they ceased to.
     """
 
     def __init__(
@@ -62,12 +65,12 @@ class GenerationLoop:
         time_phases: bool = False,
         reuse_prefix: bool = False,
         is_paced: bool = False,
-        ahead: PartialVerification | None = None,
+        ahead: AheadPace | None = None,
     ) -> None:
         self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
         self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
         self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
-        self.is_paced, self.went_plain, self.ahead = is_paced, "", ahead
+        self.is_paced, self.ahead, self.went_plain, self.went_full = is_paced, ahead, "", ""
         self._seconds: dict[str, float] = {}
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
@@ -88,7 +91,8 @@ class GenerationLoop:
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
-            self.decoder = self.decoders.get(num_slots, longest, self.tree, self.ahead)
+            ahead = None if self.ahead is None else self.ahead.option
+            self.decoder = self.decoders.get(num_slots, longest, self.tree, ahead)
             self.num_slots = num_slots
             try:
                 return self._run()
@@ -119,6 +123,8 @@ class GenerationLoop:
             self._read_all_but(self.host is None and bool(self.running))
             if self.is_paced and self.tree is not None and self.running:
                 self._look_at_pace()
+            if isinstance(self.decoder, PartialDecoder) and self.ahead is not None and self.ahead.loses is not None:
+                self.went_full, self.decoder = self.ahead.loses, self.decoder.full
         timings = self.timer.stop_and_wait()
         return collect(
             self.states,
@@ -233,6 +239,10 @@ class GenerationLoop:
             pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))
             num_tokens = sum(row[0] for row in rows[:-1]) / count
             pace.add(num_tokens, sum(took.values()), took["verify"], took["accept"])
+        if self.ahead is not None and record.is_step and not self.went_full:
+            self.ahead.num_passes += num_active
+            self.ahead.num_accepted += sum(row[0] for row in rows[:-1])
+            self.ahead.num_partial, self.ahead.num_lost = rows[-1][1:3]
         for slot, state in record.sequences.items():
             accepted, kept, ended = rows[slot][:RECORD_HEAD]
             if accepted == 0 or state.finish_reason is not None:

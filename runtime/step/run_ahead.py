@@ -13,7 +13,9 @@ back, and the output is that without the option. "lossy" takes the chain as it i
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,6 +114,21 @@ class RunAhead:
         tokens[:, :1] = self.bufs.new_tokens.gather(1, (self.bufs.num_new[:, None].long() - 1).clamp(min=0))
         tokens[:, 1:] = self._chain[:, :-1]
 
+    def with_trees(self) -> RunAhead:
+        """The same with the drafter's trees in the place of chains: see `draft_tree`."""
+        other, drawn = copy(self), self.drafter.bufs
+        other.tree, other.bufs = self.drafter.tree, replace(
+            self.bufs, draft_tokens=drawn.draft_tokens, parents=drawn.parents, tree_position_ids=drawn.tree_position_ids
+        )  # fmt: skip
+        return other
+
+    def draft_tree(self) -> None:
+        """Draft the trees of one step, without running ahead."""
+        self._take_pairs()
+        for name in ("active_slots", "active_inverse", "active_count"):
+            getattr(self.drafter.bufs, name).copy_(getattr(self.bufs, name))
+        self.drafter.draft()
+
     def _take_pairs(self) -> None:
         """Give the drafter what the last full pass accepted: all pairs but the last, which its first level takes."""
         outer, inner = self.bufs, self.drafter.bufs
@@ -184,6 +201,11 @@ class PartialDecoder(Decoder):
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.
         self._bufs.queries, self._prompt_queries = queries(self.num_slots * self.nodes), queries(ROWS)
 
+    @cached_property
+    def full(self) -> Decoder:
+        """The same slots and their sequences, with full passes over trees from where they are; there is no way back."""
+        return _FullDecoder(self)
+
     def clear_(self) -> None:
         """See `Decoder.clear_`."""
         super().clear_()
@@ -222,6 +244,7 @@ class PartialDecoder(Decoder):
             queries = self._prompt_queries.expand(self.num_slots, -1, -1, -1)
         else:
             self.run_ahead.count_lost(state)
+            state.record[-1, 1:3] = self.run_ahead.counts
             back = torch.arange(ROWS, device=state.num_new.device)
             node = (state.num_new[:, None] - 1 - back).clamp(min=0)
             place = state.active_inverse.clamp(min=0)[:, None].long()
@@ -229,3 +252,21 @@ class PartialDecoder(Decoder):
             queries = self._bufs.queries[place * self.nodes + node]
         # Only a prompt's last chunk has a record.
         self.run_ahead.part.keep_queries(queries, state.record[:-1, 0] > 0)
+
+
+class _FullDecoder(Decoder):
+    """A decoder of trees for the sequences of one that runs ahead."""
+
+    def __init__(self, other: PartialDecoder) -> None:
+        self.drafts = other.run_ahead.with_trees()
+        super().__init__(
+            other.target, other.cache, self.drafts, other.num_slots, other.waits, other._pool, other=other
+        )  # fmt: skip
+        self._counts = other.counts
+
+    def counts(self) -> dict[str, int]:
+        """See `Decoder.counts`."""
+        return self._counts()
+
+    def _draft(self, places: int, rules: ChoiceRules) -> None:
+        self.drafts.draft_tree()

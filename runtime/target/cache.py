@@ -82,6 +82,12 @@ class Target(Protocol):
         """Run all rows: writes the cache, ``bufs.features`` and ``bufs.logits`` (of ``last_row`` int64 [n] alone)."""
 
 
+def row_bytes(target: Target) -> int:
+    """Bytes of a token's keys and values, in all layers."""
+    shapes = target.layer_shapes
+    return target.dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+
+
 class KVCache:
     """Keys and values of all layers, ``capacity`` rows a slot; layers of one shape lie in one pair of tensors."""
 

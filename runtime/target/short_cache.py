@@ -39,6 +39,11 @@ def unfit_reason(target: Target) -> str | None:
     return None
 
 
+def rows_seen(num_blocks: int) -> int:
+    """Rows of a prefix that a partial pass sees at most, ``num_blocks`` of them chosen."""
+    return (num_blocks + RECENT + 1) * BLOCK
+
+
 class ShortCache:
     """The part of ``whole`` that partial passes see; see the module. Nothing here waits for the device.
 
@@ -51,7 +56,7 @@ class ShortCache:
         layers, slots, kv_heads, capacity, head_dim = self.keys.shape
         total = -(-capacity // BLOCK)
         self.num_blocks = min(num_blocks, total)
-        self.cache = KVCache(target, slots, (self.num_blocks + RECENT + 1) * BLOCK + num_new)
+        self.cache = KVCache(target, slots, rows_seen(self.num_blocks) + num_new)
         self.offsets = torch.zeros(slots, dtype=torch.int32, device=target.device)
         """int32 [slots]: positions of the first new row, and of all that follow, less its row here."""
         self.lengths = torch.zeros_like(self.offsets)

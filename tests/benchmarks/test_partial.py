@@ -43,3 +43,5 @@ def test_rates() -> None:
     assert [row["mode"] for row in rows] == ["exact", "lossy"]
     for row in rows:
         assert (row["tokens"], row["same_tokens"], row["rolled_back"]) == (70, 8, 0)
+    # Greedy tokens are the most probable ones.
+    assert -2 < rows[0]["log_prob"] == rows[1]["log_prob"] < 0

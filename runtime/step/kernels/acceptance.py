@@ -64,7 +64,8 @@ class SlotState(NamedTuple):
     """[slots, width]: nodes of the last accepted path, then -1."""
     record: Tensor
     """[slots + 1, 3 + width]: what the host reads of the last step; 0 accepted tokens for a slot that took no part. The
-    last row begins with the drafter's error: if there is one, nothing was accepted."""
+    last row begins with the drafter's error: if there is one, nothing was accepted; then come the counts of
+    `RunAhead`."""
 
     @classmethod
     def allocate(

@@ -72,7 +72,7 @@ def test_running_ahead_changes_no_token(tmp_path: Path, sampling: dict[str, Any]
     options: dict[str, Any] = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
     plain = model.generate(prompts, speculative=False, **options)
     for mode, num_blocks in (("exact", 1), ("lossy", 8)):
-        ahead = PartialVerification(mode, num_blocks, min_length=0)
+        ahead = PartialVerification(mode, num_blocks, min_length=0, always=True)
         found = model.generate(prompts, partial_verification=ahead, **options)
         assert found.token_ids == plain.token_ids
         assert found.stats.num_partial_passes > found.stats.num_passes > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import PartialVerification, SpeculativeModel
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from eagle_slim.runtime.requests.tree_size import TreeSizes
+from eagle_slim.runtime.step.ahead_pace import AheadPace
+from eagle_slim.runtime.step.run_ahead import RunAhead
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels.attention import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
@@ -24,8 +29,8 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
 
 
-def ahead(mode: str = "exact", num_blocks: int = 2, **options: int) -> PartialVerification:
-    return PartialVerification(mode, num_blocks, min_length=0, **options)
+def ahead(mode: str = "exact", num_blocks: int = 2, always: bool = True, **options: int) -> PartialVerification:
+    return PartialVerification(mode, num_blocks, min_length=0, always=always, **options)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,67 @@ def test_exact_over_many_lengths(models: Any) -> None:
     assert lost > 0
 
 
+@pytest.mark.parametrize("case", ["greedy", "sampled", "penalty", "batch", "reused"])
+def test_where_it_does_not_pay_passes_are_full(models: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The sequences go on from where they are, and those that still wait begin so."""
+    model = models()
+    given = prompts(500, 333, 65, 7) if case == "batch" else prompts(430 + len(case))
+    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    options |= SAMPLED if case in ("sampled", "batch") else {}
+    options |= {"repetition_penalty": 1.3} if case == "penalty" else {}
+    options |= {"max_slots": 2} if case == "batch" else {}
+    plain = model.generate(given, speculative=False, **options)
+    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
+    found = model.generate(given, partial_verification=ahead(always=False, num_steps=3), **options)
+    assert found.token_ids == plain.token_ids
+    assert "then full passes (running ahead does not pay here" in found.stats.path
+    assert 0 < found.stats.num_partial_passes < found.stats.num_passes
+    if case == "reused":
+        longer = [given[0] + plain.token_ids[0]]
+        after = model.generate(longer, reuse_prefix=True, partial_verification=ahead(always=False), **options)
+        assert after.token_ids == model.generate(longer, speculative=False, **options).token_ids
+        assert after.stats.num_reused_tokens > 430
+
+
+def test_trees_after_running_ahead_are_as_ever(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where running ahead ended, trees are accepted as in a call that begins there."""
+    model, (prompt,), begun, options = models(), prompts(436), [], {"max_new_tokens": 60, "ignore_eos": True}
+    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
+    with monkeypatch.context() as patch:
+        draft = RunAhead.draft_tree
+        patch.setattr(RunAhead, "draft_tree", lambda self: (begun.append(pairs(self.bufs)), draft(self)))
+        switched = model.generate([prompt], partial_verification=ahead(always=False, num_steps=3), **options)
+    assert len(begun) > 5
+    known = begun[0] + 1 - len(prompt)
+    expected: list[int] = []
+    with monkeypatch.context() as patch:
+        own = BufferedDrafter.draft
+        patch.setattr(BufferedDrafter, "draft", lambda self: (expected.append(pairs(self.bufs)), own(self)))
+        options["max_new_tokens"] -= known
+        found = model.generate([prompt + switched.token_ids[0][:known]], **options)
+    assert switched.token_ids[0][known:] == found.token_ids[0]
+    # The first token of a call comes from its prompt.
+    assert expected[0] == begun[0] + 1
+    assert set(begun) & set(expected)
+    later = begun.index(next(place for place in begun if place in expected))
+    assert begun[later:] == expected[expected.index(begun[later]) :]
+
+
+def pairs(bufs: Any) -> int:
+    return int(bufs.prefix[0] + bufs.num_new[0])
+
+
+def test_what_pays() -> None:
+    """Two passes over a part and a full one cost 2 steps; trees of the part give 3 tokens."""
+    pace = AheadPace(PartialVerification(), cost=2.0)
+    for num_lost, loses in ((0, False), (8, False), (9, True), (48, True)):
+        pace.num_passes, pace.num_partial, pace.num_accepted, pace.num_lost = 8, 16, 8 + 48 - num_lost, num_lost
+        assert (pace.loses is not None) == loses, num_lost
+    assert "0 of 48 tokens ahead were confirmed" in str(pace.loses)
+    assert replace(pace, num_passes=5).loses is None
+    assert replace(pace, option=PartialVerification(always=True)).loses is None
+
+
 def test_lossy_is_what_ran_ahead(models: Any) -> None:
     model, given = models("llama"), prompts(600)
     plain = model.generate(given, max_new_tokens=40, ignore_eos=True)
@@ -129,6 +195,10 @@ def test_what_is_refused_and_what_stays_full(models: Any, folder: Path) -> None:
         PartialVerification(num_steps=0)
     with pytest.raises(UsageError, match="lossy"):
         model.generate(given, partial_verification=ahead("lossy"), repetition_penalty=1.5)
+    with pytest.raises(UsageError, match="always"):
+        PartialVerification(always="yes")  # type: ignore[arg-type]
+    whole = model.generate(given, partial_verification=ahead(always=False), max_new_tokens=4)
+    assert "every pass is full (2 blocks are no cheaper than 20 tokens)" in whole.stats.path
     short = model.generate(given, partial_verification="exact", max_new_tokens=4)
     assert "every pass is full (20 tokens; runs ahead from 65,536)" in short.stats.path
     assert short.stats.num_partial_passes == 0
