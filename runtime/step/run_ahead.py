@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter
 from ..drafter.weights import HeadWeights
+from ..ops import named_range
 from ..settings import PartialVerification
 from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
@@ -108,7 +109,8 @@ class RunAhead:
         rules = replace(rules, has_ngrams=False)
         for _ in range(self.option.num_steps):
             for phase in ahead.phases(places, rules):
-                phase.run()
+                with named_range(f"ahead {phase.name}"):
+                    phase.run()
             self._note()
         tokens = self.bufs.draft_tokens
         tokens[:, :1] = self.bufs.new_tokens.gather(1, (self.bufs.num_new[:, None].long() - 1).clamp(min=0))

@@ -210,6 +210,15 @@ def test_what_is_refused_and_what_stays_full(models: Any, folder: Path) -> None:
             windowed.generate(given, partial_verification=ahead())
 
 
+def test_profilers_see_what_runs_ahead(models: Any) -> None:
+    with torch.profiler.profile() as profile:
+        found = models().generate(prompts(300), max_new_tokens=6, partial_verification=ahead(), time_phases=True)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["ahead verify"] == calls["ahead draft"] >= found.stats.num_partial_passes > 0
+    # Of a call that times its phases, what runs ahead is the draft of a full pass.
+    assert min(found.stats.draft_s, found.stats.verify_s) > 0
+
+
 LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 
 
