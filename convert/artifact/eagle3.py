@@ -31,12 +31,9 @@ _ARCHITECTURE = "LlamaForCausalLMEagle3"
 def plan_tensors(
     head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None
 ) -> tuple[list[TensorPlan], GatheredRows]:
-    """The tensors of the slim head, and the gathered rows among them (for their checksums afterwards).
+    """The tensors of the slim EAGLE-3 head, and the gathered rows among them (for their checksums afterwards).
 
-    Args:
-        head: an EAGLE-3 head.
-        lm_head: where the rows come from.
-        target_ids: int64 [draft_vocab], ascending; None for all of them, without a map.
+    `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
     """
     gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
     plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
@@ -56,11 +53,7 @@ def plan_kept_rows(
 ) -> tuple[list[TensorPlan], GatheredRows]:
     """The tensors of the file of kept rows (`head/kept_rows.py`), and the gathered rows among them.
 
-    Args:
-        head, lm_head: as in `plan_tensors`.
-        kept_ids: int64 [kept], in rank order.
-
-    Raises as `rows_of_ids`.
+    `kept_ids` int64 [kept], in rank order. Raises as `rows_of_ids`.
     """
     gathered = lm_head.gather(head, kept_ids)
     rows = TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks)

@@ -46,7 +46,6 @@ class Target:
     """A target whose small files are at hand.
 
     Attributes:
-        name: as the user knows it.
         source: folder with config.json and the tokenizer's files, and the commit.
         config: of the language model (the text part of a multimodal one).
         provenance: for the manifest.
@@ -67,10 +66,7 @@ class Target:
 def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
     """The target to use: as given, else as the head's own files say, else from the table of public heads, else None.
 
-    Args:
-        given: the user's word.
-        head: the head; its configuration, manifest and model card are asked in this order.
-        is_builtin: whether it is the built-in one.
+    The head's configuration, manifest and model card are asked in this order.
     """
     if given is not None:
         return TargetChoice(given, "given")

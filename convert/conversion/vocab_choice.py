@@ -102,8 +102,6 @@ class Ranking:
     """Everything needed to cut vocabularies of any size.
 
     Attributes:
-        head: whose rows are chosen.
-        request: where the order comes from.
         tokenizer: of the target, or None for a token map alone.
         counts: that made the order; None for a token map or id order.
         measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
@@ -222,13 +220,9 @@ def make_ranking(
     """Read or count what a request names, once for all sizes.
 
     Args:
-        head: whose vocabulary is cut.
-        request: what was asked for.
-        tokenizer: the target's.
         embedded: whether the head is the built-in one, which has counts of its own.
         offline: refuse to fetch the default dataset.
         count: counts text; None to look at all that could end the conversion before, and rank by id meanwhile.
-        say: told which default is used.
         target: name of the target that was looked at for a tokenizer, if any.
 
     Raises:

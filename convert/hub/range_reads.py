@@ -58,13 +58,7 @@ def read_remote_header(file: HubFile) -> SafetensorsHeader:
 
 
 def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path) -> Path:
-    """Return a safetensors file that holds one tensor of a remote file, from the cache or fetched into it.
-
-    Args:
-        file: the remote file.
-        span: the tensor, from its header.
-        folder: cache folder of this content of this file.
-    """
+    """Return a safetensors file of one tensor of a remote file: from the cache folder of its content, or fetched."""
     entry = CacheEntry(folder, span.name)
     if entry.checked():
         return entry.whole

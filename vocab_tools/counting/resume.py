@@ -52,12 +52,7 @@ class SourceState:
 
 
 class CountState:
-    """The states of all sources, saved now and then.
-
-    Attributes:
-        sources: the state of each source, in order.
-        path: the resume file; None to save nothing.
-    """
+    """The states of all sources in order, saved now and then in the resume file `path`, or not at all if it is None."""
 
     def __init__(self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None) -> None:
         self.sources = list(sources)

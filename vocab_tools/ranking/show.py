@@ -95,13 +95,9 @@ class VocabularyListing:
 def show_vocabulary(
     vocab: DraftVocab, tokenizer: LoadedTokenizer, counts: TokenCounts | None = None, limit: int = 20
 ) -> VocabularyListing:
-    """List what a vocabulary holds and what it leaves out.
+    """List what a vocabulary holds and what it leaves out: `limit` rows per list, but all forced tokens.
 
-    Args:
-        vocab: the vocabulary.
-        tokenizer: the target's tokenizer.
-        counts: shows counts, and orders the tokens left out by them.
-        limit: rows per list; forced tokens are all listed.
+    Counts are shown, and order the tokens left out.
 
     Raises:
         TokenizerError: vocabulary or counts were made with another tokenizer, or ids belong to no token.
