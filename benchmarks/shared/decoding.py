@@ -204,9 +204,7 @@ def rows_of_tree(decoder: Decoder, prefix: int) -> ForwardRows:
     tree = decoder.drafter.bufs
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=decoder.target.device)
     rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
-    decoder.ops(tree_rows)(
-        Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows
-    )  # fmt: skip
+    decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
     return rows
 
 
@@ -260,7 +258,7 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
 
 def take_turns(
     decoders: Sequence[Decoder], batch: int, prefix: int, steps: int | Sequence[int], rounds: int
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Run ``steps`` of ``batch`` sequences from a prefix with every decoder, ``rounds`` times, and once to warm up.
 
     ``steps``: of each decoder, or of all. Each round goes on in the drawn lengths. Returns for each decoder what was
