@@ -166,7 +166,6 @@ def _load(
         chat_templates=_chat_templates(config, side),
         special_tokens=_special_tokens(config, _read_json(side.get("special_tokens_map.json"))),
         generation_config=_generation_config(side),
-        tokenizer_file=tokenizer_file,
     )
 
 
