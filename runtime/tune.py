@@ -157,8 +157,7 @@ def tune(
     ``layout``, ``most``: see `trials_of`.
     """
     derived, tried = trials_of(cfg, chip, layout, most)
-    best, trials = search(derived, tried, partial(measure, cfg), left)
-    return best, trials
+    return search(derived, tried, partial(measure, cfg), left)
 
 
 def search(

@@ -36,7 +36,8 @@ def plan_tensors(
     `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
     """
     gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
-    plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
+    left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
+    plans = [copy_plan(head, name) for name in head.tensors if name not in left_out]
     plans += zero_output_bias(head)
     plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
     return plans + ([] if target_ids is None else plan_map(head, target_ids)), gathered
@@ -102,9 +103,3 @@ def copy_plan(head: DraftHead, name: str) -> TensorPlan:
         return reading.sha256
 
     return TensorPlan(name, info.dtype, info.shape, chunks)
-
-
-def _kept(head: DraftHead, name: str) -> bool:
-    if name == names.LM_HEAD:
-        return False
-    return name != names.EMBEDDING or head.has_own_embedding

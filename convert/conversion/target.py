@@ -151,7 +151,8 @@ def open_tokenizer(
             option="--tokenizer-revision",
         )
     own = None
-    if target is not None and _has_tokenizer(target.source.folder):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if target is not None and any((target.source.folder / name).is_file() for name in names):
         # Under the target's name, since nobody knows the cache folder that holds it.
         own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
     tokenizer = own if given is None else load_tokenizer(given, revision=revision, offline=offline)
@@ -183,13 +184,6 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
             expected=target_vocab,
             found=tokenizer.vocab_size,
         )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    )
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
