@@ -35,10 +35,7 @@ def read_regular(path: Path | str) -> bytes:
 def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
-    Args:
-        path: the file.
-        error_type: raised, with the fact `file`, where it is missing or holds anything else.
-        where: the folder or repository in messages.
+    Raises `error_type` with the fact `file` where it is missing or holds anything else; messages begin with `where`.
     """
     facts = {"path": where, "file": path.name}
     try:

@@ -14,13 +14,7 @@ from .manifest import MANIFEST_NAME, Manifest
 
 @dataclass(frozen=True)
 class Upload:
-    """What of a folder would be uploaded.
-
-    Attributes:
-        folder: the artifact.
-        names: the manifest, the files that it names and the card, sorted.
-        left: what else lies in the folder, sorted.
-    """
+    """What of an artifact would be uploaded, and what else lies in the folder; both sorted."""
 
     folder: Path
     names: tuple[str, ...]

@@ -80,7 +80,7 @@ def misfit(name: str, expected: object, found: object, kind: str = "option") -> 
     """Return the error for a value that cannot be; ``kind``: "option", "field" or "tensor", the fact with its name."""
     return UsageError(
         f"{name} must be {expected}, got {found!r}.", **{kind: name, "expected": expected, "found": found}
-    )  # fmt: skip
+    )
 
 
 def check_choice(option: str, value: object, choices: Collection[object]) -> None:

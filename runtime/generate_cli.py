@@ -319,21 +319,16 @@ def figures(stats: GenerationStats) -> str:
     reused = f", {stats.num_reused_tokens} of {stats.num_prompt_tokens} prompt tokens kept from before"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items() if share or name == "host")
     missed = f"; {stats.missed_rate:.1%} of them outside the draft vocabulary" if stats.num_missed else ""
+    ahead = (
+        f"; {stats.num_partial_passes} passes over a part of the cache ran ahead, of whose tokens "
+        f"{stats.num_rolled_back_tokens} were not confirmed"
+    )
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
         f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
-        + _ahead_figures(stats)
+        f"{ahead if stats.num_partial_passes else ''}"
         + ("; the drafter's launch parameters are not tuned here" if "drafter" in stats.tuned_misses else "")
-    )
-
-
-def _ahead_figures(stats: GenerationStats) -> str:
-    if not stats.num_partial_passes:
-        return ""
-    return (
-        f"; {stats.num_partial_passes} passes over a part of the cache ran ahead, of whose tokens "
-        f"{stats.num_rolled_back_tokens} were not confirmed"
     )
 
 

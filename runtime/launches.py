@@ -87,9 +87,7 @@ def shape_key(chip: str, shape: dict[str, Any]) -> str:
     return f"{chip}/{'-'.join(f'{name}={value}' for name, value in sizes)}/{dtype}"
 
 
-def tuned_tiles(
-    kind: str, device: torch.device, own: Tiles, fits: Callable[[Tiles], bool], **shape: Any
-) -> Tiles:  # fmt: skip
+def tuned_tiles(kind: str, device: torch.device, own: Tiles, fits: Callable[[Tiles], bool], **shape: Any) -> Tiles:
     """Return the tiles to launch with: ``own``, by a rule in code, with what is tuned for the shape in its place.
 
     ``shape``: what speed depends on, plain values, the dtype last. Counts the launch. What does not ``fits`` is no hit,

@@ -512,7 +512,7 @@ class SpeculativeModel:
         tree = self._tree_of(size)
         loop = GenerationLoop(
             self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced, ahead
-        )  # fmt: skip
+        )
         results, stats = loop.run()
         path = self._path(rules, size)
         if partial_verification is not None:

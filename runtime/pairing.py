@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from eagle_slim.convert.head.config import default_taps
 from eagle_slim.convert.head.open import DraftHead
 
 from .errors import PairingError
-from .target.wrapper import default_tap_layers
 
 
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
     """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2)."""
     if head.kind == "eagle" or head.tap_layers == ():
         return None
-    return default_tap_layers(num_layers) if head.tap_layers is None else head.tap_layers
+    return default_taps(num_layers) if head.tap_layers is None else head.tap_layers
 
 
 def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:

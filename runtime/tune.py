@@ -114,7 +114,7 @@ def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dic
     splits = {
         f"at most {most} to a group": {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
         for most in (2, 1)
-    }  # fmt: skip
+    }
     splits["qkv alone"] = {**own.split, "qkv": 1}
     found = {name: choose_launch(cfg, chip, replace(own, split=split)) for name, split in splits.items()}
     return {name: variant for name, variant in found.items() if variant.layout != own}
@@ -157,8 +157,7 @@ def tune(
     ``layout``, ``most``: see `trials_of`.
     """
     derived, tried = trials_of(cfg, chip, layout, most)
-    best, trials = search(derived, tried, partial(measure, cfg), left)
-    return best, trials
+    return search(derived, tried, partial(measure, cfg), left)
 
 
 def search(

@@ -27,16 +27,10 @@ the option of the same name, which applies to all sources. Amounts may have a un
 
 # Settings of a source, by the options that give them for all sources.
 SOURCE_OPTIONS = {
-    "config": "config",
-    "split": "split",
-    "dataset_revision": "revision",
-    "column": "column",
-    "roles": "roles",
-    "max_tokens": "max_tokens",
-    "max_documents": "max_documents",
-    "sample": "sample",
-    "shuffle": "shuffle",
-}
+    name: name.removeprefix("dataset_")
+    for name in ("config", "split", "dataset_revision", "column", "roles", "max_tokens", "max_documents", "sample",
+                 "shuffle")
+}  # fmt: skip
 _OTHER_FORMATS = (".json", ".jsonl", ".txt", ".csv", ".npy", ".npz", ".pt", ".pth", ".bin", ".parquet")
 
 
@@ -143,13 +137,7 @@ def counts_to_write(out: str, force: bool) -> Path:
 
 
 def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], dict[str, Any]]:
-    """Turn the parsed options into sources and keyword arguments of `count_tokens`.
-
-    Args:
-        options: what click parsed; options of other commands among them are ignored.
-
-    Returns:
-        The sources, an empty list when none was given, and the arguments.
+    """Turn the parsed options, others among them, into sources and keyword arguments of `count_tokens`.
 
     Raises:
         UsageError: a source cannot be parsed, the template file cannot be read, or Ray is not installed.

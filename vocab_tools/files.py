@@ -20,11 +20,6 @@ def expand_home(path: str | Path) -> Path:
 def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
     """Return the path of a regular file. Reading anything else may wait for ever, or never end.
 
-    Args:
-        path: of the file.
-        error_type: class of the error.
-        what: what is expected there, for the message.
-
     Raises:
         error_type: it is missing (fact `missing`), or a folder, a pipe or a device (fact `found`).
     """

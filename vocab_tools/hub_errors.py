@@ -74,11 +74,7 @@ def came_otherwise(error: BaseException) -> bool:
 def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubTrouble:
     """Describe an error of `huggingface_hub`, of its HTTP library or of the cache's disk, or one caused by such.
 
-    Args:
-        error: what was raised.
-        repo_id: the repository in question.
-        revision: of it.
-        purpose: "read", or "write" for uploads, where a refusal means another thing.
+    `purpose` is "read", or "write" for uploads, where a refusal means another thing.
     """
     from huggingface_hub import errors
 

@@ -69,11 +69,7 @@ LIMITS = Limits()
 
 
 class Tries:
-    """The failures of one request in a row.
-
-    Args:
-        label: what was asked for, for messages.
-    """
+    """The failures of one request in a row; messages call what was asked for by `label`."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -86,9 +82,7 @@ class Tries:
     def wait_after(self, error: BaseException, is_passing: bool | None = None) -> bool:
         """Wait before the next try, told first, and return True; return False at once where there is none.
 
-        Args:
-            error: what ended this try.
-            is_passing: whether another may succeed; as `trouble_of` says if None.
+        Whether another may succeed is for `trouble_of` to say where `is_passing` is None.
         """
         trouble = trouble_of(error, self._label)
         pause_s = max(trouble.retry_after_s or 0.0, 2.0 ** (self._number - 1))
@@ -131,10 +125,8 @@ def list_folder(repo_id: str, folder: str, revision: str | None = None) -> list[
 class _Request:
     """A request that is sent until it is answered.
 
-    Args:
-        send: the session's own function: of httpx since huggingface_hub 1.0, of requests before.
-        request, options: its arguments.
-        is_streamed: whether the caller reads the body.
+    ``send`` is the session's own function, of httpx since huggingface_hub 1.0, of requests before; ``is_streamed``:
+    the caller reads the body.
     """
 
     def __init__(self, send: Callable[..., Any], request: Any, options: dict[str, Any], is_streamed: bool) -> None:
@@ -219,11 +211,9 @@ class _Request:
 
 
 class _Body:
-    """The body of a response, in place of its own: it goes on where it broke, and ends where it drips.
+    """The body of a response, in place of its stream (httpx) or `iter_content` (requests).
 
-    Args:
-        request: what brought it.
-        response: gets this as its stream (httpx) or `iter_content` (requests).
+    It goes on where it broke, and ends where it drips.
     """
 
     def __init__(self, request: _Request, response: Any) -> None:

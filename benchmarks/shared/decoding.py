@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from eagle_slim.convert.head.config import default_taps
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
@@ -29,7 +30,7 @@ from eagle_slim.runtime.target.choose import Choice
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
-from eagle_slim.runtime.target.wrapper import TargetModel, default_tap_layers
+from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
 
@@ -71,7 +72,7 @@ class RandomModel:
     ) -> None:
         self.dims = MODELS[name]
         model = random_target(name, self.dims, dtype, device)
-        target = TargetModel(model, default_tap_layers(LAYERS[name]), Choice(backend, "asked for"))
+        target = TargetModel(model, default_taps(LAYERS[name]), Choice(backend, "asked for"))
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
@@ -203,9 +204,7 @@ def rows_of_tree(decoder: Decoder, prefix: int) -> ForwardRows:
     tree = decoder.drafter.bufs
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=decoder.target.device)
     rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
-    decoder.ops(tree_rows)(
-        Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows
-    )  # fmt: skip
+    decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
     return rows
 
 
@@ -259,7 +258,7 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
 
 def take_turns(
     decoders: Sequence[Decoder], batch: int, prefix: int, steps: int | Sequence[int], rounds: int
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Run ``steps`` of ``batch`` sequences from a prefix with every decoder, ``rounds`` times, and once to warm up.
 
     ``steps``: of each decoder, or of all. Each round goes on in the drawn lengths. Returns for each decoder what was

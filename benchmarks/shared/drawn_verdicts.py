@@ -129,7 +129,7 @@ class DrawnDecoder(Decoder):
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Choose as usual, then draw."""
         super().choose(logits, trees, rules, host, choices)
         draw_paths(choices, trees, self.lengths, self.turns)

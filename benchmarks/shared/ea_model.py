@@ -24,9 +24,7 @@ _PROBABLE = 16
 _PROMPT = "<|im_start|>user\nWhat are three good habits for learning a new language?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def load_ea_model(
-    base_model: str, ea_model: str, use_eagle3: bool, dtype: torch.dtype, device: torch.device
-) -> Any:  # fmt: skip
+def load_ea_model(base_model: str, ea_model: str, use_eagle3: bool, dtype: torch.dtype, device: torch.device) -> Any:
     """Load an EaModel by upstream's own ``from_pretrained``."""
     EaModel = importlib.import_module("eagle.model.ea_model").EaModel
     # A device_map needs accelerate, which a CPU can do without.
@@ -47,7 +45,7 @@ def encode(tokenizer: Any, text: str, device: torch.device) -> Tensor:
 
 def build_ea_model(
     dims: str, dtype: torch.dtype, device: torch.device, draft_vocab: int = 0, num_layers: int = 0
-) -> Any:  # fmt: skip
+) -> Any:
     """Build an EaModel with an EAGLE-3 head.
 
     ``dims``: `BUILT_IN` for the built-in head with its target; "tiny" or a name of `problem.MODELS` for a random model

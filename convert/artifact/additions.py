@@ -20,10 +20,7 @@ Entries = dict[str, dict[str, Any]]
 def add_files(artifact: Artifact, names: Collection[str], write: Callable[[Path], Entries]) -> Entries:
     """Add files to an artifact, or replace them; returns what `write` returned.
 
-    Args:
-        artifact: as loaded.
-        names: of the files; those that are there are left out of the folder that `write` is given.
-        write: given the new folder, writes the files into it and returns their entries for the manifest.
+    `write` is given the new folder, without those of these names, and returns the entries for the manifest.
     """
     manifest = artifact.manifest
     with atomic_directory(artifact.folder, force=True, marker=MANIFEST_NAME) as new:

@@ -36,13 +36,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True)
 class Artifact:
-    """A converted head, loaded and checked.
-
-    Attributes:
-        folder: where it is.
-        head: the slim head itself; its tensors are read when asked for.
-        manifest: what it was made from.
-    """
+    """A converted head, loaded and checked; its tensors are read when asked for."""
 
     folder: Path
     head: DraftHead
@@ -103,9 +97,6 @@ class Artifact:
         """Open an artifact and check that manifest, configuration, map and weights fit each other.
 
         Reads no weights; `verify_artifact` compares every byte.
-
-        Args:
-            folder: the artifact, or what `open_head_source` returned for it.
 
         Raises:
             ArtifactError: the folder is not an artifact, or its parts disagree.

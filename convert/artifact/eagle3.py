@@ -31,15 +31,13 @@ _ARCHITECTURE = "LlamaForCausalLMEagle3"
 def plan_tensors(
     head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None
 ) -> tuple[list[TensorPlan], GatheredRows]:
-    """The tensors of the slim head, and the gathered rows among them (for their checksums afterwards).
+    """The tensors of the slim EAGLE-3 head, and the gathered rows among them (for their checksums afterwards).
 
-    Args:
-        head: an EAGLE-3 head.
-        lm_head: where the rows come from.
-        target_ids: int64 [draft_vocab], ascending; None for all of them, without a map.
+    `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
     """
     gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
-    plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
+    left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
+    plans = [copy_plan(head, name) for name in head.tensors if name not in left_out]
     plans += zero_output_bias(head)
     plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
     return plans + ([] if target_ids is None else plan_map(head, target_ids)), gathered
@@ -56,11 +54,7 @@ def plan_kept_rows(
 ) -> tuple[list[TensorPlan], GatheredRows]:
     """The tensors of the file of kept rows (`head/kept_rows.py`), and the gathered rows among them.
 
-    Args:
-        head, lm_head: as in `plan_tensors`.
-        kept_ids: int64 [kept], in rank order.
-
-    Raises as `rows_of_ids`.
+    `kept_ids` int64 [kept], in rank order. Raises as `rows_of_ids`.
     """
     gathered = lm_head.gather(head, kept_ids)
     rows = TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks)
@@ -109,9 +103,3 @@ def copy_plan(head: DraftHead, name: str) -> TensorPlan:
         return reading.sha256
 
     return TensorPlan(name, info.dtype, info.shape, chunks)
-
-
-def _kept(head: DraftHead, name: str) -> bool:
-    if name == names.LM_HEAD:
-        return False
-    return name != names.EMBEDDING or head.has_own_embedding

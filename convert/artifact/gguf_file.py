@@ -41,13 +41,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 @dataclass(frozen=True)
 class GgufChoice:
-    """Which GGUF files to write, and what they say of the target.
-
-    Attributes:
-        kinds: types of the matrices, a file for each.
-        taps: the inputs of these layers are captured.
-        tokenizer: the target's.
-    """
+    """Which GGUF files to write, one for each type of the matrices, and what they say of the target."""
 
     kinds: Sequence[GgufType]
     taps: Sequence[int]
@@ -87,14 +81,7 @@ def check_widths(head: DraftHead, kind: GgufType) -> None:
 
 
 def write_gguf(folder: Path, head: DraftHead, kind: GgufType, choice: GgufChoice, name: str) -> dict[str, Any]:
-    """Write the GGUF file of an artifact and return its entry for the manifest.
-
-    Args:
-        folder: where the file goes.
-        head: the artifact's, open.
-        kind: type of the matrices.
-        choice: taps and tokenizer.
-        name: of the head, for llama.cpp's tools.
+    """Write the GGUF file of an artifact and return its entry for the manifest; llama.cpp's tools show `name`.
 
     Raises:
         MismatchError: a value is too large for float16.
@@ -120,11 +107,7 @@ def gguf_plans(head: DraftHead, kind: GgufType) -> list[TensorPlan]:
 def check_gguf(path: Path, head: DraftHead, kind: GgufType, taps: Sequence[int] | None) -> str:
     """Compare every tensor of a GGUF file, and what places it, with the artifact; return what was compared, in words.
 
-    Args:
-        path: the file.
-        head: the artifact's, open.
-        kind: type that the file's name says.
-        taps: the layers it must name; None where they are not known.
+    `kind` is what the file's name says, `taps` the layers it must name, None where they are not known.
 
     Raises:
         ArtifactError: the file cannot be read, or differs.

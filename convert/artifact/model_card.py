@@ -39,11 +39,15 @@ def model_card(
         plot: file name of the coverage plot, if there is one.
         refused: keys of the engines (`engines.registry.ENGINES`) that cannot take the head; they get no command.
     """
+    sizes = [
+        ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),
+        ("weights that a draft step reads, bytes", f"{bytes_before:,}", f"{bytes_after:,}"),
+    ]
     parts = [
         _front_matter(manifest, licence),
         f"# {title}\n",
         _summary(manifest, rows_before),
-        _sizes(manifest, rows_before, bytes_before, bytes_after),
+        _table(("", "before", "after"), sizes),
         _kept_rows(manifest),
         _coverage(manifest.coverage, plot),
         _serving(manifest, refused),
@@ -86,14 +90,6 @@ def _summary(manifest: Manifest, rows_before: int) -> str:
         what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
     lossless = "The target still verifies every token over its whole vocabulary, so its output does not change."
     return f"The {kind} draft head {name} for {target}, {what}. {lossless}\n"
-
-
-def _sizes(manifest: Manifest, rows_before: int, bytes_before: int, bytes_after: int) -> str:
-    rows = [
-        ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),
-        ("weights that a draft step reads, bytes", f"{bytes_before:,}", f"{bytes_after:,}"),
-    ]
-    return _table(("", "before", "after"), rows)
 
 
 def _kept_rows(manifest: Manifest) -> str:

@@ -35,8 +35,6 @@ class Findings:
     """Parts of an artifact, None until a check has read them.
 
     Attributes:
-        folder: the artifact.
-        manifest, config, weights: as read.
         ids: int64 [draft_vocab], target id of each row, from a map that is sound.
         digests: SHA-256 of each tensor of the weights file.
     """

@@ -21,12 +21,7 @@ from .source import SourceChecks
 
 @dataclass
 class KeptChecks:
-    """The fourth group.
-
-    Attributes:
-        found: the artifact.
-        source: the group that knows what the artifact was made from.
-    """
+    """The fourth group; `source` knows what the artifact was made from."""
 
     found: Findings
     source: SourceChecks

@@ -22,12 +22,7 @@ _TOLERANCE = 2.0**-7
 
 @dataclass
 class ScreenChecks:
-    """The fifth group.
-
-    Attributes:
-        found: the artifact.
-        source: the group that knows what the artifact was made from.
-    """
+    """The fifth group; `source` knows what the artifact was made from."""
 
     found: Findings
     source: SourceChecks

@@ -32,13 +32,7 @@ from .findings import Findings, SkipCheck, join, refuse
 
 @dataclass
 class SourceChecks:
-    """The third group: skipped where nothing is at hand to compare with.
-
-    Attributes:
-        found: the artifact.
-        head_name, target_name, tokenizer_name: as the user named them.
-        offline: fetch nothing.
-    """
+    """The third group: skipped where nothing is at hand to compare with. Names are the user's."""
 
     found: Findings
     head_name: str | None

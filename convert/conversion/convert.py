@@ -64,11 +64,8 @@ class PreparedConversion:
     """A conversion of which everything but the counting and the writing is done and checked.
 
     Attributes:
-        inputs: opened, compared with each other, and at hand.
-        options: of the conversion.
         cost: that finds the size, for the size "auto".
         titles, folders: of each artifact.
-        say: told what is being done.
     """
 
     inputs: Inputs

@@ -31,12 +31,7 @@ _TYPE_OF: dict[str, GgufType] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 def choose_gguf(
     head: DraftHead, kinds: Sequence[GgufRequest], target: targets.Target | None, tokenizer: LoadedTokenizer | None
 ) -> GgufChoice:
-    """The GGUF files of a head, once it is certain that llama.cpp can serve it.
-
-    Args:
-        head: the head.
-        kinds: types of the matrices; "auto" is the head's own.
-        target, tokenizer: as far as they are known.
+    """The GGUF files of a head, once it is certain that llama.cpp can serve it; a kind "auto" is the head's own type.
 
     Raises:
         UnsupportedHeadError: it cannot, with the reason.
@@ -97,12 +92,7 @@ def _check_dflash(head: DraftHead, target: targets.Target | None) -> None:
 
 
 def gguf_writer(choice: GgufChoice, name: str) -> Callable[[Path], Entries]:
-    """A function that writes GGUF files beside an artifact's config.json and weights; returns the manifest's entries.
-
-    Args:
-        choice: the files.
-        name: of the head.
-    """
+    """A function that writes GGUF files beside an artifact's other files, and returns the manifest's entries."""
 
     def write(folder: Path) -> Entries:
         head = open_head(folder)

@@ -28,14 +28,11 @@ class Inputs:
     """Everything that a conversion reads from.
 
     Attributes:
-        head: the head.
-        source: where it came from.
-        options: of the conversion.
+        source: where the head came from.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
         lm_head: the target's LM head, where the rows come from it.
         tokenizer: of the target, where it is at hand.
-        is_builtin: whether the head is the built-in one.
         rows_before: rows that the head drafted over before, kept ones left out.
         gguf: the GGUF files to write; None for none.
     """

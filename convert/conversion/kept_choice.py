@@ -15,11 +15,7 @@ from .vocab_choice import Ranking, ranked_manifest
 
 
 def check_keep_rows(keep: Any, inputs: Inputs) -> None:
-    """Refuse a number of rows that cannot be kept, before anything is counted.
-
-    Args:
-        keep: rows that are to be at hand, those of the draft vocabulary among them; "full" for all.
-        inputs: of the conversion.
+    """Refuse a number of rows that cannot be kept, before anything is counted; "full" keeps all.
 
     Raises:
         UsageError: an EAGLE-1/2 head, a full vocabulary, no more rows than a draft vocabulary has, or more than there
@@ -62,10 +58,7 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
 
     After those that the ranking holds come, for an artifact that is slimmed again, the others by their rank in it.
 
-    Args:
-        keep: rows in total, the draft vocabulary's among them; "full" for all that the ranking holds.
-        ranking: that `vocab` was cut from.
-        vocab: the draft vocabulary.
+    `keep` counts the draft vocabulary's rows, too; "full" is for all that the ranking holds.
 
     Raises:
         UsageError: no more rows than `vocab` has, or fewer ids are ranked.

@@ -17,8 +17,6 @@ class Conversion:
     """One artifact that was written.
 
     Attributes:
-        folder: where it is.
-        manifest: as written.
         coverage: on held-out text, or None where there was none.
         rows_before: rows of the LM head that the draft model had.
         bytes_before, bytes_after: weights that one draft step reads, LM head included.

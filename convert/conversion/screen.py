@@ -20,12 +20,8 @@ Screen = tuple[Sequence[TensorPlan], Mapping[str, str]]
 def cut_screen(head: DraftHead, ids: NDArray[np.int64] | None, offline: bool) -> Screen | None:
     """The screen of fewer rows; None where it lacks some of them. The factors, and the recall that it tells, stay.
 
-    Args:
-        head: the artifact, without the rows that it keeps.
-        ids: int64 [draft_vocab], ascending target ids that stay; None for all. Those of EAGLE-1/2 screen every row.
-        offline: fetch nothing.
-
-    Raises as `open_screen_file`.
+    The head is without the rows that its artifact keeps; `ids` int64 [draft_vocab] are the ascending target ids that
+    stay, None for all. Screens of EAGLE-1/2 have every row. Raises as `open_screen_file`.
     """
     assert head.source is not None
     if head.kind == "eagle" or ids is None:

@@ -46,7 +46,6 @@ class Target:
     """A target whose small files are at hand.
 
     Attributes:
-        name: as the user knows it.
         source: folder with config.json and the tokenizer's files, and the commit.
         config: of the language model (the text part of a multimodal one).
         provenance: for the manifest.
@@ -67,10 +66,7 @@ class Target:
 def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
     """The target to use: as given, else as the head's own files say, else from the table of public heads, else None.
 
-    Args:
-        given: the user's word.
-        head: the head; its configuration, manifest and model card are asked in this order.
-        is_builtin: whether it is the built-in one.
+    The head's configuration, manifest and model card are asked in this order.
     """
     if given is not None:
         return TargetChoice(given, "given")
@@ -155,7 +151,8 @@ def open_tokenizer(
             option="--tokenizer-revision",
         )
     own = None
-    if target is not None and _has_tokenizer(target.source.folder):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if target is not None and any((target.source.folder / name).is_file() for name in names):
         # Under the target's name, since nobody knows the cache folder that holds it.
         own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
     tokenizer = own if given is None else load_tokenizer(given, revision=revision, offline=offline)
@@ -187,13 +184,6 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
             expected=target_vocab,
             found=tokenizer.vocab_size,
         )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    )
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:

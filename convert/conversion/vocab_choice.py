@@ -102,8 +102,6 @@ class Ranking:
     """Everything needed to cut vocabularies of any size.
 
     Attributes:
-        head: whose rows are chosen.
-        request: where the order comes from.
         tokenizer: of the target, or None for a token map alone.
         counts: that made the order; None for a token map or id order.
         measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
@@ -151,9 +149,7 @@ class Ranking:
         report = measured[0]
         # A vocabulary as large as the target's has no map: `full` is the word for it.
         largest = len(whole) if self.head.trained_ids is not None else (len(whole) - 1) // 64 * 64
-        size, why = choose_size(
-            cost, report.sizes, list(report.sources[-1].coverage), whole.num_forced, largest
-        )  # fmt: skip
+        size, why = choose_size(cost, report.sizes, list(report.sources[-1].coverage), whole.num_forced, largest)
         vocab = self.cut(size)
         warnings = [*vocab.warnings, *(f"--cost: {doubt}" for doubt in cost.doubts)]
         return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why, "warnings": warnings})
@@ -222,13 +218,9 @@ def make_ranking(
     """Read or count what a request names, once for all sizes.
 
     Args:
-        head: whose vocabulary is cut.
-        request: what was asked for.
-        tokenizer: the target's.
         embedded: whether the head is the built-in one, which has counts of its own.
         offline: refuse to fetch the default dataset.
         count: counts text; None to look at all that could end the conversion before, and rank by id meanwhile.
-        say: told which default is used.
         target: name of the target that was looked at for a tokenizer, if any.
 
     Raises:
@@ -287,7 +279,8 @@ def make_ranking(
             expected=head.target_vocab,
             found=counts.vocab_size,
         )
-    return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
+    has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
+    return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)
 
 
 def ranked_manifest(head: DraftHead) -> Manifest | None:
@@ -320,7 +313,3 @@ def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVo
     from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
 
     return import_token_map(value, target_vocab=target_vocab)
-
-
-def _has_held_out(counts: TokenCounts) -> bool:
-    return any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)

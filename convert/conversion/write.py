@@ -54,9 +54,7 @@ class Planned:
     """One artifact of which everything is known but what is read while it is written.
 
     Attributes:
-        folder: where it will be.
         title: its name on the model card.
-        inputs: what it is made from.
         head, lm_head: of `inputs`, each with a record of reads of its own, so that a manifest lists what was read for
             this artifact alone.
         manifest: without what `Manifest` gets from writing; its warnings are all that a user is told.
@@ -201,15 +199,9 @@ def plan_slim(
     folder: Path,
     title: str,
 ) -> Planned:
-    """Work out one artifact.
+    """Work out one artifact; without ranking and vocabulary, one of all ids.
 
-    Args:
-        inputs: what it is made from.
-        ranking: where the vocabulary comes from; None for a full one.
-        vocab: the ids to keep; None for all of them.
-        kept_ids: int64 [kept], further ids in rank order whose rows are kept in a file of their own; None for none.
-        folder: where it goes.
-        title: its name on the model card.
+    `kept_ids` int64 [kept] are further ids in rank order whose rows are kept in a file of their own.
 
     Raises:
         MismatchError: an id that the head has no row for.

@@ -59,12 +59,9 @@ class Finding:
 
 
 def check_engine(facts: HeadFacts, engine: str, *, version: str | None = None) -> list[Finding]:
-    """What `engine` makes of a head, and whether its version was tried.
+    """What an engine of `ENGINES` makes of a head, and whether the version that will serve it was tried.
 
-    Args:
-        facts: the head.
-        engine: key in `ENGINES`.
-        version: version of the engine that will serve it; None looks for an installed one.
+    Without a version, an installed one is looked for.
     """
     require_engines([engine], version)
     return [*_findings(facts, engine), *_findings(facts, engine, ENGINES[engine].known), *_of_version(engine, version)]

@@ -155,7 +155,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs every engine captures for a head that names none."""
+    """The layers whose inputs every engine captures for an EAGLE-3 head that names none: 2, n // 2, n - 3."""
     return 2, num_layers // 2, num_layers - 3
 
 

@@ -33,11 +33,7 @@ KEPT_TENSORS = (names.LM_HEAD, KEPT_IDS)
 def with_kept_rows(head: DraftHead, offline: bool = False) -> DraftHead:
     """The head over all rows that its artifact holds: its own, then the kept ones in rank order.
 
-    A head without kept rows is returned as it is. Of an artifact on the Hub the file is fetched now.
-
-    Args:
-        head: as `open_head` gives it.
-        offline: fetch nothing.
+    A head without kept rows is returned as it is. Of an artifact on the Hub the file is fetched now, unless `offline`.
     """
     kept = None if head.manifest is None else head.manifest.kept_rows
     if kept is None:

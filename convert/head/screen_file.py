@@ -83,7 +83,5 @@ def open_screen_file(folder: Path, head: DraftHead, offline: bool = False) -> Sa
             raise ArtifactError.at(file.where, problem, tensor=name, expected=shape, found=stored)
     if (digest := head_digest(head)) != found.get("head_sha256"):
         problem = f"was made for another head than {head.location}.\n{_REMEDY}"
-        raise MismatchError.at(
-            file.where, problem, key="head_sha256", expected=digest, found=found.get("head_sha256")
-        )  # fmt: skip
+        raise MismatchError.at(file.where, problem, key="head_sha256", expected=digest, found=found.get("head_sha256"))
     return file

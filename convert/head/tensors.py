@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyTensors:
-    """The tensors of a head under their canonical names, read from the files when asked for.
+    """The tensors of a head under their canonical names, read from the checkpoint when asked for.
 
-    Attributes:
-        source: the checkpoint that holds them.
-        stored: canonical name to the name in the checkpoint.
+    `stored` has the name there by the canonical one.
     """
 
     source: Checkpoint

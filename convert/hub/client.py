@@ -49,9 +49,7 @@ def source_error(trouble: HubTrouble) -> SourceError:
 def ask(call: Callable[[], _Answer], repo_id: str, revision: str | None = None, purpose: str = "read") -> _Answer:
     """Return what `call` returns; its requests keep the rule of `vocab_tools.hub_session`.
 
-    Args:
-        call: a function of the library.
-        repo_id, revision, purpose: as `trouble_of`.
+    The other arguments are those of `trouble_of`.
 
     Raises:
         SourceError: it failed for good; an `UnreachableError` where the Hub could not be reached.

@@ -37,11 +37,7 @@ def check_push(repo_id: str) -> None:
 def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool | None = None) -> str:
     """Upload files of a folder to a model repository, made if it does not exist, and return its address.
 
-    Args:
-        folder: where the files are.
-        names: of the files, there and in the repository.
-        repo_id: `name/repository`.
-        private: visibility of a new repository; the account's default if None.
+    A new repository is as visible as `private` says, or as the account's default.
 
     Raises:
         SourceError: no token, no right to write, no connection, or not a repository id.

@@ -19,7 +19,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -58,13 +58,7 @@ def read_remote_header(file: HubFile) -> SafetensorsHeader:
 
 
 def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path) -> Path:
-    """Return a safetensors file that holds one tensor of a remote file, from the cache or fetched into it.
-
-    Args:
-        file: the remote file.
-        span: the tensor, from its header.
-        folder: cache folder of this content of this file.
-    """
+    """Return a safetensors file of one tensor of a remote file: from the cache folder of its content, or fetched."""
     entry = CacheEntry(folder, span.name)
     if entry.checked():
         return entry.whole
@@ -109,7 +103,8 @@ class CacheEntry:
 
 
 def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry) -> None:
-    prefix = _one_tensor_header(span, {"etag": file.etag})
+    described = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": [0, span.size_bytes]}
+    prefix = header_bytes({span.name: described}, {"etag": file.etag})
     total = len(prefix) + span.size_bytes
     with open(entry.path(".partial"), "a+b") as partial:
         done = _resume(partial, prefix, total)
@@ -177,11 +172,6 @@ def _fetch_bytes(file: HubFile, start: int, end: int) -> bytes:
     raw = bytearray()
     _transfer(file, start, end, raw.extend, lambda count: None)
     return bytes(raw)
-
-
-def _one_tensor_header(span: TensorSpan, metadata: Mapping[str, str]) -> bytes:
-    entry = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": [0, span.size_bytes]}
-    return header_bytes({span.name: entry}, metadata)
 
 
 @contextlib.contextmanager

@@ -48,10 +48,7 @@ def find_snapshot(
     """Return a snapshot with the files that `choose` wants: fetched, or from the cache where the Hub is out of reach.
 
     Args:
-        repo_id: the repository.
-        revision: branch, tag or commit.
         offline: ask for nothing.
-        choose: picks the files.
         hints: names of files one of which is in the cache if the repository is.
         inside: the folder of the repository in question; "" for all of it.
 

@@ -39,12 +39,7 @@ EMBEDDING_NAMES = (
 
 
 def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> str:
-    """Return the name of the LM-head tensor among `names`, which may be the (tied) input embedding.
-
-    Args:
-        names: of the target's tensors.
-        where: names the target in messages.
-        tied: whether its config.json ties the two (`ties_embedding`).
+    """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
 
     Raises:
         CheckpointError: there is neither under any known name.

@@ -31,11 +31,7 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
     header of one shard and the bytes of this tensor are fetched, and kept under `HF_HOME/assets/eagle-slim`, where
     `HF_ASSETS_CACHE` may point elsewhere. Of a repository that has only `pytorch_model.bin`, whose layout does not
-    allow it, the whole file or shard is fetched, after a notice.
-
-    Args:
-        target: what `target_files` returned.
-        offline: use only what the caches hold.
+    allow it, the whole file or shard is fetched, after a notice; with `offline`, nothing is.
 
     Raises:
         SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.

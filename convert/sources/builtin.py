@@ -152,8 +152,10 @@ def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
     source = _Gguf.open(embedded_gguf())
     out = Path(out_dir)
     with atomic_directory(out, force=force) as folder:
-        _write_json(folder / "config.json", _config(source.fields))
-        _write_json(folder / "generation_config.json", _generation_config(source.fields))
+        config = _config(source.fields)
+        _write_json(folder / "config.json", config)
+        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
         _write_json(folder / "tokenizer.json", _tokenizer(source.fields))
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(source.fields))
         write_safetensors(folder / "model.safetensors", list(_plans(source)), {"format": "pt"})
@@ -244,15 +246,6 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": fields["llama.vocab_size"],
-    }
-
-
-def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "_from_model_config": True,
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
     }
 
 

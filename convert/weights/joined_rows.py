@@ -15,11 +15,7 @@ from .types import TensorInfo
 
 
 class JoinedRows(WeightsFile):
-    """A matrix [n + m, columns] under one name, of which n rows lie in one file and m in another.
-
-    Args:
-        name: of the joined matrix.
-        first, second: file and name of each part.
+    """A matrix [n + m, columns] under one name, of which n rows lie in one file and m in another, each with its name.
 
     Raises:
         CheckpointError: the parts are no matrices of one dtype and width.

@@ -158,10 +158,6 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
 
     `midlayer.`, `layers.0.`, `midlayer.0.`, `model.layers.0.` and the like become `midlayer.` for EAGLE-3.
 
-    Args:
-        names: every tensor name of the checkpoint.
-        where: the checkpoint, for messages.
-
     Raises:
         UnsupportedHeadError: another kind of head, or a tensor that has no place in one of these kinds.
         CheckpointError: two stored names mean the same tensor, or a needed tensor is missing.

@@ -24,8 +24,6 @@ class GatheredRows:
     """Rows of a matrix, read in chunks when iterated; afterwards `checksums` are those of the rows handed out.
 
     Attributes:
-        source: where the matrix is.
-        name: its name there.
         row_ids: int64 [rows], the rows wanted, in the order wanted.
         dtype: what the rows are to be: one of `dtypes.FLOATS`.
         where: source in words, for messages.

@@ -31,9 +31,6 @@ Block = list[tuple[int, int, int]]
 class SafetensorsFile(WeightsFile):
     """A safetensors file on disk. The header is read and checked at once, data only on demand.
 
-    Args:
-        path: the file.
-
     Raises:
         CheckpointError: the file cannot be opened, or its header is false (`parse_header`).
     """

@@ -93,12 +93,7 @@ def header_length(first_bytes: bytes, file_size_bytes: int, where: str) -> int:
 
 
 def parse_header(raw: bytes, file_size_bytes: int, where: str) -> SafetensorsHeader:
-    """Check a JSON header against the size of its file and return it.
-
-    Args:
-        raw: the bytes of the JSON text, without the 8 bytes before it.
-        file_size_bytes: size of the whole file.
-        where: the name of the file in messages.
+    """Check a JSON header, without the 8 bytes before it, against the size of its file and return it.
 
     Raises:
         CheckpointError: the header is not the JSON that the format demands, or what it claims about names, dtypes,

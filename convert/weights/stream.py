@@ -37,13 +37,7 @@ _RING = 4
 
 
 class WeightsFile(ABC):
-    """One file of weights, opened lazily: its tensors are known, their data is read on demand.
-
-    Attributes:
-        path: the file.
-        where: how messages call it.
-        size_bytes: its size.
-    """
+    """One file of weights, opened lazily: its tensors are known, data is read on demand. Messages name `where`."""
 
     path: Path
     where: str

@@ -32,9 +32,6 @@ _MAX_PICKLE_BYTES = 256_000_000
 class TorchFile(WeightsFile):
     """A file of `torch.save`. Opened at once (names and shapes), data mapped and read on demand.
 
-    Args:
-        path: the file.
-
     Raises:
         CheckpointError: the file is damaged, would run code when unpickled, or holds anything but dense tensors by
             name.

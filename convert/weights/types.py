@@ -14,13 +14,9 @@ FETCH_AGAIN = "The download may have been cut short or the file damaged: delete 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its file describes it; nothing of its data has been read.
+    """One dense tensor as its file describes it; nothing of its data has been read.
 
-    Attributes:
-        name: the key in the file.
-        dtype: safetensors spelling, such as "BF16" or "I64", for every file type.
-        shape: one integer per dimension; () for a scalar.
-        size_bytes: the bytes of the dense tensor.
+    ``dtype`` in safetensors spelling, such as "BF16" or "I64", for every file type; ``shape`` () for a scalar.
     """
 
     name: str
@@ -44,7 +40,6 @@ class ReadRecord:
     """One read, for the manifest of what an artifact was made from.
 
     Attributes:
-        tensor: name of the tensor.
         rows: number of rows gathered, or None where the whole tensor was read.
         size_bytes: bytes read, which are exactly the bytes hashed.
         sha256: hash of those bytes, in the order in which they were returned.

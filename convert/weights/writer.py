@@ -56,13 +56,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written. Header and tensors together are every byte of the file.
-
-    Attributes:
-        size_bytes: size of the file.
-        header_sha256: SHA-256 of all bytes before the first tensor's data.
-        tensors: tensor name to the SHA-256 of its bytes.
-    """
+    """What was written: SHA-256 of all bytes before the first tensor's data, and of each tensor's bytes by its name."""
 
     size_bytes: int
     header_sha256: str
@@ -112,13 +106,7 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
 def write_tensors(path: Path, start: bytes, plans: Sequence[TensorPlan], alignment: int = 1) -> dict[str, str]:
     """Write `start`, then each tensor, to a new file; return what each plan's chunks returned, by name.
 
-    Args:
-        path: the file, flushed to the disk in the end.
-        start: the bytes before the first tensor.
-        plans: the tensors, in their order in the file.
-        alignment: every part is followed by zeros up to a multiple of so many bytes.
-
-    Raises as `write_safetensors`.
+    Every part is followed by zeros up to a multiple of `alignment` bytes. Raises as `write_safetensors`.
     """
     digests: dict[str, str] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

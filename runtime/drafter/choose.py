@@ -163,7 +163,7 @@ def choose_drafter(
                 f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
                 "draft_weights out.",
                 **{**error.facts, "option": "draft_weights"},
-            ) from error  # fmt: skip
+            ) from error
         return Drafter(weights, tree), str(error)
 
 

@@ -193,7 +193,7 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
 def _beyond_kernel(field: str, takes: str, found: object, expected: object) -> UsageError:
     return UsageError(
         f"The persistent drafter takes {takes}; got {found!r}.", field=field, found=found, expected=expected
-    )  # fmt: skip
+    )
 
 
 def check_kernel_activation(activation: str) -> None:

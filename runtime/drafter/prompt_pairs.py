@@ -41,7 +41,7 @@ def write_pairs(
     weight, bias = head.kv_projection
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, *tables, positions, slots, rows, bufs.keys, bufs.values
-    )  # fmt: skip
+    )
 
 
 def _fuse(ops: Ops, head: HeadWeights, features: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class ReferenceDraft:
         keys, values = self._read(int(self.lengths.max()) + num_rows)
         mask = tree_attention_mask(
             self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
-        )  # fmt: skip
+        )
         attended = masked_attention(query, keys, values, mask, head.head_dim**-0.5)
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))

@@ -9,10 +9,10 @@ With C the second moment of the states h that a head hands to its LM head W, dam
 so that A, at r / hidden of the LM head's bytes, ranks all rows for a state. SpecVocab (arXiv:2602.13836) chooses
 candidates by a down-projection that it trains; this one is computed.
 
-Candidates are the best ``per_group`` rows of each of ``groups`` groups, row i in group ``i % groups``: a rule that no
-launch of a kernel changes, whatever it deals to whom. Example of 5 rows in 2 groups, one of each: rows 0, 2, 4 and rows
-1, 3; scores 1, 5, 3, 2, 3 choose rows 2 (it ties with 4) and 1. Log-probabilities are over the candidates alone, and
-over the rows that joined a sequence (`follow`), which are all scored.
+Candidates are the best ``per_group`` rows of each of ``groups`` groups, row i in group ``i % groups``. Example: 5 rows
+in 2 groups, one of each: rows 0, 2, 4 and rows 1, 3; scores 1, 5, 3, 2, 3 choose rows 2 (it ties with 4) and 1.
+Log-probabilities are over the candidates alone, and over the rows that joined a sequence (`follow`), which are all
+scored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import UsageError, check_choice, misfit
 from ..tree import ranked_topk
 
 GROUPS, PER_GROUP = 128, 2
-"""Of a screen that does not say otherwise: about as many groups as a GPU has multiprocessors."""
+"""Of a screen that does not say otherwise."""
 
 
 @dataclass(frozen=True, eq=False)

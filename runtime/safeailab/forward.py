@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from eagle_slim.convert.head.config import default_taps
 from torch import Tensor
 
 from ..errors import UsageError
@@ -22,7 +23,6 @@ from ..target.choose import Choice, choose_forward
 from ..target.fused import FusedTarget, unfit_part
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
-from ..target.wrapper import default_tap_layers
 from ..tree import Trees
 from .reading import kind_of, rotary_of
 from .session import captured
@@ -86,7 +86,7 @@ def _tap_layers(model: Any) -> tuple[int, ...] | None:
     """Layers whose inputs are EAGLE-3's features, ascending, as upstream's forwards collect them."""
     if kind_of(model.ea_layer) != "eagle3":
         return None
-    return tuple(sorted(set(default_tap_layers(len(model.base_model.model.layers)))))
+    return tuple(sorted(set(default_taps(len(model.base_model.model.layers)))))
 
 
 def _unfit_reason(model: Any) -> str | None:

@@ -191,9 +191,7 @@ class StepPatch:
         (data,) = data_list
         if self._forward is None or self._forward.data is not data:
             with self._buffers():
-                self._forward = TreeForward(
-                    self._target, data, self.session.tree, tensors.trees, tensors.state.lengths
-                )  # fmt: skip
+                self._forward = TreeForward(self._target, data, self.session.tree, tensors.trees, tensors.state.lengths)
         return self._forward
 
     def evaluate_posterior(self, logits: Tensor, candidates: Tensor, logits_processor: Any) -> tuple[None, None, None]:

@@ -80,13 +80,10 @@ class MadeScreen:
     """A screen that was written.
 
     Attributes:
-        folder: the artifact.
-        rank: of the screen.
         recall: by rank, the share of the exact top 10's probability that its candidates hold, on held-out states.
         rows, hidden: of the LM head.
         states, held_out: how many it was fitted to, and how many `recall` was measured on.
         num_candidates: rows that are scored exactly.
-        size_bytes: of the file.
     """
 
     folder: Path

@@ -225,7 +225,7 @@ def check_accept(checks: Checks, state: SlotState, choices: Tensor, trees: Trees
 
 def check_commit(
     checks: Checks, state: SlotState, cache: KVCache, features: Tensor | None, nodes: int, lists_active: bool = True
-) -> None:  # fmt: skip
+) -> None:
     """Check what was moved for the accepted tokens; ``features`` [slots, steps, width]: the drafter's next input.
 
     ``nodes`` of the next tree. ``lists_active``: whether the commit has listed the running slots.
@@ -276,7 +276,7 @@ def _grown(mask: Tensor, parent: Tensor) -> Tensor:
 
 def _require_finite(
     checks: Checks, phase: str, what: str, slots: Tensor, found: Tensor, used: Tensor, label: str
-) -> None:  # fmt: skip
+) -> None:
     """``found`` [n, rows, ...] where ``used`` bool [n, rows]."""
     found = found.flatten(2)
     checks.require(phase, what, "finite", slots, found, torch.isfinite(found) | ~used[..., None], label, "number")

@@ -52,9 +52,7 @@ class CacheContext:
     rows, and PyTorch attends to what they hand on.
     """
 
-    def __init__(
-        self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
         self.rows, self.cache, self.bufs, self.last_row = rows, cache, bufs, last_row
         self.calls = 0
         self._layer_of: dict[int, tuple[int, Tensor]] = {}
@@ -93,7 +91,7 @@ class CacheContext:
         out = torch.empty_like(flat)
         tree_attention(
             flat, keys, values, self.rows.attention, scale, window, out, scratch, softcap=softcap, sinks=sinks
-        )  # fmt: skip
+        )
         return out.view(places, nodes, heads, head_dim).transpose(1, 2)
 
     @cached_property

@@ -168,7 +168,7 @@ class FusedTarget:
         for index, layer in enumerate(self.layers):
             ops(qkv_product)(
                 normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *cache.layers[index], scratch
-            )  # fmt: skip
+            )
             ops(tree_attention)(
                 bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
             )  # fmt: skip

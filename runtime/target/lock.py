@@ -59,8 +59,6 @@ class GenerationLock(Turn):
         super().__init__()
         self.forward = Turn()
         """To run the model's own forward."""
-        self.claims: dict[int, object] = {}
-        """By the `id` of a drafter, the mark of the call that allocated its cache last: models may share a drafter."""
 
     @contextmanager
     def hold(self) -> Iterator[None]:

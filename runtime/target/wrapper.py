@@ -40,11 +40,6 @@ _RECURRENT_MARKS = (
 )
 
 
-def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's taps, the inputs of these decoder layers: 2, n // 2, n - 3."""
-    return 2, num_layers // 2, num_layers - 3
-
-
 class TargetModel:
     """A transformers causal LM that verifies draft trees.
 

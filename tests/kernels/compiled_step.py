@@ -52,7 +52,7 @@ class Compiler:
             name: keywords.pop(name)
             for name in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
             if name in keywords
-        }  # fmt: skip
+        }
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
         constants = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
         types = {name: "constexpr" if name.isupper() else self._type(value) for name, value in values.items()}

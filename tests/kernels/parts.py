@@ -91,7 +91,7 @@ def gated_mlp_on_device(
 @triton.jit
 def _frontier_kernel(
     score_ptr, key_ptr, level, num_nodes, first_candidate, frontier, chain_ptr, next_chain_ptr, SELECT: tl.constexpr
-):  # fmt: skip
+):
     MAX_K: tl.constexpr = SELECT.max_k
     place = tl.arange(0, SELECT.pairs)
     node = place // MAX_K
@@ -189,7 +189,7 @@ def lm_head_topk(
 @triton.jit
 def _attention_kernel(
     qkv_ptr, norm_ptr, cache, rope, chain_ptr, parts, prefix_ptr, num_new_ptr, level, SHAPE: tl.constexpr
-):  # fmt: skip
+):
     group = tl.program_id(0)
     num_parts = tl.num_programs(1)
     slot, unit = unit_of(group, tl.program_id(1), num_parts, SHAPE)
@@ -308,15 +308,13 @@ def count_rounds(state: Tensor, num_programs: int, num_rounds: int, num_warps: i
 @triton.jit
 def _taps_kernel(
     source_ptr, offset_1, offset_2, x_ptr, factor_ptr, norm_ptr, stride, SHAPE: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0)
     write_taps(source_ptr + row * stride, offset_1, offset_2, x_ptr, row, factor_ptr + row, norm_ptr, SHAPE, SCALED)
 
 
 @triton.jit
-def _factor_kernel(
-    squares_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr
-):  # fmt: skip
+def _factor_kernel(squares_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr):
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < num_rows
     tl.store(out_ptr + offs_m, norm_factor(squares_ptr, mask_m, PROGRAMS, SHAPE), mask=mask_m)

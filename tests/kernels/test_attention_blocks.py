@@ -69,7 +69,7 @@ def test_blocks_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch, name: 
     scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], CAPACITY, keys.device)
     tree_attention(
         queries, keys, keys, rows, 0.3, window, torch.empty_like(queries), scratch, tiles=AttentionTiles(programs)
-    )  # fmt: skip
+    )
     counted_here = attention_blocks(rows, HEADS // KV_HEADS, KV_HEADS, window)
     assert (found["whole"], found["masked"], found["tail"]) == counted_here[:3]
     assert sum(counted_here[:2]) > 0 or name in ("a window shorter than tails", "a chunk at the beginning")

@@ -244,7 +244,7 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
             uniforms=case.state.uniforms[slot : slot + 1].contiguous(),
             num_generated=case.state.num_generated[slot : slot + 1] + 2,
             seen=token_bits(seen.nonzero()[:, 0], 500)[None],
-        )  # fmt: skip
+        )
         alone.trees = alone.trees._replace(draft_tokens=tokens[None, -1:].contiguous())
         alone.logits = case.logits[place * case.nodes + 3][None]
         assert alone.choose(ALL_RULES, 512).item() == drafted[place, 3].item()

@@ -156,7 +156,7 @@ def check_chunks(text: Text, start: int, size: int) -> None:
 @pytest.mark.parametrize(
     "kind",
     ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "mistral"))],
-)  # fmt: skip
+)
 @torch.inference_mode()
 def test_small(device: str, kind: str) -> None:
     """In the interpreter too, where layouts are not seen but masks, cuts and places are."""

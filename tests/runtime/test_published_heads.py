@@ -19,13 +19,13 @@ import pytest
 import torch
 from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+from eagle_slim.convert.head.config import default_taps
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.target.wrapper import default_tap_layers
 from safetensors.torch import load_file, save_file
 from support.conversion import convert
 from support.heads import random, write_freq
@@ -209,7 +209,7 @@ def read(folder: Path, form: Form, target: Any) -> tuple[SimpleNamespace, tuple[
     if kind == "eagle" or nested.get("use_aux_hidden_state") is False:
         return head, None
     shifted = nested.get("eagle_aux_hidden_state_layer_ids")
-    return head, default_tap_layers(LAYERS) if shifted is None else tuple(layer + 1 for layer in shifted)
+    return head, default_taps(LAYERS) if shifted is None else tuple(layer + 1 for layer in shifted)
 
 
 @torch.inference_mode()

@@ -49,9 +49,7 @@ def begins_array(head: bytes) -> bool:
 def array_pieces(stream: BinaryIO, start: int) -> Iterator[ArrayPiece]:
     """Cut an array into pieces of a few megabytes; the last piece is a fault where the array cannot be read to its end.
 
-    Args:
-        stream: the file, at byte `start`.
-        start: 0, or the `stop` of a piece.
+    The stream is at byte `start`: 0, or the `stop` of a piece.
     """
     held, position = b"", start
     while True:

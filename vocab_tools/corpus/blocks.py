@@ -180,7 +180,7 @@ class _JsonLines(Records):
             except ValueError as error:
                 yield self._bad(record, str(error))
             except KeyError:
-                yield self._bad(record, f"no column {column!r}; the line has {_names(row)}")
+                yield self._bad(record, f"no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
             else:
                 yield value
 
@@ -346,7 +346,3 @@ def _bytes_of(path: str, start: int, stop: int) -> bytes:
             f"{path}: became shorter while it was being counted. Start again when nothing writes to it any more."
         )
     return data
-
-
-def _names(row: dict[str, Any]) -> str:
-    return ", ".join(repr(name) for name in row) or "none"

@@ -38,11 +38,7 @@ def wanted_columns(source: CorpusSource) -> tuple[str, ...]:
 
 
 def choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:
-    """Choose the column to read, and say what it holds.
-
-    Args:
-        source: its `column`, if given, is taken.
-        row: see `first_values`.
+    """Choose the column to read, which the source may name, by a row of `first_values`; and say what it holds.
 
     Raises:
         UsageError: there is no such column, or no column stands out; fact `columns` lists what there is.

@@ -118,9 +118,7 @@ def parse_source(spec: str, defaults: Mapping[str, Any] | None = None) -> Corpus
     Example: `chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3` or `code=src/*.jsonl,column=content`.
     Keys are the fields of `CorpusSource`; a hyphen may stand for an underscore.
 
-    Args:
-        spec: the text above.
-        defaults: fields for what the text leaves out; those of Hub datasets do not apply to local files.
+    `defaults` holds fields for what the text leaves out; those of Hub datasets do not apply to local files.
 
     Raises:
         UsageError: an unknown key or a value of the wrong kind; fact `setting` is the key.

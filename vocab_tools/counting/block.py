@@ -34,16 +34,9 @@ MAX_REPORTS = 16
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """How the documents of one source are read.
+    """How the documents of one source are read: as `CorpusSource` says, `exact` as in `ChatRenderer`.
 
-    Attributes:
-        kind: what the column holds.
-        column: the column.
-        roles: what is counted of a chat.
-        exact: tokenize whole conversations, see `ChatRenderer`.
-        sample: share of the documents to take, or None.
-        sample_key: key of the source for sampling, see `document_keys`.
-        held_out_key: key of the source for holding out.
+    The keys are those of the source for `document_keys`, for sampling and for holding out.
     """
 
     kind: Literal["text", "chat"]
@@ -57,14 +50,9 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class CountPlan:
-    """Everything a worker needs; picklable.
+    """Everything a worker needs; picklable. `chat` is None where no source holds chats.
 
-    Attributes:
-        encoder: the tokenizer.
-        chat: the chat template; None where no source holds chats.
-        sources: one plan per source.
-        skip_bad: leave out bad records rather than stop at the first of a block.
-        held_out: the held-out rule.
+    `skip_bad` leaves out bad records rather than stop at the first of a block.
     """
 
     encoder: EncoderSpec
@@ -163,7 +151,6 @@ class BlockCounter:
 
         Args:
             source: ordinal of its source in the plan.
-            block: the block.
             bound: documents whose key reaches this are known not to be held out. Any bound that the accumulated
                 candidates have or had gives the same counts in the end.
             limit: count only so many documents (at least 1), and nothing after them.

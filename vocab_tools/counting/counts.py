@@ -160,11 +160,7 @@ class TokenCounts:
         totals T_s, the result is T · Σ_s (w_s / Σ w) · c_s / T_s, where T is the total of all tokens and the sums run
         over sources with any token. A single source gives its counts exactly.
 
-        Args:
-            weights: see `mixed_weights`, which also says what is refused.
-
-        Returns:
-            float64 [vocab].
+        Returns float64 [vocab]; raises as `mixed_weights`.
         """
         chosen = self.source_weights(weights)
         used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
@@ -263,11 +259,7 @@ def is_counts_file(path: str | Path) -> bool:
 
 
 def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the weight of every source by its name, in order.
-
-    Args:
-        stored: the sources' own weights by name.
-        weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
+    """Return the weight of every source by its name, in order: `weights` replace stored ones, and 0 leaves one out.
 
     Raises:
         UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
@@ -290,9 +282,7 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     Sources of different names are kept side by side. Sources of one name are parts of one corpus that were counted
     separately: their counts are added, their held-out documents joined, and their provenance is listed under "parts".
 
-    Args:
-        items: at least one.
-        weights: by source name, replacing the stored weights.
+    `weights`, by source name, replace the stored ones.
 
     Raises:
         TokenizerError: the tokenizers differ.

@@ -52,12 +52,7 @@ class SourceState:
 
 
 class CountState:
-    """The states of all sources, saved now and then.
-
-    Attributes:
-        sources: the state of each source, in order.
-        path: the resume file; None to save nothing.
-    """
+    """The states of all sources in order, saved now and then in the resume file `path`, or not at all if it is None."""
 
     def __init__(self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None) -> None:
         self.sources = list(sources)
@@ -193,12 +188,11 @@ def _state(entry: dict[str, Any], tensors: dict[str, NDArray[Any]], position: in
 
 def _changed_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return the paths of files that both counts name, with another size or time, in the order of the corpus."""
-    before, now = ({path: state for path, *state in _files(identity)} for identity in (stored, current))
+    before, now = (
+        {path: state for source in identity["sources"] for path, *state in source["input"].get("files", [])}
+        for identity in (stored, current)
+    )
     return [path for path, state in now.items() if path in before and before[path] != state]
-
-
-def _files(identity: dict[str, Any]) -> list[list[Any]]:
-    return [file for source in identity["sources"] for file in source["input"].get("files", [])]
 
 
 def _differences(stored: Any, current: Any, where: str) -> Iterator[str]:

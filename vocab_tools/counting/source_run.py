@@ -22,17 +22,7 @@ _MAX_SKIP_MESSAGES = 10
 
 @dataclass
 class SourceRun:
-    """Counts one source.
-
-    Attributes:
-        position: of the source in the plan and in the state.
-        corpus: the opened source.
-        plan: how it is counted.
-        workers: who counts its blocks.
-        states: where its state is kept.
-        bar: shows progress.
-        say: told what was skipped.
-    """
+    """Counts one source, at a position in the plan and in the states; tells `say` what was skipped."""
 
     position: int
     corpus: OpenCorpus

@@ -96,7 +96,9 @@ def _draw_axes(axes: Axes, report: CoverageReport) -> None:
     right.yaxis.set_minor_locator(NullLocator())
     right.yaxis.set_major_formatter(FuncFormatter(lambda miss, _: f"{100 * (1 - miss):.6g}%"))
     powers = [1 << n for n in range(6, 21) if report.sizes[0] <= 1 << n <= report.sizes[-1]]
-    axes.xaxis.set_major_locator(FixedLocator(_without_neighbours(powers, report.draft_vocab)))
+    # Without those whose label the vocabulary's own would touch.
+    apart = [power for power in powers if not 0.75 < power / report.draft_vocab < 1.33]
+    axes.xaxis.set_major_locator(FixedLocator(sorted([*apart, report.draft_vocab])))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{round(size):,}".replace(",", "\u202f")))
     axes.axvline(report.draft_vocab, color="0.6", linewidth=1.0, zorder=1)
@@ -107,11 +109,6 @@ def _draw_axes(axes: Axes, report: CoverageReport) -> None:
     axes.grid(which="major", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(loc="best", fontsize=9, framealpha=0.9)
-
-
-def _without_neighbours(powers: list[int], size: int) -> list[int]:
-    """Return the tick sizes with the vocabulary's own, dropping the ones whose label it would touch."""
-    return sorted([power for power in powers if not 0.75 < power / size < 1.33] + [size])
 
 
 def _miss(coverage: Any) -> Any:

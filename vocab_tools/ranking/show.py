@@ -78,7 +78,7 @@ class VocabularyListing:
             f"the target's vocabulary has {self.target_vocab} rows"
         ]
         # Up to 256 single bytes would bury the markers; the JSON form lists them all.
-        markers = [row for row in self.forced if not _is_byte_alone(row)]
+        markers = [row for row in self.forced if not (row.reason or "").startswith("byte 0x")]
         if self.forced:
             lines += ["", "forced:", *_table(markers)]
             lines += [f"  and {len(self.forced) - len(markers)} single bytes"] * (len(self.forced) > len(markers))
@@ -95,13 +95,9 @@ class VocabularyListing:
 def show_vocabulary(
     vocab: DraftVocab, tokenizer: LoadedTokenizer, counts: TokenCounts | None = None, limit: int = 20
 ) -> VocabularyListing:
-    """List what a vocabulary holds and what it leaves out.
+    """List what a vocabulary holds and what it leaves out: `limit` rows per list, but all forced tokens.
 
-    Args:
-        vocab: the vocabulary.
-        tokenizer: the target's tokenizer.
-        counts: shows counts, and orders the tokens left out by them.
-        limit: rows per list; forced tokens are all listed.
+    Counts are shown, and order the tokens left out.
 
     Raises:
         TokenizerError: vocabulary or counts were made with another tokenizer, or ids belong to no token.
@@ -170,10 +166,6 @@ def readable_token(tokenizer: LoadedTokenizer, token_id: int) -> str:
             code = ord(character)
             shown.append(f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
     return "".join(shown)
-
-
-def _is_byte_alone(row: TokenRow) -> bool:
-    return row.reason is not None and row.reason.startswith("byte 0x")
 
 
 def _table(rows: Iterable[TokenRow]) -> list[str]:

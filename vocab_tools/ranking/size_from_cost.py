@@ -48,10 +48,7 @@ class StepCost:
 
     @classmethod
     def load(cls, path: str | Path) -> StepCost:
-        """Read the compare.json of a comparison: greedy if it is there, one prompt at a time, its first head and tree.
-
-        Args:
-            path: of the file, or of the folder that eagle-compare wrote.
+        """Read compare.json, or its folder: greedy if it is there, one prompt at a time, its first head and tree.
 
         Raises:
             UsageError: the file is none, or holds fewer than two sizes that can be told apart by their rows.
@@ -104,15 +101,10 @@ class StepCost:
 def choose_size(
     cost: StepCost, sizes: Sequence[int], covered: Sequence[float], smallest: int, largest: int
 ) -> tuple[int, dict[str, Any]]:
-    """Choose a size, a multiple of 64 (or ``largest``), and say why in plain values.
+    """Choose the smallest size, a multiple of 64 or ``largest``, whose predicted speed is within 1% of the best.
 
-    Args:
-        cost: of a step.
-        sizes, covered: the coverage curve of the ranking, ascending.
-        smallest, largest: what the ranking allows: its forced ids, and all of it.
-
-    Returns:
-        The smallest size whose predicted speed is within 1% of the best, and the account for the manifest.
+    ``sizes`` and ``covered`` are the coverage curve of the ranking, ascending; ``smallest`` and ``largest`` what it
+    allows. Returns the account for the manifest, too.
     """
     first = -(-max(smallest, 1) // _STEP) * _STEP
     candidates = np.array([*range(first, largest, _STEP), largest], dtype=np.float64)

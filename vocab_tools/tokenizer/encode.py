@@ -199,7 +199,6 @@ def choose_library(
 
     Args:
         requested: a library, or "auto" for `fastokens` where it is installed and gives the right ids.
-        spec: the tokenizer.
         probe: (place, text) of some texts of the corpus, on which `fastokens` must give the ids of `tokenizers`.
 
     Returns:

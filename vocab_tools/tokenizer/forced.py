@@ -51,12 +51,9 @@ _ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipython"
 
 @dataclass(frozen=True)
 class ForcedIds:
-    """Ids that are forced into a draft vocabulary.
+    """Target ids that are forced into a draft vocabulary: ascending and unique, int64 [forced], with the reasons by id.
 
-    Attributes:
-        ids: target ids, ascending and unique, int64 [forced].
-        reasons: why, by id.
-        warnings: for the user, what could not be found out.
+    The warnings say what could not be found out.
     """
 
     ids: NDArray[np.int64]

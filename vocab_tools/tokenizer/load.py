@@ -65,15 +65,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
-    """Check that a tokenizer is the one some data was made with.
+    """Check that a tokenizer is the one that some data, named by `where`, was made with; returns warnings to show.
 
-    Args:
-        tokenizer: the tokenizer to check.
-        tokenizer_hash: hash recorded in the data; None (not recorded) passes with a warning.
-        where: the data, for the message.
-
-    Returns:
-        Warnings to show.
+    None for a hash that the data does not record passes with a warning.
 
     Raises:
         TokenizerError: the hashes differ.
@@ -172,7 +166,6 @@ def _load(
         chat_templates=_chat_templates(config, side),
         special_tokens=_special_tokens(config, _read_json(side.get("special_tokens_map.json"))),
         generation_config=_generation_config(side),
-        tokenizer_file=tokenizer_file,
     )
 
 

@@ -40,11 +40,7 @@ class ChatSpec:
 
 
 def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSpec:
-    """Take from a tokenizer what rendering needs.
-
-    Args:
-        tokenizer: the tokenizer.
-        template: Jinja source to use in place of the tokenizer's own.
+    """Take from a tokenizer what rendering needs; `template` replaces its own.
 
     Raises:
         TokenizerError: there is no template.
@@ -91,12 +87,7 @@ class ChatTemplate:
         self.marked = bool(_GENERATION.search(spec.template))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
-        """Render as `apply_chat_template(tokenize=False)` does.
-
-        Args:
-            messages: the conversation.
-            add_generation_prompt: end with the opening of an assistant turn.
-            variables: further template variables, such as `tools` and `enable_thinking`.
+        """Render as `apply_chat_template(tokenize=False)` does; `variables` are further ones, such as `tools`.
 
         Raises:
             ChatError: the template refuses the conversation, or the text is too long.

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +54,6 @@ class LoadedTokenizer:
         chat_templates: Jinja sources by name; the usual single one is called "default".
         special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
         generation_config: generation_config.json; without that file, the token ids that config.json names.
-        tokenizer_file: the tokenizer.json that was read, or None where transformers had to build the tokenizer.
     """
 
     backend: Tokenizer
@@ -64,7 +62,6 @@ class LoadedTokenizer:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer_file: Path | None = None
 
     @cached_property
     def vocab(self) -> dict[str, int]:

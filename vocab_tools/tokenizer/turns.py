@@ -31,9 +31,7 @@ _ADVICE = "Count with --roles all, or give a --chat-template with {% generation 
 class ChatRenderer:
     """Renders conversations and finds the assistant's turns in them.
 
-    Args:
-        spec: the template and its variables.
-        exact: tokenize whole conversations only, for tokenizers where cutting at borders changes tokens.
+    `exact` is for tokenizers where cutting at borders changes tokens: whole conversations are tokenized.
 
     Raises:
         TokenizerError: the template does not parse.

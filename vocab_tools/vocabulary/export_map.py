@@ -31,7 +31,6 @@ def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | No
     """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
 
     Args:
-        vocab: the vocabulary.
         path: file to write; for "npy" a folder that exists.
         format: one of `FORMATS`; by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
 

@@ -203,9 +203,7 @@ class AttentionTask:
 TASKS = {"products": ProductTask, "attention": AttentionTask}
 
 
-def task_of(
-    kind: str, shape: dict[str, Any], device: torch.device, prefixes: Sequence[int] = PREFIXES
-) -> TileTask:  # fmt: skip
+def task_of(kind: str, shape: dict[str, Any], device: torch.device, prefixes: Sequence[int] = PREFIXES) -> TileTask:
     """Build a recorded shape's task. Raises `UsageError` for values that are no shape of this kind."""
     task: Any = TASKS[kind]
     names = [field.name for field in fields(task) if field.name not in ("device", "prefixes")]

@@ -127,7 +127,7 @@ def test_the_heads_of_dspark(tmp_path: Path, changes: dict, from_anchor: bool) -
         ("z-lab", {"is_neox_style": False}, "interleaved rotation"),
         ("dspark", {}, "confidence head"),
     ],
-)  # fmt: skip
+)
 def test_what_llama_cpp_cannot_serve_is_refused_with_the_reason(tmp_path: Path, form: str, changes, words: str) -> None:
     with raises(UnsupportedHeadError, option="--gguf") as caught:
         slim(tmp_path, form, **changes)

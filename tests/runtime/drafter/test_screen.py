@@ -174,7 +174,7 @@ def test_a_screen_of_another_head_is_refused(tmp_path: Path) -> None:
 def load(slim: Path, **options: object) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(
         tiny_target("llama"), Artifact.load(slim), depth=2, top_k=3, total_tokens=10, **options
-    )  # fmt: skip
+    )
 
 
 def test_options(tmp_path: Path) -> None:

@@ -186,9 +186,7 @@ def test_the_smallest_rank_that_is_good_enough_is_chosen(pair, slim, monkeypatch
         make_screen(slim, options(pair, rank="auto"), target=pair / "target", device="cpu", force=True)
     # What was collected stays, and a rank that is named takes it up.
     said = []
-    make_screen(
-        slim, options(pair, rank=4), target=pair / "target", device="cpu", force=True, say=said.append
-    )  # fmt: skip
+    make_screen(slim, options(pair, rank=4), target=pair / "target", device="cpu", force=True, say=said.append)
     assert any(line.startswith("going on from") for line in said)
     assert not slim.with_name("slim.screen.resume").exists()
 

@@ -109,9 +109,7 @@ def test_3_scores_and_logits(model: SpeculativeModel, kind: str) -> None:
     if kind == "sampled":
         output = model.generate(LEFT, attention_mask=MASK, do_sample=True, temperature=0.7, top_k=5, seed=1, **options)
         # Transformers draws other tokens; at the first position its scores are the same whatever it draws.
-        expected = theirs(
-            model, **options, do_sample=True, temperature=0.7, top_k=5, return_dict_in_generate=True
-        )  # fmt: skip
+        expected = theirs(model, **options, do_sample=True, temperature=0.7, top_k=5, return_dict_in_generate=True)
         torch.testing.assert_close(output.scores[0], expected.scores[0])
         torch.testing.assert_close(output.logits[0], expected.logits[0])
         for position, scores in enumerate(output.scores):

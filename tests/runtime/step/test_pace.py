@@ -36,9 +36,7 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     one.add(2.0, 0.100, 0.0499, 0.004)
     assert one.is_due
     one.plain_s.append(0.040)
-    assert one.loses == (
-        "drafting does not pay here: 20.2 tokens/s a sequence with trees of 16 nodes, 21.5 without"
-    )  # fmt: skip
+    assert one.loses == ("drafting does not pay here: 20.2 tokens/s a sequence with trees of 16 nodes, 21.5 without")
     for _ in range(1000):
         one.add(2.0, 0.100, 0.0499, 0.004)
     one.plain_s += [0.04] * 3
