@@ -481,10 +481,14 @@ def test_refused(tmp_path, arguments, error, facts):
 
 
 def test_missing_tensor_and_other_models_are_refused(tmp_path):
-    tensors = eagle3_tensors(rows=VOCAB)
-    del tensors["norm.weight"]
-    with raises(CheckpointError, missing=["norm.weight"]):
-        open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors))
+    for name, spelling in (
+        ("norm.weight", "midlayer"), ("midlayer.hidden_norm.weight", "midlayer"),
+        ("midlayer.hidden_norm.weight", "layers.0"),
+    ):  # fmt: skip
+        tensors = eagle3_tensors(rows=200)
+        del tensors[name]
+        with raises(CheckpointError, missing=[name]):
+            open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors, spelling=spelling, ids=trained_ids()))
     medusa = {"0.0.linear.weight": ones(4, 4)}
     with raises(UnsupportedHeadError, tensor="0.0.linear.weight", found="a Medusa head"):
         open_head(write_eagle3(tmp_path / "medusa", tensors=medusa))
