@@ -254,7 +254,10 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
     numbers = {key: config[key] for key in ("rms_norm_eps", "rope_theta")}
     scaling = config["rope_scaling"] or {}
-    needed = _SCALING_NEEDS.get(scaling.get("rope_type") or scaling.get("type"), ())
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str):
+        raise _wrong(where, "rope_scaling.rope_type", "a name, such as 'linear'", kind)
+    needed = _SCALING_NEEDS.get(kind, ())
     numbers |= {f"rope_scaling.{key}": scaling.get(key) for key in _SCALING_NUMBERS if key in scaling or key in needed}
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

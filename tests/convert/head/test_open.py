@@ -407,6 +407,7 @@ def ones(*shape):
         ({"vocab_size": True}, MismatchError, {"key": "vocab_size", "found": True}),
         ({"draft_vocab_size": 0}, MismatchError, {"key": "draft_vocab_size", "found": 0}),
         ({"rope_scaling": "yarn"}, MismatchError, {"key": "rope_scaling", "found": "yarn"}),
+        ({"rope_scaling": {"type": ["linear"]}}, MismatchError, {"key": "rope_scaling.rope_type"}),
         (
             {"rope_scaling": {"type": "linear", "factor": 0}},
             MismatchError,
