@@ -32,7 +32,7 @@ _TEMPORARY = ".eagle-slim-tmp"
 _REPLACED = ".eagle-slim-old"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 @contextmanager

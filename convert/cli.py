@@ -31,14 +31,15 @@ from eagle_slim.vocab_tools.count_cli import (
 from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from .conversion.convert import PreparedConversion
     from .conversion.result import Conversion
     from .manifest import Manifest
     from .push import Upload
 
-# What --gguf for an artifact that exists takes beside it.
+# What --push takes beside it, and --gguf for an artifact that exists.
+_WITH_PUSH = ("push", "push_to_hub", "private", "dry_run", "progress", "as_json")
 _WITH_GGUF = (
     "head",
     "gguf",
@@ -180,7 +181,7 @@ def convert(head: str | None, **options: Any) -> None:
     if options["offline"] and options["push_to_hub"]:
         raise UsageError("--push-to-hub needs the Hub: leave --offline out.")
     if options["push"]:
-        _push_existing(head, options)
+        _push_existing(options)
         return
     if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
         _add_gguf(head, options)
@@ -265,9 +266,18 @@ def _push(upload: Upload, options: dict[str, Any]) -> str:
         raise SourceError(f"{error}\n{advice}", **error.facts) from error
 
 
-def _push_existing(head: str | None, options: dict[str, Any]) -> None:
-    if head is not None or options["draft_vocab"] is not None or options["coverage"] is not None:
-        raise UsageError("--push uploads an artifact that exists: give only --push-to-hub with it.")
+def _refuse_beside(allowed: Collection[str], why: str) -> None:
+    """Refuse what was given beside the options that a task takes; a UsageError of `why` and the option."""
+    ctx = click.get_current_context()
+    for param in ctx.command.params:
+        name = str(param.name)
+        if name in ctx.params and name not in allowed and ctx.get_parameter_source(name) != ParameterSource.DEFAULT:
+            option = param.opts[0] if isinstance(param, click.Option) else "HEAD"
+            raise UsageError(f"{why}: leave out {option}.", option=option)
+
+
+def _push_existing(options: dict[str, Any]) -> None:
+    _refuse_beside(_WITH_PUSH, "--push uploads an artifact that exists, and does nothing else")
     if not options["push_to_hub"]:
         raise UsageError("--push: name the repository with --push-to-hub.")
     from .hub.push import check_push
@@ -296,13 +306,9 @@ def _warn(manifests: Iterable[Manifest]) -> None:
 def _add_gguf(head: str, options: dict[str, Any]) -> None:
     from .conversion.gguf import add_gguf
 
-    ctx = click.get_current_context()
-    for name in ctx.params:
-        if name not in _WITH_GGUF and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise UsageError(
-                f"--gguf adds files to an artifact that exists where no size is given; "
-                f"--{name.replace('_', '-')} needs a --draft-vocab."
-            )
+    _refuse_beside(
+        _WITH_GGUF, "--gguf without a --draft-vocab adds files to an artifact that exists, and does nothing else"
+    )
     named = {name: options[name] for name in inspect.signature(add_gguf).parameters if name in options}
     written = add_gguf(head, options["gguf"], **named, say=note)
     if options["as_json"]:

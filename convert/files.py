@@ -41,7 +41,9 @@ def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[
     try:
         value = json.loads(read_regular(path), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise error_type(f"{where}: {path.name} is missing.", **facts) from None
+        raise error_type(
+            f"{where}: {path.name} is missing.\nExpected the folder that has it beside the weights.", **facts
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise error_type(f"{where}: {path.name} cannot be read as JSON ({error}).", **facts) from error
     if not isinstance(value, dict):

@@ -10,6 +10,7 @@ from .audit.verify import verify_artifact
 from .errors import ArtifactError
 from .hub.push import upload_files
 from .manifest import MANIFEST_NAME, Manifest
+from .weights.paths import path_inside
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ def plan_upload(folder: Path | str) -> Upload:
 
     Raises:
         ArtifactError: no artifact, or the audit fails.
+        CheckpointError: a file of it is a link that leads out of the folder.
     """
     folder = Path(folder)
+    own = {MANIFEST_NAME, CARD_NAME, *Manifest.load(folder).files}
     # What an engine would read by mistake here does not travel, so it spoils nothing there.
     failed = [check for check in verify_artifact(folder, offline=True).failed if check.name != "stray files"]
     if failed:
@@ -41,8 +44,10 @@ def plan_upload(folder: Path | str) -> Upload:
             "Convert the head again; eagle-verify shows every check.",
             failed=[check.name for check in failed],
         )
-    own = {MANIFEST_NAME, CARD_NAME, *Manifest.load(folder).files}
     present = sorted(path.name for path in folder.iterdir())
+    for name in own.intersection(present):
+        # The card has no checksum: as a link out of the folder it would carry any file of this machine along.
+        path_inside(folder, name)
     return Upload(
         folder, tuple(name for name in present if name in own), tuple(name for name in present if name not in own)
     )

@@ -94,6 +94,7 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
     """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
     path = regular_file(path, error_type)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        # Editors of Windows put a mark before UTF-8.
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise error_type(f"{path}: not readable as JSON: {error}.", path=str(path)) from error

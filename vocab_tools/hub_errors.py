@@ -83,6 +83,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         errors.EntryNotFoundError,
         errors.HFValidationError,
         errors.OfflineModeIsEnabled,
+        errors.FileMetadataError,
         TooSlowError,
         *transport_errors(),
     )
@@ -102,11 +103,13 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         return HubTrouble(f"{repo_id}: not the id of a repository ({plain(cause)})", advice, name, facts)
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return HubTrouble(f"{repo_id}: fetching is off: HF_HUB_OFFLINE is set", "Unset it.", name, facts)
+    if isinstance(cause, errors.FileMetadataError):
+        return not_the_hub(repo_id, "an answer without the Hub's headers")
     if isinstance(cause, TooSlowError):
         advice = "Try again later; where the network is that slow, lower the floor with --min-speed."
         return HubTrouble(f"{repo_id}: a transfer drips ({cause})", advice, "connection", facts, is_unreachable=True)
     if isinstance(cause, transport_errors()):
-        return _no_connection(repo_id, cause)
+        return _no_connection(repo_id, cause, purpose)
     if isinstance(cause, errors.LocalTokenNotFoundError):
         return HubTrouble(f"{repo_id}: no token of the Hub is at hand", _LOGIN, name, facts)
     if _CONSISTENCY in str(cause):
@@ -248,17 +251,21 @@ def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> Hu
         advice = f"Try again {soon}. The limit is higher for those who are logged in: {_LOGIN}"
         return trouble(f"the rate limit of {address} is reached (status 429)", advice)
     if status in BUSY:
-        return trouble(f"{address} is in trouble (status {status})", "Try again in a few minutes, or give a folder.")
+        return trouble(f"{address} is in trouble (status {status})", f"Try again in a few minutes{_else(purpose)}.")
     if "html" in getattr(response, "headers", {}).get("Content-Type", ""):
         return not_the_hub(repo_id, f"an HTML page with status {status}")
     return trouble(f"the Hub refuses (status {status}): {plain(error, 300)}", f"See {page}.")
 
 
-def _no_connection(repo_id: str, cause: BaseException) -> HubTrouble:
+def _else(purpose: str) -> str:
+    return ", or give a folder" if purpose == "read" else ""
+
+
+def _no_connection(repo_id: str, cause: BaseException, purpose: str) -> HubTrouble:
     kind = type(cause).__name__
     if kind == "JSONDecodeError":
         return not_the_hub(repo_id, "a page that is not the Hub's")
-    advice = "Check the connection, the proxy and HF_ENDPOINT, and try again; or give a folder."
+    advice = f"Check the connection, the proxy and HF_ENDPOINT, and try again{_else(purpose)}."
     if kind == "TooManyRedirects":
         headline = f"{repo_id}: {endpoint()} redirects in a circle ({plain(cause, 160)})"
     elif "Timeout" in kind:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
+from eagle_slim.vocab_tools.vocabulary.import_map import read_pickle
 from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
 from ..artifact.artifact import freq_name
 from ..artifact.eagle3 import layer_class
-from ..files import read_regular
 from ..head import config as head_config
 from ..weights import names
 from ..weights.checksums import row_checksums
@@ -199,16 +198,9 @@ class RuleChecks:
         manifest = self.found.need_manifest()
         if manifest.rank_order_ids is None:
             raise SkipCheck("a full vocabulary has no token map")
-        import pickle
-
-        import torch
-
         path = self.found.folder / freq_name(manifest.draft_vocab)
         refuse(not path.is_file(), f"{path.name} is missing")
-        try:
-            value = torch.load(io.BytesIO(read_regular(path)), weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-            refuse(True, f"{path.name} cannot be read: {error}")
+        value = read_pickle(path)
         refuse(
             not isinstance(value, list) or value != manifest.rank_order_ids.tolist(),
             f"{path.name}: expected the {manifest.draft_vocab} ranked ids as a list, in rank order",

@@ -132,6 +132,11 @@ class SourceChecks:
             if not self._only_cache:
                 raise
             raise SkipCheck(f"not at hand; name it with --target ({error})") from error
+        if choice.reason == "beside" and any(
+            self._target.config.get(key, size) != size for key, size in manifest.target.items() if isinstance(size, int)
+        ):
+            self._target = None
+            raise SkipCheck(f"{choice.name} is of another size than the target was; name that with --target")
         targets.check_head_fits(self.found.need_head(str(self.found.folder)), self._target)
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
@@ -185,17 +190,19 @@ class SourceChecks:
         sizes = {file["name"]: file["size_bytes"] for file in recorded.get("files", ())}
         inside = found / (recorded.get("subfolder") or "")
         are_there = all((inside / name).is_file() and (inside / name).stat().st_size == sizes[name] for name in sizes)
-        return str(found) if sizes and are_there else None
+        return str(found) if are_there else None
 
     def _target_choice(self, manifest: Manifest) -> TargetChoice:
         if self.target_name is not None:
             return TargetChoice(self.target_name, "given")
         if manifest.target.get("wheel"):
             return TargetChoice(None, "built in")
-        name = manifest.target.get("repo_id") or self._at_hand(manifest.target)
-        if name is None:
-            raise SkipCheck("the target is not recorded; name it with --target")
-        return TargetChoice(name, "recorded")
+        if (name := manifest.target.get("repo_id")) is not None:
+            return TargetChoice(name, "recorded")
+        if (name := self._at_hand(manifest.target)) is not None:
+            return TargetChoice(name, "beside")
+        was = "was a local folder, which is not beside it" if "name" in manifest.target else "is not recorded"
+        raise SkipCheck(f"the target {was}; name it with --target")
 
     def _tokenizer(self, manifest: Manifest) -> LoadedTokenizer:
         if self.tokenizer_name is None and self._target is None:

@@ -139,12 +139,7 @@ def add_gguf(
         opened = targets.open_target(choice, target_revision, offline)
         targets.check_head_fits(head, opened)
     loaded = targets.open_tokenizer(tokenizer, tokenizer_revision, opened, head.target_vocab, offline)
-    if loaded is not None and artifact.tokenizer_hash not in (None, loaded.tokenizer_hash):
-        raise MismatchError.at(
-            folder,
-            f"the vocabulary was chosen for another tokenizer than that of {loaded.source}.\nName the right one with "
-            "--target or --tokenizer.",
-        )
+    targets.check_own_tokenizer(head, loaded)
     files = choose_gguf(head, kinds, opened, loaded)
     for kind in files.kinds:
         if (there := artifact.folder / gguf_name(kind)).exists() and not force:

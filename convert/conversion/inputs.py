@@ -115,6 +115,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     loaded = targets.open_tokenizer(
         options.tokenizer, options.tokenizer_revision, opened, head.target_vocab, options.offline
     )
+    targets.check_own_tokenizer(head, loaded)
     # Before anything large is fetched or counted.
     gguf = choose_gguf(head, options.gguf, opened, loaded) if options.gguf else None
     lm_head = None

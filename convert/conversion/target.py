@@ -168,6 +168,19 @@ def open_tokenizer(
     return tokenizer
 
 
+def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> None:
+    """Raise MismatchError where the vocabulary of a head that is an artifact was chosen for another tokenizer."""
+    recorded = None if head.manifest is None else (head.manifest.tokenizer or {}).get("hash")
+    if tokenizer is not None and recorded not in (None, tokenizer.tokenizer_hash):
+        raise MismatchError.at(
+            head.location,
+            f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
+            "Name the right one with --target or --tokenizer.",
+            expected=recorded,
+            found=tokenizer.tokenizer_hash,
+        )
+
+
 def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
     """Refuse a tokenizer whose ids cannot be those of a vocabulary of `target_vocab` rows.
 

@@ -42,6 +42,10 @@ _SIZES = (
 # What transformers' LlamaConfig takes where config.json says nothing.
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 
+# Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
+_SCALING_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _SCALING_NUMBERS}
+
 # Flags that change what the layer computes, each with the other names that trainers give it.
 _NORM_FLAGS = {
     "norm_before_residual": (),
@@ -248,8 +252,14 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
 
 
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
-    for key in ("rms_norm_eps", "rope_theta"):
-        value = config[key]
+    numbers = {key: config[key] for key in ("rms_norm_eps", "rope_theta")}
+    scaling = config["rope_scaling"] or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str):
+        raise _wrong(where, "rope_scaling.rope_type", "a name, such as 'linear'", kind)
+    needed = _SCALING_NEEDS.get(kind, ())
+    numbers |= {f"rope_scaling.{key}": scaling.get(key) for key in _SCALING_NUMBERS if key in scaling or key in needed}
+    for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise _wrong(where, key, "a positive number", value)
     part = config.get("partial_rotary_factor")
@@ -329,8 +339,7 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
     transformers 5 writes all of it into `rope_parameters`, and reads `rope_scaling` as another name of that; a base or
     a partial rotation in there overrides one at top level.
     """
-    parameters = _rope_of_the_layer(config.get("rope_parameters"), config, where)
-    scaling = _rope_of_the_layer(config.get("rope_scaling"), config, where)
+    parameters, scaling = (_rope_of_the_layer(key, config, where) for key in ("rope_parameters", "rope_scaling"))
     for key in ("rope_theta", "partial_rotary_factor"):
         for rope in (scaling, parameters):
             if rope.get(key) is not None:
@@ -344,12 +353,13 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
         config["rope_theta"] = 10000.0
 
 
-def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The parameters of the head's one layer, where they stand apart for each type of layer; {} for none."""
+def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The parameters under a key for the head's one layer, where they stand apart for each type of it; {} for none."""
+    rope = config.get(key)
     if rope is None:
         return {}
     if not isinstance(rope, Mapping):
-        raise _wrong(where, "rope_parameters", "an object or null", rope)
+        raise _wrong(where, key, "an object or null", rope)
     by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
     if not by_type or len(by_type) < len(rope):
         return rope
@@ -363,7 +373,7 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
             where,
             f"RoPE is given for {' and '.join(by_type)} layers apart, and layer_types does not say which the "
             "head's layer is.\nPut the right parameters into config.json as rope_theta and rope_scaling.",
-            key="rope_parameters",
+            key=key,
             found=sorted(by_type),
         )
     return values[0]

@@ -167,7 +167,11 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         return dflash_names(ordered, where)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
     refuse_others(ordered, where)
-    kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
+    # What an incomplete head lacks may be any of these.
+    is_eagle3 = any(
+        name.endswith(".hidden_norm.weight") or name.startswith("midlayer.") or name in MAPS for name in bare.values()
+    )
+    kind: HeadKind = "eagle3" if is_eagle3 else "eagle"
     # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
     several = ((_SECOND_LAYER, "an EAGLE-3 head of several layers"),) if kind == "eagle3" else ()
     for name, short in bare.items():

@@ -73,7 +73,8 @@ def choose_weights(names: list[str], where: str) -> str:
             found=plain,
         )
     raise CheckpointError(
-        f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}; --subfolder names a sub-folder.\n"
+        f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}; of a head, --weights-file names "
+        "another, --subfolder a sub-folder.\n"
         + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
         found=sorted(names),
     )

@@ -126,6 +126,12 @@ def test_errors_of_the_body_on_our_disk(tmp_path: Path, code: int) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_disk_that_refuses_without_a_name(tmp_path: Path) -> None:
+    # `write` names no file; a limit on the size of one is met in it, as on FAT.
+    with raises(OutputError, errno=errno.EFBIG), atomic_directory(tmp_path / "out"):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+
 def test_errors_about_other_files_pass(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), atomic_directory(tmp_path / "out"):
         open(tmp_path / "input")  # noqa: SIM115

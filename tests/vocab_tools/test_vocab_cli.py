@@ -266,6 +266,13 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
         assert process.wait(60) == 1
 
 
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as left:
+        run_cli(vocab, ["rank", "--help"], "eagle-vocab")
+    assert left.value.code == 0
+
+
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 

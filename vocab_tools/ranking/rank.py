@@ -123,6 +123,7 @@ def rank_by_order(
     Raises:
         UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
         VocabularyError: ids of the order break a rule.
+        TokenizerError: the order is a vocabulary that was made with another tokenizer.
     """
     found: dict[str, Any] = {}
     if target_vocab is None:
@@ -135,6 +136,9 @@ def rank_by_order(
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
     warnings: list[str] = []
     if isinstance(order, DraftVocab):
+        made_with = order.provenance.get("tokenizer_hash")
+        if tokenizer is not None and made_with is not None:
+            check_tokenizer(tokenizer, made_with, "the vocabulary")
         warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
         order = order.target_ids
     pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def _read(path: Path) -> DraftVocab | _Map:
     if path.suffix == ".npy":
         return _read_npy(path)
     if path.suffix in PICKLES:
-        value = _read_pickle(path)
+        value = read_pickle(path)
     elif path.suffix == ".json" or _starts_as_json(path):
         value = read_json(path, VocabularyError)
     elif path.suffix in (".txt", ".csv"):
@@ -145,12 +146,12 @@ def _is_d2t(value: Any, path: Path) -> bool:
 
 def _starts_as_json(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(64).lstrip()[:1] in (b"[", b"{")
+        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")
 
 
 def _read_text(path: Path) -> list[int]:
     """Ids as text, separated by spaces, commas or the ends of lines."""
-    parts = path.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
+    parts = path.read_text(encoding="utf-8-sig", errors="replace").replace(",", " ").split()
     wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
     if wrong is not None:
         raise VocabularyError.at(path, f"expected ids, found {wrong[:40]!r}.", found=wrong)
@@ -229,8 +230,12 @@ def _read_npy(path: Path) -> _Map:
     return _Map(d2t=arrays[0], t2d=arrays[1] if len(arrays) > 1 else None)
 
 
-def _read_pickle(path: Path) -> Any:
-    """Read a `.pt` file without running anything in it; tensors become numpy arrays."""
+def read_pickle(path: Path) -> Any:
+    """Read a `.pt` file without running anything in it; tensors become numpy arrays.
+
+    Raises:
+        VocabularyError: damaged, or it holds more than lists and tensors.
+    """
     import torch
 
     try:

@@ -22,6 +22,9 @@ from .draft_vocab import check_ids, whole_numbers
 
 D2TForm = Literal["offset", "absolute"]
 
+# The option of eagle-convert is about the head's own map.
+_OF_A_FILE = " (where this is a token map's own file, of eagle-vocab import)"
+
 
 def d2t_from_ids(target_ids: ArrayLike) -> NDArray[np.int64]:
     """Return the offset form of a map, int64 [draft_vocab], for the target id of each row in row order."""
@@ -74,7 +77,7 @@ def ids_from_d2t(
         raise VocabularyError(
             f"d2t: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
             "engines expect offsets (target_id = row + d2t[row]), and there is no t2d to decide. "
-            "Say which it is with --d2t-form absolute or --d2t-form offset.",
+            f"Say which it is with --d2t-form absolute or --d2t-form offset{_OF_A_FILE}.",
             form="unknown",
         )
     else:
@@ -112,7 +115,7 @@ def _ids_by_mask(
     if fitting == ["absolute"] and form is None:
         raise VocabularyError(
             "d2t holds absolute ids (t2d shows it), where engines expect offsets "
-            "(target_id = row + d2t[row]). Accept it with --d2t-form absolute.",
+            f"(target_id = row + d2t[row]). Accept it with --d2t-form absolute{_OF_A_FILE}.",
             form="absolute",
         )
     return candidates[form or fitting[0]]

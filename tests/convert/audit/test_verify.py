@@ -227,9 +227,13 @@ def test_token_map_faults(slim, made):
     write_freq(slim / "freq_320.pt", ids[::-1])
     sign_file(slim, "freq_320.pt")
     assert [check.name for check in verify(slim, made).failed] == ["freq_N.pt"]
-    (slim / "freq_320.pt").write_bytes(b"not a pickle")
-    sign_file(slim, "freq_320.pt")
-    assert "cannot be read" in verify(slim, made)["freq_N.pt"].detail
+    content = (slim / "freq_320.pt").read_bytes()
+    # One flipped bit makes torch raise an IndexError.
+    for damaged in (b"not a pickle", b"", bytes([content[0] ^ 1]) + content[1:]):
+        (slim / "freq_320.pt").write_bytes(damaged)
+        sign_file(slim, "freq_320.pt")
+        found = verify(slim, made)["freq_N.pt"]
+        assert (found.status, "freq_320.pt: " in found.detail) == ("failed", True)
 
 
 def test_target_and_tokenizer_that_do_not_fit(slim, made, tmp_path):
@@ -261,6 +265,15 @@ def test_local_folders_are_found_under_their_names_beside_the_artifact(made, tmp
     with (folder / "head" / "model.safetensors").open("ab") as file:
         file.write(b" ")
     assert verify_artifact(folder / "slim")["tensors of the source head"].status == "skipped"
+    # A target that lent no rows is known by its sizes.
+    own = write_eagle3(folder / "own")
+    convert(own, draft_vocab=320, vocabulary=BY_ID, target=folder / "target", out=folder / "of-own")
+    assert not [check for check in verify_artifact(folder / "of-own").checks if check.status == "skipped"]
+    shutil.rmtree(folder / "target")
+    write_target(folder / "target", hidden=48)
+    assert "of another size" in verify_artifact(folder / "of-own")["target"].detail
+    shutil.rmtree(folder / "target")
+    assert "was a local folder" in verify_artifact(folder / "of-own")["target"].detail
 
 
 def test_sound_artifacts_of_every_kind(made, tmp_path):

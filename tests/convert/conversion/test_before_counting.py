@@ -389,6 +389,17 @@ class TestPush:
                 push_folder(made.folder, "tester/slim")
             assert (hub.repos, hub.requests) == ({}, [])
 
+    def test_a_card_that_links_out_of_the_folder_stays(self, run, tmp_path, target):
+        head = write_eagle3(tmp_path / "head")
+        made = convert(head, draft_vocab=270, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        (tmp_path / "token").write_text("hf_secret")
+        (made.folder / "README.md").unlink()
+        (made.folder / "README.md").symlink_to(tmp_path / "token")
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            code, _, err = run(convert_command, "--push", "slim", "--push-to-hub", "tester/slim")
+            assert (code, hub.requests) == (1, [])
+            assert "README.md: a link that leads out" in err
+
     def test_pushing_needs_an_artifact_a_name_and_the_hub(self, run, tmp_path):
         head = write_eagle3(tmp_path / "head")
         with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
@@ -399,7 +410,10 @@ class TestPush:
             assert hub.requests == []
         assert run(convert_command, "--push", head, "--push-to-hub", "tester/slim")[0] == 1
         assert run(convert_command, "--push", head)[0] == 2
-        assert run(convert_command, head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
+        for more, named in (((head,), "HEAD"), (("--gguf", "f16"), "--gguf"), (("--out", "x"), "--out")):
+            code, _, err = run(convert_command, *more, "--push", head, "--push-to-hub", "tester/slim")
+            assert code == 2
+            assert f"leave out {named}." in err
 
 
 class TestNeverCounted:

@@ -1,6 +1,7 @@
 """Conversion: rows bit for bit, maps composed, configuration, repeatability, and every refusal."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from support.heads import (
     write_target,
 )
 from support.raising import raises
+from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import token_counts
 
@@ -552,8 +554,6 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
 
 
 def test_tokenizer_that_is_not_the_targets(tmp_path, target):
-    from support.small_tokenizers import byte_level_bpe, write_folder
-
     head = write_eagle3(tmp_path / "head")
     other = write_folder(tmp_path / "other", byte_level_bpe(340))
     with pytest.raises(MismatchError, match="not that of the target"):
@@ -653,6 +653,14 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with raises(UsageError, size=200, forced=259):
         convert(first.folder, draft_vocab=200, out=tmp_path / "less")
+    other = shutil.copytree(target, tmp_path / "other")
+    write_folder(other, byte_level_bpe(TOKENS - 9))
+    for vocabulary in (VocabRequest(), BY_ID, VocabRequest(counts=(token_counts([3] * 300),))):
+        with raises(MismatchError, expected=alone.manifest.tokenizer["hash"]):
+            convert(first.folder, draft_vocab=280, vocabulary=vocabulary, target=other, out=tmp_path / "no")
+    with raises(TokenizerError, expected=alone.manifest.tokenizer["hash"]):
+        ranks = VocabRequest(token_map=first.folder)
+        convert(head, draft_vocab=280, vocabulary=ranks, target=other, out=tmp_path / "no")
 
 
 def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):

@@ -150,7 +150,8 @@ def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
 
 
 def test_rope_parameters_are_flattened(tmp_path):
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
     head = open_head(
         write_eagle3(tmp_path / "head", rope_theta=..., rope_parameters={"rope_theta": 500000.0, **scaling})
     )
@@ -405,7 +406,23 @@ def ones(*shape):
         ({"hidden_size": "32"}, MismatchError, {"key": "hidden_size", "found": "32"}),
         ({"vocab_size": True}, MismatchError, {"key": "vocab_size", "found": True}),
         ({"draft_vocab_size": 0}, MismatchError, {"key": "draft_vocab_size", "found": 0}),
-        ({"rope_scaling": "yarn"}, MismatchError, {"key": "rope_parameters", "found": "yarn"}),
+        ({"rope_scaling": "yarn"}, MismatchError, {"key": "rope_scaling", "found": "yarn"}),
+        ({"rope_scaling": {"type": ["linear"]}}, MismatchError, {"key": "rope_scaling.rope_type"}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            MismatchError,
+            {"key": "rope_scaling.factor", "found": 0},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": "2"}},
+            MismatchError,
+            {"key": "rope_scaling.factor", "found": "2"},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            MismatchError,
+            {"key": "rope_scaling.low_freq_factor", "found": None},
+        ),
         ({"rope_theta": float("inf")}, CheckpointError, {"file": "config.json"}),
         ({"rope_theta": -1.0}, MismatchError, {"key": "rope_theta", "found": -1.0}),
         ({"rms_norm_eps": "1e-05"}, MismatchError, {"key": "rms_norm_eps", "found": "1e-05"}),
@@ -465,10 +482,14 @@ def test_refused(tmp_path, arguments, error, facts):
 
 
 def test_missing_tensor_and_other_models_are_refused(tmp_path):
-    tensors = eagle3_tensors(rows=VOCAB)
-    del tensors["norm.weight"]
-    with raises(CheckpointError, missing=["norm.weight"]):
-        open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors))
+    for name, spelling in (
+        ("norm.weight", "midlayer"), ("midlayer.hidden_norm.weight", "midlayer"),
+        ("midlayer.hidden_norm.weight", "layers.0"),
+    ):  # fmt: skip
+        tensors = eagle3_tensors(rows=200)
+        del tensors[name]
+        with raises(CheckpointError, missing=[name]):
+            open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors, spelling=spelling, ids=trained_ids()))
     medusa = {"0.0.linear.weight": ones(4, 4)}
     with raises(UnsupportedHeadError, tensor="0.0.linear.weight", found="a Medusa head"):
         open_head(write_eagle3(tmp_path / "medusa", tensors=medusa))

@@ -230,7 +230,7 @@ def test_a_hub_in_long_trouble(hub: HubServer, home: Path, pauses: list[float]) 
     assert pauses == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("where", [API, ""])
+@pytest.mark.parametrize("where", [API, "", "/resolve/main/config.json"])
 def test_a_login_page_of_the_network_is_named(hub: HubServer, home: Path, where: str) -> None:
     hub.inject(where, Fault(portal=True))
     with raises(SourceError, repo_id="org/head") as caught:

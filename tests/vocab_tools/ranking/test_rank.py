@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -213,6 +213,14 @@ def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
         rank_by_order([4, 2, 8, 6], size=5, forced=[], target_vocab=10)
     with raises(VocabularyError, id=12, target_vocab=10):
         rank_by_order([4, 12], forced=[], target_vocab=10)
+
+
+def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    one, other = (load_tokenizer(write_folder(tmp_path / str(size), byte_level_bpe(size))) for size in (300, 310))
+    vocab = rank_by_order(tokenizer=one, forced=[], target_vocab=320)
+    assert np.array_equal(rank_by_order(vocab, 8, one, [], 320).target_ids, vocab.target_ids[:8])
+    with raises(TokenizerError, expected=one.tokenizer_hash, found=other.tokenizer_hash):
+        rank_by_order(vocab, 8, other, [], 320)
 
 
 def test_only_ids_that_would_have_been_taken_are_missed() -> None:

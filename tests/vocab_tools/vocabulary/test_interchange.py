@@ -112,9 +112,11 @@ def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_pat
 
 def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
     for name, text in (("a.txt", "7 2\n11,3\n"), ("a.csv", "7\n2\n11\n3"), ("a.json", '{"token_ids": [7, 2, 11, 3]}')):
-        (tmp_path / name).write_text(text)
-        found = import_token_map(tmp_path / name, 12)
-        assert (found.target_ids.tolist(), found.ranked) == ([7, 2, 11, 3], True)
+        # With the mark that editors of Windows put first, too.
+        for encoding in ("utf-8", "utf-8-sig"):
+            (tmp_path / name).write_text(text, encoding=encoding)
+            found = import_token_map(tmp_path / name, 12)
+            assert (found.target_ids.tolist(), found.ranked) == ([7, 2, 11, 3], True)
     for name, text in (("b.txt", "7 2 the"), ("b.txt", "7 -1"), ("b.txt", ""), ("b.json", '{"token_ids": [1.5]}')):
         (tmp_path / name).write_text(text)
         with pytest.raises(VocabularyError):
