@@ -281,9 +281,13 @@ def test_what_runs_is_said_once(chat: Run) -> None:
 
 def test_an_empty_stdin_and_a_missing_head(generate: Run, run: Run) -> None:
     assert generate(stdin="").code == 2
-    code, _, err = run(generate_cli.main, "./no-such-head", "--prompt", "x", "--offline")
-    assert code == 1
-    assert "no-such-head" in err
+    assert generate("--prompt", "x", "--total-tokens", "999").err.startswith("error: total_tokens = 999 asks for")
+    for name in ("./no-such-head", "no-such-head"):
+        for args in ((name,), ("--target", name)):
+            code, _, err = run(generate_cli.main, *args, "--prompt", "x", "--offline")
+            assert code != 0
+            # Before torch is loaded.
+            assert (name in err, "loading" in err) == (True, False), err
 
 
 def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,7 +508,8 @@ def test_ctrl_c_writes_what_there_is_and_resume_continues(
     code, _, err = compare(*args, "--resume", prompts=prompts)
     assert code == 0, err
     assert calls[0] == 9  # three prompts, plainly and with two sizes: full and 340 are one
-    assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is True
+    written = json.loads((out_dir / "compare.json").read_text())
+    assert (written["is_complete"], written["setup"]["target"]) == (True, "target")  # as --target calls it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "p.txt"]
 
 
