@@ -173,9 +173,15 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
 def show_warnings_as_lines() -> None:
     """Print Python warnings as one line on stderr, as the commands print their own."""
+    from .errors import AcceptanceWarning
 
-    def show(message: Warning | str, *_args: Any, **_kwargs: Any) -> None:
-        note(f"warning: {message}")
+    told: set[type[Warning]] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_args: Any, **_kwargs: Any) -> None:
+        # Of a head that does not fit, every answer would warn anew, each with other figures.
+        if category is not AcceptanceWarning or category not in told:
+            note(f"warning: {message}")
+        told.add(category)
 
     warnings.showwarning = show
 

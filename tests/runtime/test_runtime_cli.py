@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli, options_
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
 from eagle_slim.runtime.compare.result import saved_answers
-from eagle_slim.runtime.errors import TargetError, UsageError
+from eagle_slim.runtime.errors import AcceptanceWarning, TargetError, UsageError
 from eagle_slim.runtime.options_cli import load_heads
 from eagle_slim.runtime.requests import exactness
 from eagle_slim.runtime.requests.streaming import StopTextStreamer
@@ -277,6 +278,20 @@ def test_what_runs_is_said_once(chat: Run) -> None:
     err = chat("hello", "hello", "/exit").err
     for said in ("transformers (the model is on cpu)", "drafter reference, fp32 weights", "trees of 20 nodes"):
         assert err.count(said) == 1
+
+
+def test_a_head_that_does_not_fit_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
+    options_cli.show_warnings_as_lines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for category in (AcceptanceWarning, UserWarning):
+            for number in range(2):
+                warnings.warn_explicit(f"{category.__name__} {number}", category, __file__, 1)
+    told = [f"warning: {each}" for each in ("AcceptanceWarning 0", "UserWarning 0", "UserWarning 1")]
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_an_empty_stdin_and_a_missing_head(generate: Run, run: Run) -> None:

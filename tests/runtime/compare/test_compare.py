@@ -238,13 +238,16 @@ def test_an_interrupted_comparison_is_continued(model: SpeculativeModel, tmp_pat
     assert (tmp_path / "letter").read_text() == "Dear all\n"
 
 
-def test_ctrl_c_before_the_first_answer(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_answer(
+    model: SpeculativeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("eagle_slim.runtime.compare.run._Run._generate", stop)
     with pytest.raises(KeyboardInterrupt):
-        compare(model, [Prompt(("one",))], greedy())
+        compare(model, [Prompt(("one",))], greedy(), answers_file=tmp_path / "answers.jsonl")
+    assert not any(tmp_path.iterdir())  # else the next run would have to --resume nothing
 
 
 def test_rows_of_categories(model: SpeculativeModel) -> None:
