@@ -260,7 +260,7 @@ class _Session:
                 note(f"error: {error}")
                 self.messages = before
             except KeyboardInterrupt:
-                note("\ninterrupted; the conversation goes on without this message")
+                note("\ninterrupted; the conversation goes on as it was before")
                 self.messages = before
 
     def _run_command(self, line: str) -> str:

@@ -370,7 +370,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Run, monkeypatch: pytest.M
     code, out, err = chat("hello", "hello", "/exit")
     assert code == 0, err
     assert err.count("tokens per target pass") == 1
-    assert "interrupted; the conversation goes on without this message" in err
+    assert "interrupted; the conversation goes on as it was before" in err
     # As if the first message had never been.
     assert chat("hello", "/exit").out == out.replace("> > ", "> ", 1)
 
