@@ -13,7 +13,7 @@ from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 
-from .options_cli import check_sizes, load_heads, miss_log_option, model_options, show_warnings_as_lines
+from .options_cli import check_names, load_heads, miss_log_option, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
@@ -123,7 +123,7 @@ def generate(**options: Any) -> None:
             "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
         )
     draft_vocab = options.pop("draft_vocab")
-    check_sizes(options, () if draft_vocab is None else (draft_vocab,))
+    check_names(options, () if draft_vocab is None else (draft_vocab,))
     from .drafter.follow import DEFAULT_FOLLOW_ROWS
     from .miss_log import check_log
     from .requests.arguments import sampling_config
@@ -260,7 +260,7 @@ class _Session:
                 note(f"error: {error}")
                 self.messages = before
             except KeyboardInterrupt:
-                note("\ninterrupted; the conversation goes on without this message")
+                note("\ninterrupted; the conversation goes on as it was before")
                 self.messages = before
 
     def _run_command(self, line: str) -> str:

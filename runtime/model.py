@@ -226,6 +226,9 @@ class SpeculativeModel:
         else:
             location = target_location(opened, target, offline, revision)
             name, model = str(location), None
+            if target is not None:
+                named = Path(target).resolve().name if Path(target).is_dir() else str(target)
+                opened = replace(opened, target_name=named)
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
         loaded_tokenizer, tokenizer_source = None, None

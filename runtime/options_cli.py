@@ -7,12 +7,14 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from eagle_slim.vocab_tools.base_cli import network_options, note
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.files import expand_home
+
+from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
@@ -66,7 +68,8 @@ _OPTIONS = (
         "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
         help="Our own forward over the target's weights, or transformers'; auto uses ours on a GPU if it can.",
     ),
-    click.option("--max-model-len", type=int, metavar="N", help="Maximum tokens of prompt and answer together."),
+    click.option("--max-model-len", type=click.IntRange(min=1), metavar="N",
+                 help="Maximum tokens of prompt and answer together."),
     click.option("--tap-layers", callback=_layers, metavar="L,L,...",
                  help="Target layers whose inputs an unconverted head reads."),
     click.option(
@@ -96,16 +99,23 @@ def miss_log_option(function: _Decorated) -> _Decorated:
     )(function)  # fmt: skip
 
 
-def check_sizes(options: Mapping[str, Any], sizes: Collection[int]) -> None:
-    """Raise `UsageError` for a draft vocabulary larger than a head among a command's options: before torch is loaded.
+def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:
+    """Look at heads, tree and target among a command's options before torch is loaded, which takes seconds.
 
-    Raises the errors of `open_head` too, as the heads are opened for it.
+    Raises `UsageError` for a tree that there cannot be, a target that is not there, and draft vocabularies, ``sizes``,
+    larger than a head; others as `open_head_source` and `target_files`, and with ``sizes`` as `open_head`.
     """
     from eagle_slim.convert.head.open import open_head
-    from eagle_slim.convert.sources.source import open_head_source
+    from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO
+    from eagle_slim.convert.sources.source import open_head_source, target_files
 
-    for name in (options["head"], *options.get("heads", ())) if sizes else ():
+    from .target.location import given_target
+
+    TreeConfig.of(options["depth"], options["draft_top_k"], options["total_tokens"])
+    for name in (options["head"], *options.get("heads", ())):
         source = open_head_source(name, options["head_revision"], options["offline"], options["head_subfolder"])
+        if not sizes:
+            continue
         forms = {key: options[key] for key in ("d2t_form", "tap_layers")} if source.manifest is None else {}
         head = open_head(source, **forms)
         kept = None if source.manifest is None else source.manifest.kept_rows
@@ -116,17 +126,11 @@ def check_sizes(options: Mapping[str, Any], sizes: Collection[int]) -> None:
                 "for fewer, or for `full`, which is all of them.",
                 head=head.location, expected=most, found=max(sizes),
             )  # fmt: skip
-
-
-def _look_up(target: str | None, revision: str | None, offline: bool) -> None:
-    """Fetch the small files of a target on the Hub: a name that leads nowhere is told before torch is loaded."""
-    from eagle_slim.convert.conversion.target import is_missing_folder
-    from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO
-    from eagle_slim.convert.sources.source import target_files
-
     # Whose built-in copy may stand in.
-    if target not in (None, EMBEDDED_TARGET_REPO) and not (expand_home(target).exists() or is_missing_folder(target)):
-        target_files(target, revision, offline)
+    if options["target"] not in (None, EMBEDDED_TARGET_REPO):
+        target = given_target(options["target"], options["offline"], options["revision"])
+        if not isinstance(target, Path):
+            target_files(target, options["revision"], options["offline"])
 
 
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
@@ -136,7 +140,6 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     ``more``: further arguments of `SpeculativeModel.from_pretrained`.
     """
     note(f"loading {options['head'] or 'the built-in head'} with its target")
-    _look_up(options["target"], options["revision"], options["offline"])
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -170,9 +173,15 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
 def show_warnings_as_lines() -> None:
     """Print Python warnings as one line on stderr, as the commands print their own."""
+    from .errors import AcceptanceWarning
 
-    def show(message: Warning | str, *_args: Any, **_kwargs: Any) -> None:
-        note(f"warning: {message}")
+    told: set[type[Warning]] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_args: Any, **_kwargs: Any) -> None:
+        # Of a head that does not fit, every answer would warn anew, each with other figures.
+        if category is not AcceptanceWarning or category not in told:
+            note(f"warning: {message}")
+        told.add(category)
 
     warnings.showwarning = show
 

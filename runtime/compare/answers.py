@@ -104,6 +104,9 @@ class AnswerLog:
 
     def __exit__(self, *_error: object) -> None:
         self._file.close()
+        if not self.answers:
+            # There is nothing to resume from.
+            self.path.unlink()
 
     def _read(self, plan: Mapping[str, Any]) -> bytes:
         lines = self.path.read_bytes().splitlines(keepends=True)

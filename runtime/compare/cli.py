@@ -18,7 +18,7 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.errors import INTERRUPTED, UsageError
 
-from ..options_cli import check_sizes, load_heads, miss_log_option, model_options, progress_line, show_warnings_as_lines
+from ..options_cli import check_names, load_heads, miss_log_option, model_options, progress_line, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 
@@ -119,20 +119,22 @@ def compare(**options: Any) -> int:
         sampling=sampling,
         use_chat_template=not options.pop("raw"),
     )
-    from ..miss_log import MissLog, check_log
     from .prompt_file import load_prompts
+
+    # What would be refused in the end is refused before anything is loaded, and before everything is answered.
+    prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
+    check_names(options, [size for size in asked.sizes or () if size != "full"])
+    # These load torch.
+    from ..miss_log import MissLog, check_log
     from .result import prepare_folder, saved_answers
     from .run import compare as run_comparison
 
-    # What would be refused in the end is refused before anything is loaded, and before everything is answered.
     if log_file is not None:
         check_log(log_file)
     answers_file = saved_answers(out) if resume else None
     is_finished = answers_file is not None
     if out is not None and not is_finished:
         answers_file = prepare_folder(out, force, resume)
-    prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
-    check_sizes(options, [size for size in asked.sizes or () if size != "full"])
     models = load_heads(options)
     if log_file is not None:
         check_log(log_file, MissLog.of(models[0]))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..drafter.weights import HeadWeights
 from ..errors import UsageError
 from ..model import SpeculativeModel
 from .candidates import Candidate
@@ -91,4 +93,25 @@ class Plan:
         return self.describe() | {
             "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
             "chat": self.options.use_chat_template,
+            "target_weights": _digest(self.model.target.model.parameters()),
+            "heads_and_draft_vocabularies": [_digest_of_head(each.model.drafter.weights) for each in self.candidates],
         }
+
+
+def _digest_of_head(weights: HeadWeights) -> str:
+    follow, screen = weights.follow, weights.screen
+    ids = [weights.draft_to_target, *([] if follow is None else [follow.ids])]
+    screened = [] if screen is None else [screen.rows, screen.down]
+    return _digest([*weights.tensors.values(), weights.lm_head, *screened], ids)
+
+
+def _digest(tensors: Iterable[Tensor], whole: Iterable[Tensor] = ()) -> str:
+    """Tell tensors from others by values at both ends, and ``whole`` ones by all."""
+    found = hashlib.sha256()
+    for each in tensors:
+        values = each.detach().reshape(-1)
+        ends = torch.cat([values[:32], values[-32:]]).cpu().contiguous()
+        found.update(f"{tuple(each.shape)}".encode() + ends.view(torch.uint8).numpy().tobytes())
+    for each in whole:
+        found.update(each.cpu().numpy().tobytes())
+    return found.hexdigest()

@@ -136,7 +136,7 @@ def build_report(plan: Plan, answers: Sequence[Answer], curves: Iterable[Coverag
         for batch in plan.options.batches:
             run = [answer for answer in answers if (answer.key.mode, answer.key.batch) == (mode, batch)]
             for category in shown:
-                chosen = [answer for answer in run if category in (ALL, answer.category)]
+                chosen = _comparable([answer for answer in run if category in (ALL, answer.category)])
                 if chosen:
                     found = _measure(plan.candidates, chosen)
                     rows += _rows(plan.candidates, chosen, found, (mode, batch, category))
@@ -147,18 +147,30 @@ def build_report(plan: Plan, answers: Sequence[Answer], curves: Iterable[Coverag
     )
 
 
+def _comparable(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the answers to turns that every candidate has answered that answered any: Ctrl-C may have come between.
+
+    So that all figures of a table are of the same prompts, passes and misses too.
+    """
+    by_label = defaultdict[str, set[tuple[int, int, int]]](set)
+    for answer in answers:
+        by_label[answer.key.candidate].add(_turn(answer))
+    complete = set.intersection(*by_label.values()) if by_label else set()
+    return [answer for answer in answers if _turn(answer) in complete]
+
+
+def _turn(answer: Answer) -> tuple[int, int, int]:
+    return answer.key.repeat, answer.key.group, answer.key.turn
+
+
 def _measure(candidates: Sequence[Candidate], answers: Sequence[Answer]) -> dict[str, Measured]:
-    """Measure on the prompts that every candidate has answered in full that answered any: Ctrl-C may have come."""
     by_label = defaultdict[str, list[Answer]](list)
     for answer in answers:
         by_label[answer.key.candidate].append(answer)
-    turns = [{(a.key.repeat, a.key.group, a.key.turn) for a in each} for each in by_label.values()]
-    complete = set.intersection(*turns)
-    groups = {group: place for place, group in enumerate(sorted({group for _, group, _ in complete}))}
+    groups = {group: place for place, group in enumerate(sorted({answer.key.group for answer in answers}))}
     timings = {}
     for candidate in (each for each in candidates if each.label in by_label):
-        own = by_label[candidate.label]
-        used = [a for a in own if (a.key.repeat, a.key.group, a.key.turn) in complete]
+        used = by_label[candidate.label]
         steps = np.array([step for a in used for step in a.steps], dtype=np.float64).reshape(-1, 3)
         owners = [groups[a.key.group] for a in used for _ in a.steps]
         accepted, passes = np.zeros(len(groups)), np.zeros(len(groups))
@@ -169,7 +181,7 @@ def _measure(candidates: Sequence[Candidate], answers: Sequence[Answer]) -> dict
             steps[:, 0], steps[:, 1], steps[:, 2], np.array(owners, dtype=np.int64), accepted, passes,
             nodes=candidate.tree[2],
         )  # fmt: skip
-    return measure(timings) if groups else {}
+    return measure(timings)
 
 
 def _rows(

@@ -46,6 +46,13 @@ def read_id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
     return frozenset(read_token_id(token) for token in (values if isinstance(values, Iterable) else [values]))
 
 
+def read_tokenizer(given: Any) -> Any:
+    """Return a tokenizer. Raises `UsageError` for what is none, such as the name of one."""
+    if not callable(given) or not hasattr(given, "decode"):
+        raise misfit("tokenizer", "a loaded tokenizer of transformers", given)
+    return given
+
+
 def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> tuple[str, ...]:
     """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
     stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
@@ -136,6 +143,8 @@ def sampling_config(
     Greedy decoding ignores what only sampling reads, with a `SamplingWarning` where transformers warns: for values
     that would change something. Raises `UsageError` for numbers out of range, and for sampling at temperature 0.
     """
+    if do_sample not in (None, False, True):
+        raise misfit("do_sample", "True or False", do_sample)
     cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "typical_p": typical_p}
     given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
     is_cold = temperature is not None and temperature == 0

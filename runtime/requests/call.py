@@ -23,6 +23,7 @@ from .arguments import (
     read_seeds,
     read_stop_strings,
     read_token_id,
+    read_tokenizer,
 )
 from .options import OURS, build_processors, join_options, without_padding
 from .prompts import ReadPrompts, check_prompts, read_prompts
@@ -66,7 +67,7 @@ def read_call(
         input_ids = own["inputs"]
     if input_ids is None:
         raise UsageError("No prompt was given: input_ids is None.", found=None)
-    tokenizer = tokenizer if own["tokenizer"] is None else own["tokenizer"]
+    tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
     own_eos = own_eos_ids(target)
     options = join_options(target.generation_config, own["generation_config"], fields)
     # With a seed for each prompt none is drawn for the call.

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from ..errors import UsageError, did_you_mean
+from ..errors import UsageError, did_you_mean, misfit
 from .sampling import LogitRecord
 
 OURS = (
@@ -203,6 +203,8 @@ def build_processors(
     for name in PENALTIES:
         if name not in options:
             continue
+        if options[name] is True and name != "remove_invalid_values":
+            raise misfit(name, "a number, or token ids", True)
         try:
             processor = builders[name](options[name])
         except (TypeError, ValueError) as error:

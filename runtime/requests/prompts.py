@@ -105,12 +105,27 @@ def check_prompts(requests: Sequence[Request], vocab: int) -> None:
 
 
 def encode_text(tokenizer: Any | None, text: str) -> list[int]:
-    """Encode text as the tokenizer does by itself, special tokens included. Raises `UsageError` without a tokenizer."""
+    """Encode text as the tokenizer does by itself, special tokens included.
+
+    Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
+    """
     if tokenizer is None:
         raise UsageError(
             "Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.", missing="tokenizer"
         )
-    ids: list[int] = tokenizer(text).input_ids
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"A prompt is text, and character {error.start} of this one is half of a surrogate pair: "
+            f"{text[max(0, error.start - 20) : error.start + 1]!r}.",
+            character=error.start,
+        ) from error
+    ids: list[int] = tokenizer(text, **options).input_ids
     return ids
 
 
@@ -144,8 +159,7 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
         raise UsageError(
             f"The tokenizer's chat template refuses this conversation: {error}", template_error=str(error)
         ) from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    return _encode(tokenizer, text, add_special_tokens=False)
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -143,7 +143,7 @@ class GenerationStats(AcceptedLengths):
     exactness: str | None = None
     """Why every token is the one that decoding its prompt alone and plainly gives; None where nothing promises that
     below float32."""
-    steps: tuple[StepTimes, ...] = ()
+    steps: tuple[StepTimes, ...] = field(default=(), repr=False)
     """Times of each step; a step is one pass of every sequence that runs in it."""
 
     @property

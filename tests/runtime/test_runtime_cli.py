@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli, options_
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
 from eagle_slim.runtime.compare.result import saved_answers
-from eagle_slim.runtime.errors import TargetError, UsageError
+from eagle_slim.runtime.errors import AcceptanceWarning, TargetError, UsageError
 from eagle_slim.runtime.options_cli import load_heads
 from eagle_slim.runtime.requests import exactness
 from eagle_slim.runtime.requests.streaming import StopTextStreamer
@@ -277,11 +278,29 @@ def test_what_runs_is_said_once(chat: Run) -> None:
         assert err.count(said) == 1
 
 
+def test_a_head_that_does_not_fit_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
+    options_cli.show_warnings_as_lines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for category in (AcceptanceWarning, UserWarning):
+            for number in range(2):
+                warnings.warn_explicit(f"{category.__name__} {number}", category, __file__, 1)
+    told = [f"warning: {each}" for each in ("AcceptanceWarning 0", "UserWarning 0", "UserWarning 1")]
+    assert capsys.readouterr().err.splitlines() == told
+
+
 def test_an_empty_stdin_and_a_missing_head(generate: Run, run: Run) -> None:
     assert generate(stdin="").code == 2
-    code, _, err = run(generate_cli.main, "./no-such-head", "--prompt", "x", "--offline")
-    assert code == 1
-    assert "no-such-head" in err
+    assert generate("--prompt", "x", "--total-tokens", "999").err.startswith("error: total_tokens = 999 asks for")
+    for name in ("./no-such-head", "no-such-head"):
+        for args in ((name,), ("--target", name)):
+            code, _, err = run(generate_cli.main, *args, "--prompt", "x", "--offline")
+            assert code != 0
+            # Before torch is loaded.
+            assert (name in err, "loading" in err) == (True, False), err
 
 
 def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +368,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Run, monkeypatch: pytest.M
     code, out, err = chat("hello", "hello", "/exit")
     assert code == 0, err
     assert err.count("tokens per target pass") == 1
-    assert "interrupted; the conversation goes on without this message" in err
+    assert "interrupted; the conversation goes on as it was before" in err
     # As if the first message had never been.
     assert chat("hello", "/exit").out == out.replace("> > ", "> ", 1)
 
@@ -502,7 +521,8 @@ def test_ctrl_c_writes_what_there_is_and_resume_continues(
     code, _, err = compare(*args, "--resume", prompts=prompts)
     assert code == 0, err
     assert calls[0] == 9  # three prompts, plainly and with two sizes: full and 340 are one
-    assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is True
+    written = json.loads((out_dir / "compare.json").read_text())
+    assert (written["is_complete"], written["setup"]["target"]) == (True, "target")  # as --target calls it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "p.txt"]
 
 

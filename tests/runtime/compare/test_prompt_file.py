@@ -14,7 +14,7 @@ from support.raising import raises
 
 def test_turns_and_categories(tmp_path: Path) -> None:
     path = tmp_path / "question.jsonl"
-    lines = [{"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]}, {"turns": "Alone?"}]
+    lines = [{"question_id": 81, "category": "writing\n", "turns": ["One?", "Two?"]}, {"turns": "Alone?"}]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     assert load_prompts(path) == [Prompt(("One?", "Two?"), "writing"), Prompt(("Alone?",), "all prompts")]
     assert load_prompts(path, limit=1) == [Prompt(("One?", "Two?"), "writing")]
@@ -30,8 +30,8 @@ def test_a_json_list(tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps([{"turns": ["One?"], "category": "a"}, {"turns": "Two?"}], indent=1))
     assert load_prompts(path) == [Prompt(("One?",), "a"), Prompt(("Two?",))]
-    path.write_text(json.dumps(["One?", "Two?"]))
-    assert load_prompts(path) == [Prompt(("One?",)), Prompt(("Two?",))]
+    path.write_text(json.dumps(["One?", "Two \U0001f600?"]))
+    assert load_prompts(path) == [Prompt(("One?",)), Prompt(("Two \U0001f600?",))]
     path.write_text("[INST] One? [/INST]\n[Two?]\n")
     assert load_prompts(path) == [Prompt(("[INST] One? [/INST]",)), Prompt(("[Two?]",))]
 
@@ -53,7 +53,9 @@ def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
     ("text", "facts"),
     [("", {"prompts": 0}), ('{"turns": ["a"]}\n{"turns": 3}', {"line": 2}),
      ('{"turns": ["a"]}\nplain', {"line": 2}), ('{"turns": ' + "[" * 100_000, {"line": 1}),
-     ('[{"turns": ["a"]}, "b"]', {"item": 2}), ('{"turns": []}', {"line": 1}), ('{"turns": [" "]}', {"line": 1})],
+     ('[{"turns": ["a"]}, "b"]', {"item": 2}), ('{"turns": []}', {"line": 1}), ('{"turns": [" "]}', {"line": 1}),
+     ("[]", {"prompts": 0}), ("null", {"line": 1}), ('"a"\n"b"', {"line": 1}), ('["a", {"prompt": "b"}]', {"item": 1}),
+     ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', {"line": 2}), ('{"prompt": "a", "category": "\\udfff"}', {"line": 1})],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, text: str, facts: dict[str, int]) -> None:
     path = tmp_path / "bad.jsonl"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.errors import SamplingWarning, UnsupportedModelError, UsageError
+from eagle_slim.runtime.errors import PromptError, SamplingWarning, UnsupportedModelError, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
@@ -202,7 +202,10 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"top_p": 9.0}, {"option": "top_p"}), ({"do_sample": False, "temperature": "x"}, {"option": "temperature"}),
      ({"temperature": -1.0}, {"option": "temperature"}), ({"temperature": 1.0, "top_p": 0.0}, {"option": "top_p"}),
      ({"temperature": 1.0, "top_k": -1}, {"option": "top_k"}), ({"max_new_tokens": -1}, {"option": "max_new_tokens"}),
-     ({"max_slots": 0}, {"option": "max_slots"}), ({"seed": -1}, {"option": "seed"})],
+     ({"max_slots": 0}, {"option": "max_slots"}), ({"seed": -1}, {"option": "seed"}),
+     ({"do_sample": "no"}, {"option": "do_sample"}), ({"no_repeat_ngram_size": True}, {"found": True}),
+     ({"tokenizer": "name/model"}, {"option": "tokenizer"}),
+     ({"stopping_criteria": [lambda ids, scores: None]}, {"option": "stopping_criteria", "found": None})],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -296,7 +299,11 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
     assert set(error.value.facts) == ({"template_error"} if is_conversation else {"found"})
     if messages == [{"role": "system", "content": "Hi"}]:
         assert error.value.facts["template_error"] == "no system here"
+    with raises(PromptError, character=6):
+        model.encode_chat([{"role": "user", "content": "Hi\udfff"}])
     model.tokenizer.chat_template = None
+    with raises(PromptError, character=2):
+        model.generate("Hi\udfff")
     with raises(UsageError, found=None):
         model.encode_chat([{"role": "user", "content": None}])
 
