@@ -1,6 +1,6 @@
 """Partial verification: what a step over a part of the cache costs, and how much of what runs ahead is confirmed.
 
-    python -m benchmarks.partial [--prefixes 131072] [--batch 1] [--nodes 16 60] [--rates RATES.json] [--out FILE]
+    python -m benchmarks.partial [--prefixes 130000] [--batch 1] [--nodes 16 60] [--out FILE]
     python -m benchmarks.partial --text TEXT --lengths 1500 8000 --blocks 4 8 16 [--ask QUESTION] [--out RATES.json]
 
 The first, on a GPU: random weights of known dimensions. Rows: whole generation at drawn accepted lengths, full passes

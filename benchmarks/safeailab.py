@@ -34,8 +34,10 @@ from unittest import mock
 
 import torch
 from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError
+from eagle_slim.runtime.loading import choose_device
 from eagle_slim.runtime.requests.exactness import first_difference
 from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
@@ -240,16 +242,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of your own; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
-    add("--draft-vocab", type=int, default=0, help="LM-head rows of a random head (default: all)")
-    add("--layers", type=int, default=0, help="decoder layers of a random target (default: its own; 70B: 8)")
+    add("--draft-vocab", type=whole_from(1), default=0, help="LM-head rows of a random head (default: all)")
+    add("--layers", type=whole_from(1), default=0, help="decoder layers of a random target (default: its own; 70B: 8)")
     add("--compare", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants that run (default: all)")
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
     add("--top-k", type=int, default=10)
-    add("--new-tokens", type=int, default=64, help="for each prompt")
+    add("--new-tokens", type=whole_from(1), default=64, help="for each prompt")
     add("--temperature", type=float, default=0.0, help="above 0, texts are not compared")
-    add("--runs", type=int, default=3, help="that are timed; 0 only checks")
-    add("--warmup", type=int, default=1, help="runs before them; the first one checks the text")
+    add("--runs", type=whole_from(0), default=3, help="that are timed; 0 only checks")
+    add("--warmup", type=whole_from(1), default=1, help="runs before them; the first one checks the text")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--device", default="cuda")
     add("--drafter", choices=["triton", "reference"], help="default: triton on a GPU")
@@ -259,8 +261,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command.error("--upstream (or EAGLE_SLIM_UPSTREAM) must name a clone of github.com/SafeAILab/EAGLE")
     if bool(args.base_model) != bool(args.ea_model):
         command.error("--base-model and --ea-model go together; without both, --dims names a model")
-    if args.warmup < 1 or args.runs < 0:
-        command.error("--warmup must be at least 1, as the first run checks, and --runs at least 0")
+    if not args.temperature >= 0:
+        command.error(f"--temperature must be at least 0, found {args.temperature}")
     if args.prompts is not None:
         try:
             args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)]
@@ -272,6 +274,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command.error("--prompt and --prompts are for --base-model: the others have prompts of their own")
     try:
         args.trees = [TreeConfig(depth, args.top_k, n) for depth in args.depths for n in args.total_tokens]
+        choose_device(args.device)
     except UsageError as error:
         command.error(str(error))
     args.dims = args.dims or BUILT_IN

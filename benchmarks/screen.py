@@ -2,7 +2,7 @@
 
     eagle-convert --draft-vocab full --out full && eagle-screen full --rank 512
     python -m benchmarks.screen full [--out FILE]
-    eagle-compare full --screens with,without --modes greedy --sizes full --prompts FILE --out DIR
+    eagle-compare full --drafter reference --screens with,without --modes greedy --sizes full --prompts FILE --out DIR
     python -m benchmarks.screen DIR [--out FILE]
 
 An artifact's screen is measured, in float32, on drafts after the target's own greedy answers to the prompts of

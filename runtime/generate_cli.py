@@ -340,8 +340,8 @@ def step_figures(stats: GenerationStats) -> str:
         f"{kind} {hits.get(kind, 0)} of {hits.get(kind, 0) + misses.get(kind, 0)}" for kind in sorted({*hits, *misses})
     )
     return (
-        f"steps: {stats.num_steps}, {stats.tokens_per_step:.2f} tokens each; {stats.num_empty_steps} more found no "
-        f"sequence\nsequences side by side: mean {stats.mean_active:.2f}, least {stats.least_active}, most "
+        f"steps: {stats.num_steps}, {stats.tokens_per_step:.2f} tokens each; {stats.num_empty_steps} more were "
+        f"empty\nsequences side by side: mean {stats.mean_active:.2f}, least {stats.least_active}, most "
         f"{stats.most_active}\nanswers ended by: {ends or 'none'}"
         + (f"\nlaunches with tuned parameters: {launches}" if launches else "")
     )

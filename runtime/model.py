@@ -392,7 +392,7 @@ class SpeculativeModel:
         found = f"drafter {self.drafter.name}, {self.draft_weights} weights"
         if screen is None:
             return found
-        return f"{found}, behind a screen of rank {screen.rank} (which the persistent kernel drafts without)"
+        return f"{found}, behind a screen of rank {screen.rank}"
 
     @property
     def device(self) -> torch.device:

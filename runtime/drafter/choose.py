@@ -149,7 +149,7 @@ def choose_drafter(
     if weights.screen is not None and draft_weights == "fp8":
         raise screened_kernel("draft_weights", "fp8")
     if drafter == "auto" and weights.screen is not None:
-        return Drafter(weights, tree), "the persistent kernel drafts without a screen"
+        return Drafter(weights, tree), "the persistent kernel has no screens"
     if drafter == "auto" and weights.device.type != "cuda":
         return Drafter(weights, tree), f"the model is on {weights.device}"
     packing = SharedPacking(weights, order, torch.float8_e4m3fn if draft_weights == "fp8" else None)

@@ -195,8 +195,8 @@ def choose_draft_ids(
         return available if rank_order is None else np.sort(rank_order)
     if rank_order is None:
         raise UsageError(
-            f"draft_vocab = {draft_vocab} needs a ranking, and this head has no manifest that holds one (its own "
-            f"vocabulary is {count}). Convert it first with eagle-convert, or pass a DraftVocab.",
+            f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
+            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab.",
             option="draft_vocab", missing="ranking", found=draft_vocab,
         )  # fmt: skip
     smallest = max(num_forced, 1)

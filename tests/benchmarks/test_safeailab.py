@@ -75,7 +75,10 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
         ((*own, "--prompt", "one", "--dims", "tiny"), "takes no --dims"),
         (("--prompt", "one"), "for --base-model"),
         ((*own, "--prompts", str(tmp_path / "wrong.jsonl")), "wrong.jsonl"),
-        (("--warmup", "0"), "--warmup must be at least 1"),
+        (("--warmup", "0"), "argument --warmup"),
+        (("--new-tokens", "0"), "argument --new-tokens"),
+        (("--temperature", "-1"), "--temperature must be at least 0"),
+        (("--device", "cuda:99"), "device = 'cuda:99' is not there"),
         (("--depths", "0"), "depth"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -191,7 +191,7 @@ def test_options(tmp_path: Path) -> None:
     asked = load(slim, screen=True)
     assert asked.drafter.weights.screen is not None
     assert torch.equal(asked.drafter.weights.screen.rows, own.rows.to(asked.dtype))
-    behind = "behind a screen of rank 8 (which the persistent kernel drafts without)"
+    behind = "behind a screen of rank 8"
     assert asked.drafting.endswith(behind)
     prompts = random_prompts([5, 2])
     output = asked.generate(prompts, max_new_tokens=8)
@@ -231,7 +231,7 @@ def test_the_kernel_drafts_without_a_screen(tmp_path: Path, monkeypatch: pytest.
 
     asked = load(slim, screen=True)
     assert (asked.drafter.name, asked.drafter_reason) == (
-        "reference", "the persistent kernel drafts without a screen",
+        "reference", "the persistent kernel has no screens",
     )  # fmt: skip
     with raises(UsageError, option="drafter", found="triton"):
         asked.with_drafter("triton")
