@@ -62,7 +62,7 @@ def rates(
 def mean_log_prob(model: SpeculativeModel, prompt: Sequence[int], answer: Sequence[int]) -> float:
     """Mean log-probability that the target gives an answer's tokens."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
-    logits = model.target.model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()  # type: ignore[operator]
+    logits = model.target.model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
     chosen = ids[0, -len(answer) :, None]
     return float(torch.log_softmax(logits, -1).gather(1, chosen).mean())
 
