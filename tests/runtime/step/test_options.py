@@ -205,7 +205,8 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"max_slots": 0}, {"option": "max_slots"}), ({"seed": -1}, {"option": "seed"}),
      ({"do_sample": "no"}, {"option": "do_sample"}), ({"no_repeat_ngram_size": True}, {"found": True}),
      ({"tokenizer": "name/model"}, {"option": "tokenizer"}),
-     ({"stopping_criteria": [lambda ids, scores: None]}, {"option": "stopping_criteria", "found": None})],
+     pytest.param({"stopping_criteria": [lambda ids, scores: None]}, {"option": "stopping_criteria", "found": None},
+                  id="a criterion without an answer")],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], facts: dict[str, Any]) -> None:
