@@ -29,17 +29,19 @@ class AheadPace:
     """Tokens that these gave."""
     num_partial: int = 0
     """Partial passes of all sequences."""
+    num_partial_tokens: int = 0
+    """Tokens that these accepted, also those for which the chain had no place."""
     num_lost: int = 0
-    """Tokens of partial passes that full ones did not confirm."""
+    """Tokens ahead that full passes did not confirm."""
 
     @property
     def loses(self) -> str | None:
         """Where running ahead is slower, a sentence that says so with its figures."""
-        num_ahead = self.num_accepted - self.num_passes + self.num_lost
         if self.option.always or self.num_passes < _LEAST_PASSES:
             return None
-        if self.num_accepted * self.num_partial >= self.cost * num_ahead * self.num_passes:
+        if self.num_accepted * self.num_partial >= self.cost * self.num_partial_tokens * self.num_passes:
             return None
+        num_ahead = self.num_accepted - self.num_passes + self.num_lost
         return (
             f"running ahead does not pay here: {num_ahead - self.num_lost} of {num_ahead} tokens ahead were confirmed, "
             f"and a full pass with those before it costs {self.cost:.1f} steps"

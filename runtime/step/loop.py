@@ -242,7 +242,7 @@ class GenerationLoop:
         if self.ahead is not None and record.is_step and not self.went_full:
             self.ahead.num_passes += num_active
             self.ahead.num_accepted += sum(row[0] for row in rows[:-1])
-            self.ahead.num_partial, self.ahead.num_lost = rows[-1][1:3]
+            self.ahead.num_partial, self.ahead.num_partial_tokens, self.ahead.num_lost = rows[-1][1:4]
         for slot, state in record.sequences.items():
             accepted, kept, ended = rows[slot][:RECORD_HEAD]
             if accepted == 0 or state.finish_reason is not None:

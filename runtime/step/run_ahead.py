@@ -66,8 +66,9 @@ class RunAhead:
         self.features = torch.zeros((slots, width, drafter.features.shape[2]), dtype=drafter.features.dtype,
                                     device=device)  # fmt: skip
         """As `BufferedDrafter.features`."""
-        self.counts = ints(2, dtype=torch.int64)
-        """int64 [2]: partial passes of all slots, and tokens that full passes did not confirm, since it was zeroed."""
+        self.counts = ints(3, dtype=torch.int64)
+        """int64 [3]: partial passes of all slots, the tokens that they accepted, also those for which the chain had no
+        place, and tokens of chains that full passes did not confirm; since it was zeroed."""
 
     def _decoder(self, *args: Any) -> Decoder:
         """What runs ahead."""
@@ -160,11 +161,12 @@ class RunAhead:
         self._chain.scatter_(1, at.long(), own.new_tokens)
         self._count.add_(accepted).clamp_(max=most)
         self.counts[0] += (accepted > 0).sum()
+        self.counts[1] += accepted.sum()
 
     def count_lost(self, state: SlotState) -> None:
         """Count what the full pass that was walked just now did not confirm."""
         accepted = state.record[:-1, 0]
-        self.counts[1] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
+        self.counts[2] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
 
     def confirm(self, most: Tensor) -> None:
         """Forget what is more than ``most`` int32 [1] tokens ahead."""
@@ -215,7 +217,7 @@ class PartialDecoder(Decoder):
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""
-        passes, lost = self.run_ahead.counts.tolist()
+        passes, _, lost = self.run_ahead.counts.tolist()
         return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
@@ -246,7 +248,7 @@ class PartialDecoder(Decoder):
             queries = self._prompt_queries.expand(self.num_slots, -1, -1, -1)
         else:
             self.run_ahead.count_lost(state)
-            state.record[-1, 1:3] = self.run_ahead.counts
+            state.record[-1, 1:4] = self.run_ahead.counts
             back = torch.arange(ROWS, device=state.num_new.device)
             node = (state.num_new[:, None] - 1 - back).clamp(min=0)
             place = state.active_inverse.clamp(min=0)[:, None].long()

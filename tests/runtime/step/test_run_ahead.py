@@ -163,9 +163,13 @@ def test_what_pays() -> None:
     """Two passes over a part and a full one cost 2 steps; trees of the part give 3 tokens."""
     pace = AheadPace(PartialVerification(), cost=2.0)
     for num_lost, loses in ((0, False), (8, False), (9, True), (48, True)):
-        pace.num_passes, pace.num_partial, pace.num_accepted, pace.num_lost = 8, 16, 8 + 48 - num_lost, num_lost
+        pace.num_passes, pace.num_partial, pace.num_partial_tokens = 8, 16, 48
+        pace.num_accepted, pace.num_lost = 8 + 48 - num_lost, num_lost
         assert (pace.loses is not None) == loses, num_lost
     assert "0 of 48 tokens ahead were confirmed" in str(pace.loses)
+    # Trees of 5 tokens, of which chains have place for 6 in 10.
+    full_chains = replace(pace, num_partial_tokens=80, num_accepted=8 + 48, num_lost=0)
+    assert full_chains.loses is not None
     assert replace(pace, num_passes=5).loses is None
     assert replace(pace, option=PartialVerification(always=True)).loses is None
 
