@@ -4,6 +4,7 @@
     python -m benchmarks.screen full [--out FILE]
     eagle-compare full --drafter reference --screens with,without --modes greedy --sizes full --prompts FILE --out DIR
     python -m benchmarks.screen DIR [--out FILE]
+    python -m benchmarks.screen llama-3.1-8b [--states 200000] [--out FILE]     # what making one costs, on a GPU
 
 An artifact's screen is measured, in float32, on drafts after the target's own greedy answers to the prompts of
 `examples/`: states of all levels of a tree of depth 5 with 10 children a node, from two places of each answer, each
@@ -13,18 +14,24 @@ the counts of the built-in head, of which the artifact must be one.
 
 Of a comparison's folder: the accepted length with the screen and without, all prompts together, and the ratio of the
 two with its range over as many resamples of the prompts.
+
+Of a model's name: how long making a screen takes with a random target and head of its dimensions, on random texts.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
+import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.artifact import Artifact
+from eagle_slim.convert.head.config import default_taps
 from eagle_slim.convert.head.screen_file import open_screen_file
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel
@@ -32,14 +39,21 @@ from eagle_slim.runtime.compare.answers import Answer
 from eagle_slim.runtime.compare.prompt_file import Prompt, load_prompts
 from eagle_slim.runtime.drafter.screen import Screen, load_screen
 from eagle_slim.runtime.drafter.tuning.arguments import whole_from
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head
+from eagle_slim.runtime.drafter.tuning.timing import synchronize
+from eagle_slim.runtime.screening.collect import MOST_TOKENS, Collected
+from eagle_slim.runtime.screening.factors import screen_factors, screen_rows
 from eagle_slim.runtime.screening.make import RANKS
 from eagle_slim.runtime.screening.recall import TOP, recall
 from eagle_slim.runtime.screening.states import states_of_text
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.choose import Choice
+from eagle_slim.runtime.target.wrapper import TargetModel
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import LAYERS, PEAKED, random_target
 from benchmarks.shared.timing import machine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -158,20 +172,65 @@ def of_comparison(folder: Path, out: Path | None) -> dict[str, Any]:
     return result
 
 
+@torch.inference_mode()
+def making(name: str, device: torch.device, num_rows: int, num_states: int, rank: int) -> dict[str, Any]:
+    """Seconds of each part of making a screen of ``num_rows`` rows from ``num_states`` states, in bf16."""
+    dims = MODELS[name]
+    model = random_target(name, dims, torch.bfloat16, device)
+    target = TargetModel(model, default_taps(LAYERS[name]), Choice("transformers", "asked for"))
+    head = random_head(dims, device, torch.bfloat16, lm_head_gain=PEAKED).of_rows(slice(num_rows))
+    rng, seconds = np.random.default_rng(0), [time.perf_counter()]
+
+    def draft(text: NDArray[np.int64], roots: NDArray[np.int64]) -> Tensor:
+        ids = torch.from_numpy(text).to(device)
+        return states_of_text(target, head, TreeConfig(), ids, torch.from_numpy(roots)).flatten(0, 1)
+
+    def note() -> None:
+        synchronize(device)
+        seconds.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        collected = Collected(dims.hidden, device, Path(folder) / "resume", {})
+        collected.run((rng.integers(dims.vocab, size=MOST_TOKENS) for _ in count()), draft, num_states, lambda *_: None)
+    note()
+    project, down = screen_factors(collected.moment.damped(1e-3), head.lm_head, max(RANKS))
+    note()
+    screen = Screen(screen_rows(head.lm_head, project, head.dtype), down, project, 128, 2)
+    kept = recall(screen, torch.cat(collected.held_out), head.lm_head, RANKS)
+    screen_rows(head.lm_head, project[:, :rank], head.dtype)
+    note()
+    parts = np.diff(seconds).tolist()
+    return {
+        "dims": name, "machine": machine(device), "rows": num_rows, "states": collected.moment.count, "rank": rank,
+        "held_out": collected.num_held_out, "texts": collected.num_texts, "seconds": sum(parts),
+        **dict(zip(("collect_s", "factors_s", "recall_s"), parts, strict=True)), "recall_of_random_states": kept,
+    }  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     parser = Command("screen", __doc__)
-    parser.add_argument("source", type=Path, help="an artifact of the built-in head with a screen, or a comparison")
+    parser.add_argument(
+        "source", help="an artifact of the built-in head with a screen, a comparison, or a model's name"
+    )
+    parser.add_argument("--states", type=whole_from(1), default=200_000, help="of a model's name: how many")
+    parser.add_argument("--draft-vocab", type=whole_from(256), default=32_000, help="of a model's name: rows")
     parser.add_argument("--every", type=whole_from(1), default=1, metavar="N", help="every N-th prompt only")
     parser.add_argument("--new-tokens", type=whole_from(4), default=64, help="tokens of each answer")
     parser.add_argument("--device", help="such as cuda; default the first GPU, else the CPU")
     args = parser.parse_args(argv)
-    if (args.source / "compare.json").exists():
-        of_comparison(args.source, args.out)
+    if args.source in LAYERS:
+        made = making(args.source, parser.gpu(), args.draft_vocab, args.states, rank=256)
+        show(made)
+        write(made, args.out)
+        return
+    folder = Path(args.source)
+    if (folder / "compare.json").exists():
+        of_comparison(folder, args.out)
         return
     files = sorted(EXAMPLES.glob("*.jsonl"))
     prompts = [prompt for file in files for prompt in load_prompts(file)][:: args.every]
-    run(args.source, prompts, args.new_tokens, args.device, args.out)
+    run(folder, prompts, args.new_tokens, args.device, args.out)
 
 
 if __name__ == "__main__":

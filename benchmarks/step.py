@@ -5,8 +5,8 @@
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
-at the first prefix; sampling; medians of graph replays. The phases of the largest tree and of plain steps are timed
-too. The floor is bytes over the copy bandwidth of the same run.
+at the first prefix; sampling; a prompt of as many tokens, to its first new one; medians of graph replays. The phases of
+the largest tree and of plain steps are timed too. The floor is bytes over the copy bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import torch
 from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, SAMPLED, RandomModel, compile_ahead, phase_times, set_sampling
+from benchmarks.shared.decoding import (
+    LAYERS,
+    SAMPLED,
+    RandomModel,
+    compile_ahead,
+    phase_times,
+    prompt_time,
+    set_sampling,
+)
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 ROOM = 800
@@ -42,7 +50,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of ``batch`` sequences at every prefix and with every tree, over one cache.
 
-    ``is_first``: at the first prefix sampling, too.
+    ``is_first``: at the first prefix sampling, and a prompt of as many tokens, too.
     """
     cache = model.new_cache(batch, max(prefixes) + ROOM)
     for tree in [*trees, None]:
@@ -56,6 +64,7 @@ def measure(
             if is_first and has_phases and prefix == prefixes[0]:
                 set_sampling(decoder, temperature=0.7, top_p=0.9)
                 yield row | {"sampled": True, **phase_times(decoder, batch, prefix, SAMPLED)}
+                yield {"prompt": prefix, "nodes": decoder.nodes, "first_token_ms": prompt_time(decoder, prefix)}
             yield row
 
 

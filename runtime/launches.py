@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 TILE_KINDS = ("products", "attention")
 KINDS = ("drafter", *TILE_KINDS)
+_LEAST = {"rows": 16, "nodes": 16, "places": 2}
+"""The smallest numbers, of more than one, that tuned tiles tell apart."""
 _VARIABLES = ("EAGLE_SLIM_TUNED", "EAGLE_SLIM_SHAPES", "EAGLE_SLIM_STRICT", "EAGLE_SLIM_TILES")
 Launches = Counter[tuple[str, bool]]
 """How many launches there were of a kind, by whether their parameters were tuned."""
@@ -82,9 +84,17 @@ def gpu_name(device: torch.device) -> str:
 
 
 def shape_key(chip: str, shape: dict[str, Any]) -> str:
-    """Name tiles of the file; ``shape`` ends with its dtype."""
+    """Name tiles of the file; ``shape`` ends with its dtype.
+
+    Numbers of rows that the same tiles hold have one name, that of the largest: one, 2 to 16, 17 to 32, 33 to 64 and so
+    on, of places 1, 2, 3 to 4, ... So a tree of 50 nodes finds what was tuned with 60.
+    """
     *sizes, (_, dtype) = shape.items()
-    return f"{chip}/{'-'.join(f'{name}={value}' for name, value in sizes)}/{dtype}"
+    named = {
+        name: max(_LEAST[name], 1 << (value - 1).bit_length()) if name in _LEAST and value > 1 else value
+        for name, value in sizes
+    }
+    return f"{chip}/{'-'.join(f'{name}={value}' for name, value in named.items())}/{dtype}"
 
 
 def tuned_tiles(kind: str, device: torch.device, own: Tiles, fits: Callable[[Tiles], bool], **shape: Any) -> Tiles:

@@ -3,12 +3,13 @@
     EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what is launched
     python -m eagle_slim.runtime.tune shapes.json         # tunes what has no parameters for this GPU yet
 
-It tunes the drafter, the target's products and its attention. Each shape's derived parameters are tried, and a few
-others that differ in one thing each, then the gains together; all are checked before they are timed, as CUDA-graph
-replays interleaved with those of the derived parameters: drafts against the fp32 reference, the target's kernels, whose
-parameters decide no bits, against the very bits. The winner, even if it is the derived one, goes into the cache
-(``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), where launches find it; a file holds those of several
-GPUs. Random weights of the right shapes do: speed does not depend on values.
+It tunes the drafter, the target's products and its attention. Each shape's derived parameters are tried, those that
+were found for other GPUs, and a few that differ from the derived ones in one thing each, then the gains together; all
+are checked before they are timed, as CUDA-graph replays interleaved with those of the derived parameters: drafts
+against the fp32 reference, the target's kernels, whose parameters decide no bits, against the very bits. The winner,
+even if it is the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), where
+launches find it; a file holds those of several GPUs. Random weights of the right shapes do: speed does not depend on
+values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
 the first one-slot configuration tuned for the head, else the derived one.
@@ -48,7 +49,7 @@ from .drafter.tuning.agreement import draft_and_replay
 from .drafter.tuning.arguments import check_output, output_file, whole_from
 from .drafter.tuning.precompile import Job, compile_all
 from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
-from .drafter.tuning.target_tiles import PREFIXES, measure_tiles, task_of
+from .drafter.tuning.target_tiles import PREFIXES, compile_tiles, measure_tiles, task_of, trials_of_tiles
 from .drafter.tuning.timing import capture, interleave
 from .drafter.weights import HeadWeights
 from .errors import DrafterError, EagleSlimError, UsageError
@@ -133,15 +134,21 @@ def combine(base: Any, gains: Iterable[Any]) -> Any:
 
 
 def trials_of(
-    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None
-) -> tuple[LaunchParams, dict[str, LaunchParams]]:
-    """Return the derived parameters and what to try beside them, by name.
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None,
+    elsewhere: Mapping[str, LaunchParams] | None = None,
+) -> tuple[LaunchParams, dict[str, LaunchParams]]:  # fmt: skip
+    """Return the derived parameters and what to try beside them, by name: first what was found for other GPUs.
 
-    ``layout``: what the head is packed in; None tries several. ``most``: variants over one layout.
+    ``layout``: what the head is packed in; None tries several. ``most``: variants beside those of ``elsewhere``
+    (`TunedCache.elsewhere`).
     """
     derived = choose_launch(cfg, chip, layout)
-    tried = dict(list(variants(derived, cfg, chip).items())[:most])
-    return derived, tried if layout is not None else {**layout_variants(derived, cfg, chip), **tried}
+    found = {
+        name: params for name, params in (elsewhere or {}).items()
+        if layout in (None, params.layout) and params != derived
+    }  # fmt: skip
+    own = {} if layout is not None else layout_variants(derived, cfg, chip)
+    return derived, {**found, **dict(list({**own, **variants(derived, cfg, chip)}.items())[:most])}
 
 
 def tune(
@@ -151,12 +158,13 @@ def tune(
     left: Callable[[], float],
     layout: StoredLayout | None = None,
     most: int | None = None,
+    elsewhere: Mapping[str, LaunchParams] | None = None,
 ) -> tuple[LaunchParams, list[Trial]]:
     """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``.
 
-    ``layout``, ``most``: see `trials_of`.
+    ``layout``, ``most``, ``elsewhere``: see `trials_of`.
     """
-    derived, tried = trials_of(cfg, chip, layout, most)
+    derived, tried = trials_of(cfg, chip, layout, most, elsewhere)
     return search(derived, tried, partial(measure, cfg), left)
 
 
@@ -276,13 +284,17 @@ def recorded_configurations(path: Path, chip: str | None) -> list[tuple[Dims, Dr
 
 
 def recorded_tiles(path: Path, chip: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """The target's kernels recorded on ``chip`` (None: on any), each once: kind and shape, fewest rows first."""
-    found: dict[tuple[object, ...], tuple[str, dict[str, Any]]] = {}
+    """The target's kernels recorded on ``chip`` (None: on any): kind and shape, fewest rows first.
+
+    Of shapes that share tiles the one of the most rows.
+    """
+    found = []
     for _, values in recorded_lines(path):
         kind, name = values.pop("kernel"), values.pop("chip")
         if kind in TILE_KINDS and chip in (None, name):
-            found[(kind, *values.items())] = (kind, values)
-    return sorted(found.values(), key=lambda item: item[1].get("rows", item[1].get("nodes", 0)))
+            found.append((kind, values))
+    found.sort(key=lambda item: (item[1].get("rows", item[1].get("nodes", 0)), item[1].get("places", 0)))
+    return list({(kind, shape_key("", shape)): (kind, shape) for kind, shape in found}.values())
 
 
 def print_trials(name: str, trials: list[Trial], best: object) -> None:
@@ -312,7 +324,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
     parser.add_argument(
-        "--variants", type=whole_from(0), help="most variants to try of each; 0 only checks what is derived"
+        "--variants", type=whole_from(0), help="most variants to try of each; 0: what is derived, and other GPUs' alone"
     )
     parser.add_argument(
         "--prefixes", nargs="+", type=whole_from(1), metavar="N", help="tokens before the rows whose attention is timed"
@@ -372,7 +384,7 @@ def tune_drafts(
 
     jobs = []
     for dims, cfg in todo:
-        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
+        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants, cache.elsewhere(cfg, chip))
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
@@ -384,7 +396,7 @@ def tune_drafts(
             continue
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
+        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants, cache.elsewhere(cfg, chip))
         print_trials(_name(cfg), trials, best.to_json())
         cache.store(cfg, chip, best)
         cache.save()
@@ -398,17 +410,24 @@ def tune_tiles(
 ) -> int:  # fmt: skip
     """Tune products and attention of the target; how many were."""
     done = 0
+    prefixes = args.prefixes or PREFIXES
+    jobs = [
+        (kind, shape, device, cache.tiles_elsewhere(kind, shape_key(chip, shape)), args.variants)
+        for kind, shape in todo
+    ]
+    compiled = sum(compile_all(jobs, max(1.0, left() * 0.6), compile_tiles))
+    print(f"tiles of {compiled} of {len(todo)} shapes compiled ahead, {left():.0f} s left", flush=True)
     for kind, shape in todo:
         key = shape_key(chip, shape)
         if left() < 0:
             print(f"out of time: {kind} {key} left out", flush=True)
             continue
-        task = task_of(kind, shape, device, args.prefixes or PREFIXES)
-        tried = dict(list(task.variants().items())[: args.variants])
+        task = task_of(kind, shape, device, prefixes)
+        tried = trials_of_tiles(task, cache.tiles_elsewhere(kind, key), args.variants)
         best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left)
         print_trials(f"{kind} {key}", trials, best)
-        # Who adds parts follows from the other tiles, and the number of rows of attention is a constant.
-        ruled = ("walks", "shares", "rows")
+        # Who adds parts follows from the other tiles.
+        ruled = ("walks", "shares")
         cache.tiles[kind][key] = {name: value for name, value in asdict(best).items() if name not in ruled}
         cache.save()
         done += 1

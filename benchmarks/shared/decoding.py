@@ -185,6 +185,17 @@ def phase_times(
     return row | {"step_ms": statistics.median(samples) / 1e3}
 
 
+def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10) -> float:
+    """Milliseconds of the device from a prompt of ``num_tokens`` to its first new token: the median."""
+    decoder.clear_()
+    numbers = decoder.box.numbers
+    numbers.fill_(-1)
+    numbers[:4] = torch.tensor([0, num_tokens, 1 << 20, 0])
+    run = partial(decoder.enter, num_tokens, GREEDY)
+    run()
+    return statistics.median(time_queued_us(run, decoder.target.device, 2) for _ in range(rounds)) / 1e3
+
+
 def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     """Logits [prompt, target_vocab] of a prompt that is run as one chunk."""
     device, num_rows = target.device, len(prompt)

@@ -1,19 +1,20 @@
 """Tuned layouts and launch parameters of the persistent drafter: a cache in one JSON file.
 
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
-use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
-not hold, `launch_params` derives. The length of the KV cache is no key. Both give the same results, only at different
-speed. The same file holds tiles of the target's kernels; `launches` has what they all share, and
+use and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does not hold,
+`launch_params` derives. Neither the tree nor the length of the KV cache is a key. Both give the same results, only at
+different speed. The same file holds tiles of the target's kernels; `launches` has what they all share, and
 ``python -m eagle_slim.runtime.tune`` fills it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from eagle_slim.vocab_tools.files import write_file
@@ -23,10 +24,12 @@ from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_line
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
 
+Value = TypeVar("Value")
+
 
 def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
     """Name launch parameters of the cache: everything that the speed of a launch depends on."""
-    return layout_key(cfg, chip, v=cfg.draft_vocab, k=cfg.top_k, m=block_rows(cfg))
+    return layout_key(cfg, chip, v=cfg.draft_vocab, m=block_rows(cfg))
 
 
 def layout_key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
@@ -76,6 +79,17 @@ class TunedCache:
         if found is not None:
             return found, True
         return choose_launch(cfg, chip, own if layout is None else layout), False
+
+    def elsewhere(self, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
+        """What was found on other GPUs of as many multiprocessors, by their names."""
+        return {
+            name: params for name, params in _of_others(self.launches, cache_key(cfg, chip)).items()
+            if params.num_programs == chip.num_sms
+        }  # fmt: skip
+
+    def tiles_elsewhere(self, kind: str, key: str) -> dict[str, dict[str, int]]:
+        """Tiles that were found on other GPUs, by their names."""
+        return _of_others(self.tiles[kind], key)
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
         """Keep a layout and parameters in memory; `save` writes them.
@@ -147,6 +161,13 @@ def _read_once(path: Path) -> TunedCache:
     # Says what the file holds.
     tiles_of(path)
     return TunedCache(path)
+
+
+def _of_others(found: Mapping[str, Value], key: str) -> dict[str, Value]:
+    """What other GPUs have under the key of one."""
+    own, shape = key.rsplit("/", 2)[0], key.rsplit("/", 2)[1:]
+    chips = {name: name.rsplit("/", 2)[0] for name in found if name.rsplit("/", 2)[1:] == shape}
+    return {f"as on {chip}": found[name] for name, chip in chips.items() if chip != own}
 
 
 def _layout_of(key: str) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -70,6 +70,9 @@ class WarmUp:
     """Device memory that the graphs take, their pool included."""
     cache_bytes: int = 0
     """Device memory of the keys and values, of target and drafter."""
+
+    def __add__(self, other: WarmUp) -> WarmUp:
+        return WarmUp(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -184,8 +187,7 @@ class Decoder:
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
         self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
-        self.graph_bytes = 0
-        """Memory that capturing graphs has taken."""
+        self._captured: list[int] = [0] if other is None else other._captured
 
     def _allocate_slots(self, drafter: StepDrafter | None, capacity: int) -> None:
         device, num_slots, vocab = self.target.device, self.num_slots, self.target.vocab_size
@@ -216,6 +218,11 @@ class Decoder:
             self.drafter.clear_error_()
         if self.checks is not None:
             self.checks.clear_()
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory that capturing graphs has taken, also those of decoders in which its sequences go on."""
+        return self._captured[0]
 
     @property
     def has_graphs(self) -> bool:
@@ -345,7 +352,7 @@ class Decoder:
         before = torch.cuda.mem_get_info()[0]
         with counted_apart() as launches:
             replay = self._pool.capture(run)
-        self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
+        self._captured[0] += max(0, before - torch.cuda.mem_get_info()[0])
 
         def replayed() -> None:
             count_again(launches)

@@ -28,7 +28,7 @@ from ..settings import PartialVerification
 from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
-from .decoder import Decoder
+from .decoder import Decoder, WarmUp
 from .graphs import GraphPool
 from .host_choice import HostChoice
 from .kernels.acceptance import SlotState
@@ -214,6 +214,13 @@ class PartialDecoder(Decoder):
         """See `Decoder.clear_`."""
         super().clear_()
         self.run_ahead.counts.zero_()
+
+    def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
+        """See `Decoder.warm_up`; with what runs where running ahead does not pay."""
+        found = super().warm_up(rules, num_active)
+        if self.run_ahead.option.always or not self.has_graphs:
+            return found
+        return found + self.full.warm_up(rules, num_active)
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""

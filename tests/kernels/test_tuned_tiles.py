@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from support.raising import raises
 CPU = torch.device("cpu")
 SUM = {"form": "sum", "size": 64, "depth": 128, "rows": 3, "dtype": "float32"}
 TREE = {"group": 2, "kv_heads": 2, "head_dim": 16, "places": 2, "nodes": 5, "path": False, "dtype": "float32"}
-SUM_KEY = "interpreter/form=sum-size=64-depth=128-rows=3/float32"
+SUM_KEY = "interpreter/form=sum-size=64-depth=128-rows=16/float32"
 
 
 @pytest.fixture(autouse=True)
@@ -60,17 +61,17 @@ def test_a_shapes_tiles_come_from_the_file(
     shapes = tmp_path / "shapes.json"
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(shapes))
     own = {rows: products.product_tiles(products.product_shape(torch.zeros(64, 128)), rows, "sum", 4, 132)
-           for rows in (3, 4)}  # fmt: skip
+           for rows in (3, 40)}  # fmt: skip
     with launches.counted_apart() as counts, caplog.at_level(logging.INFO):
-        for rows in (3, 3, 4):
+        for rows in (3, 7, 40):
             add(rows)
     assert own[3].num_stages != 4
-    assert [tiles.num_stages for tiles in seen] == [4, 4, own[4].num_stages]
-    assert seen[2] == own[4]
+    assert [tiles.num_stages for tiles in seen] == [4, 4, own[40].num_stages]
+    assert seen[2] == own[40]
     assert counts == {("products", True): 2, ("products", False): 1}
     # Every shape once, tuned or not; what the file holds is said once.
     lines = [json.loads(line) for line in shapes.read_text().splitlines()]
-    assert [(line["rows"], line["tuned"]) for line in lines] == [(3, True), (4, False)]
+    assert [(line["rows"], line["tuned"]) for line in lines] == [(3, True), (7, True), (40, False)]
     assert lines[0] == {"kernel": "products", "chip": "interpreter", **SUM, "tuned": True}
     said = [record.getMessage() for record in caplog.records if "are tuned" in record.getMessage()]
     assert said == [
@@ -78,12 +79,43 @@ def test_a_shapes_tiles_come_from_the_file(
     ]
 
 
+def test_numbers_of_rows_that_share_tiles_have_one_name() -> None:
+    def of_rows(count: int) -> str:
+        return launches.shape_key("x", {**SUM, "rows": count})
+
+    for same in ((1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (257, 512)):
+        assert of_rows(same[0]) == of_rows(same[1]) != of_rows(same[1] + 1)
+    keys = [launches.shape_key("x", {**TREE, "places": places}) for places in (1, 2, 3, 4, 5)]
+    assert len(set(keys)) == 4
+    assert keys[2] == keys[3]
+
+
+def test_what_other_gpus_have_is_tried_first(tuned: Path, tmp_path: Path) -> None:
+    cache, chip = TunedCache(tuned), KNOWN_CHIPS[90]
+    cfg = problem.draft_config(problem.MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 1, 512)
+    derived = tune.trials_of(cfg, chip)[0]
+    found = replace(derived, part_keys=256)
+    cache.store(cfg, replace(chip, name="NVIDIA/other"), found)
+    half = replace(chip, name="half", num_sms=66)
+    cache.store(cfg, half, tune.trials_of(cfg, half)[0])
+    elsewhere = cache.elsewhere(cfg, chip)
+    assert elsewhere == {"as on NVIDIA/other": found}
+    assert list(tune.trials_of(cfg, chip, most=0, elsewhere=elsewhere)[1].values()) == [found]
+    key = SUM_KEY.replace("interpreter", "NVIDIA/this")
+    assert cache.tiles_elsewhere("products", key) == {"as on interpreter": {"num_stages": 4}}
+    task = target_tiles.task_of("products", SUM, CPU)
+    wrong = {"b": {"block_n": 512}, "c": {}}
+    tried = target_tiles.trials_of_tiles(task, {"a": {"num_stages": 4}, **wrong}, 1)
+    assert next(iter(tried.items())) == ("a", replace(task.own, num_stages=4))
+    assert len(tried) == 2
+
+
 def test_strict_mode_names_what_is_missing(seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     add(3)
     for _ in range(2):
-        with raises(DrafterError, kernel="products", key=SUM_KEY.replace("rows=3", "rows=4")):
-            add(4)
+        with raises(DrafterError, kernel="products", key=SUM_KEY.replace("rows=16", "rows=64")):
+            add(40)
     assert len(seen) == 1
 
 
@@ -146,6 +178,18 @@ def test_tasks_compute_the_same_with_every_tile(kind: str, shape: dict[str, Any]
             torch.testing.assert_close(run(), result)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [False, True])
+@pytest.mark.parametrize(("group", "nodes", "places"), [(4, 60, 1), (4, 16, 4), (1, 128, 2), (8, 33, 1), (4, 1, 16)])
+def test_attention_has_the_same_bits_with_every_tile(group: int, nodes: int, places: int, path: bool) -> None:
+    shape = {"group": group, "kv_heads": 2, "head_dim": 128, "places": places, "nodes": nodes, "path": path}
+    task = target_tiles.task_of("attention", {**shape, "dtype": "bfloat16"}, torch.device("cuda"), (1, 100, 1500, 5000))
+    expected = [run().clone() for run in task.runs(task.own)]
+    for name, tiles in task.variants().items():
+        for run, result in zip(task.runs(tiles), expected, strict=True):
+            assert torch.equal(run(), result), name
+
+
 def test_variants_with_other_bits_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_tiles, "capture", lambda run: run)
 
@@ -173,7 +217,7 @@ def test_one_command_tunes_all_kernels(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune, "chip_of", lambda _: chip)
-    monkeypatch.setattr(tune, "compile_all", lambda jobs, _: [True] * len(jobs))
+    monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
     # Drafts are faster with parts of 128 keys, the target's kernels with 8 warps.
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
     task_of = target_tiles.task_of
@@ -189,7 +233,7 @@ def test_one_command_tunes_all_kernels(
     keys = {kind: launches.shape_key(chip.name, shape) for kind, shape in (("products", SUM), ("attention", TREE))}
     for kind, key in keys.items():
         assert cache.tiles[kind][key]["num_warps"] == 8
-        assert not {"walks", "shares", "rows"} & set(cache.tiles[kind][key])
+        assert not {"walks", "shares"} & set(cache.tiles[kind][key])
     # What other GPUs have stays; what is tuned is not tuned again unless that is asked for.
     assert cache.tiles["products"][SUM_KEY] == {"num_stages": 4}
     tune.main(asked)

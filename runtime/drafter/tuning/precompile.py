@@ -9,9 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,17 +56,19 @@ def compile_one(job: Job) -> None:
     )
 
 
-def compile_all(jobs: Sequence[Job], seconds: float) -> list[bool]:
+def compile_all(
+    jobs: Sequence[Any], seconds: float, compile_job: Callable[[Any], None] = compile_one
+) -> list[bool]:  # fmt: skip
     """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch.
 
     An interrupt is this process's alone: a pool whose workers it ends can wait for them forever.
     """
-    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
+    processes = max(1, min(28, (os.cpu_count() or 2) - 2))
     if len(jobs) < 2 or processes < 2:
         return [False] * len(jobs)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(jobs)), context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    futures = [pool.submit(compile_one, job) for job in jobs]
+    futures = [pool.submit(compile_job, job) for job in jobs]
     try:
         wait(futures, timeout=seconds)
     except KeyboardInterrupt:

@@ -6,8 +6,9 @@ Weights and keys are taken in turn from more memory than an L2 holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ...errors import DrafterError, UsageError
 from ...target.kernels import products
-from ...target.kernels.attention import AttentionScratch, AttentionTiles, attention_tiles, tree_attention
+from ...target.kernels.attention import AttentionScratch, AttentionTiles, attention_tiles, can_attend, tree_attention
 from ...target.kernels.machine import num_processors
 from ...target.kernels.product_kernels import ProductTiles
 from ...target.kernels.tree_rows import ForwardRows, tree_rows
@@ -36,6 +37,9 @@ class TileTask(Protocol):
 
     def variants(self) -> dict[str, Any]:
         """Tiles that differ from these in one thing each."""
+
+    def changed(self, changes: dict[str, int]) -> Any:
+        """These with the fields of a tuned file; None where they cannot run so."""
 
     def runs(self, tiles: Any) -> Sequence[Callable[[], Tensor]]:
         """What to time with these tiles, one for each length of text; each returns its result."""
@@ -83,6 +87,13 @@ class ProductTask:
         )
         self.own = products.who_sums(own, self._shape, self.rows, self.device)
 
+    def changed(self, changes: dict[str, int]) -> ProductTiles | None:
+        """See `TileTask`."""
+        tiles = replace(self.own, **changes)  # type: ignore[arg-type]
+        if not products.can_launch(tiles, self._shape) or tiles.bulk > self._has_bulk:
+            return None
+        return products.who_sums(tiles, self._shape, self.rows, self.device)
+
     def variants(self) -> dict[str, ProductTiles]:
         """See `TileTask`."""
         own, highest = self.own, max(16, 1 << (self.rows - 1).bit_length())
@@ -103,9 +114,8 @@ class ProductTask:
         }
         if self._has_bulk:
             tried["no descriptors" if own.bulk else "descriptors"] = replace(own, bulk=not own.bulk)
-        fit = {name: tiles for name, tiles in tried.items() if products.can_launch(tiles, self._shape)}
-        summed = {name: products.who_sums(tiles, self._shape, self.rows, self.device) for name, tiles in fit.items()}
-        return {name: tiles for name, tiles in summed.items() if tiles != own}
+        fit = {name: self.changed(asdict(tiles)) for name, tiles in tried.items()}
+        return {name: tiles for name, tiles in fit.items() if tiles not in (None, own)}
 
     def runs(self, tiles: ProductTiles) -> Sequence[Callable[[], Tensor]]:
         """See `TileTask`; all weights in turn."""
@@ -168,10 +178,20 @@ class AttentionTask:
         is_wide = self.head_dim > 128 or self.dtype == torch.float32
         self.own = attention_tiles(self.places * self.kv_heads * blocks, num_processors(self.device), is_wide)
 
+    def changed(self, changes: dict[str, int]) -> AttentionTiles | None:
+        """See `TileTask`."""
+        tiles = replace(self.own, **changes)
+        return tiles if can_attend(self.own, tiles) else None
+
     def variants(self) -> dict[str, AttentionTiles]:
         """See `TileTask`."""
         own = self.own
-        more = {} if own.walks else {"twice the programs": replace(own, programs=own.programs * 2)}
+        twice = own.programs if own.walks else own.programs * 2
+        more = {} if own.walks else {"twice the programs": replace(own, programs=twice)}
+        if own.num_warps == 4 and self.nodes * self.group > own.rows:
+            wide = replace(own, rows=2 * own.rows, num_warps=8)
+            more |= {"twice the rows": wide, "twice the rows and the programs": replace(wide, programs=twice)}
+            more |= {"twice the rows, one stage less": replace(wide, num_stages=wide.num_stages - 1)}
         tried = {
             **more,
             "half the programs": replace(own, programs=max(1, own.programs // 2)),
@@ -198,6 +218,24 @@ class AttentionTask:
             return self._out
 
         return [lambda prefix=prefix: run(prefix) for prefix in self.prefixes]  # type: ignore[misc]
+
+
+def trials_of_tiles(task: TileTask, elsewhere: Mapping[str, dict[str, int]], most: int | None) -> dict[str, Any]:
+    """What to try beside a task's own tiles, by name: what was found for other GPUs, then ``most`` variants."""
+    found = {name: task.changed(changes) for name, changes in elsewhere.items()}
+    tried = {**found, **dict(list(task.variants().items())[:most])}
+    return {name: tiles for name, tiles in tried.items() if tiles not in (None, task.own)}
+
+
+def compile_tiles(
+    job: tuple[str, dict[str, Any], torch.device, Mapping[str, dict[str, int]], int | None],
+) -> None:
+    """Launch a recorded shape with all that is going to be tried: kind, shape, device, and as `trials_of_tiles`."""
+    kind, shape, device, elsewhere, most = job
+    task = task_of(kind, shape, device, (1,))
+    for tiles in (task.own, *trials_of_tiles(task, elsewhere, most).values()):
+        with suppress(Exception):  # what does not compile or fit is said where it is measured
+            task.runs(tiles)[0]()
 
 
 TASKS = {"products": ProductTask, "attention": AttentionTask}

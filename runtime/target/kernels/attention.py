@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ class AttentionScratch(NamedTuple):
 class AttentionTiles:
     """How main parts are shared out: decides no bits.
 
-    ``programs`` share the splits of a block of rows; one alone (``walks``) keeps one state of all.
+    ``programs`` share the splits of a block of ``rows`` query rows; one alone (``walks``) keeps one state of all.
     """
 
     programs: int
@@ -110,6 +111,11 @@ def num_splits(capacity: int) -> int:
 def num_states(capacity: int, tiles: AttentionTiles) -> int:
     """States that a place of ``capacity`` rows may have at once."""
     return 1 if tiles.walks else num_splits(capacity)
+
+
+def can_attend(own: AttentionTiles, tiles: AttentionTiles) -> bool:
+    """Whether tiles may take the place of the rule's ``own``, for which there is scratch."""
+    return tiles.rows in (MAIN_ROWS, 2 * MAIN_ROWS) and own.walks <= tiles.walks
 
 
 def attention_tiles(units: int, num_sms: int, is_wide: bool = False) -> AttentionTiles:
@@ -191,17 +197,17 @@ def tree_attention(
     places, kv_heads, capacity, head_dim = len(rows.slots), *keys.shape[1:]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     group, device = heads // kv_heads, qkv.device
-    blocks = triton.cdiv(nodes * group, MAIN_ROWS if tiles is None else tiles.rows)
-    is_wide = head_dim > 128 or qkv.dtype == torch.float32
     if tiles is None:
-        own = attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
+        is_wide = head_dim > 128 or qkv.dtype == torch.float32
+        units = places * kv_heads * triton.cdiv(nodes * group, MAIN_ROWS)
+        own = attention_tiles(units, num_processors(device), is_wide)
         # `AttentionScratch.allocate` makes room for one state where one program is the rule.
         tiles = tuned_tiles(
-            "attention", device, own, lambda tiles: tiles.rows == own.rows and own.walks <= tiles.walks,
+            "attention", device, own, partial(can_attend, own),
             group=group, kv_heads=kv_heads, head_dim=head_dim, places=places, nodes=nodes, path=rows.paths is None,
             dtype=str(qkv.dtype).removeprefix("torch."),
         )  # fmt: skip
-    parts = num_states(capacity, tiles)
+    blocks, parts = triton.cdiv(nodes * group, tiles.rows), num_states(capacity, tiles)
     shape = kernels.AttentionShape(
         group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), rows.paths is None, window is not None,
         softcap is not None,
