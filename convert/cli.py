@@ -342,8 +342,10 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
         _print_coverage(plan.manifest)
     needed = [plan.disk_bytes for plan in prepared.plans]
     in_all = None if None in needed else sum(size or 0 for size in needed)
+    has_plot = any(plan.coverage is not None or plan.is_guess for plan in prepared.plans)
+    plots = " beside the plot of the coverage" if has_plot else ""
     free = prepared.plans[0].to_json()["free_bytes"]
-    click.echo(f"  {'disk, in all':<22}{_bytes_if_known(in_all)} needed, {_bytes(free)} free")
+    click.echo(f"  {'disk, in all':<22}{_bytes_if_known(in_all)} needed{plots}, {_bytes(free)} free")
     for name, what in prepared.access.items():
         click.echo(f"  {name:<22}{what}")
     if options["push_to_hub"]:

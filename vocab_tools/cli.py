@@ -144,7 +144,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         "tokenizer": tokenizer,
         "forced": forced_ids(tokenizer, options["force_added"], options["force_ids"]),
         "target_vocab": target_vocab,
-        "candidates": None if candidates is None else _import(candidates, target_vocab).ascending_ids,
+        "candidates": None if candidates is None else _import(candidates, target_vocab),
     }
     if by_ids:
         ranked = rank_by_order(**common)

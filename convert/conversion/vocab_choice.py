@@ -14,6 +14,7 @@ import numpy as np
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts, mixed_weights
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import check_named
 from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.ranking.report import CoverageReport
@@ -63,6 +64,8 @@ class VocabRequest:
     force_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for path in (self.token_map, *self.counts):
+            check_named(path)
         given = {
             "--counts": bool(self.counts),
             "--token-map": self.token_map is not None,

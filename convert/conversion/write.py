@@ -111,12 +111,22 @@ class Planned:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Bytes of the tensors that will be written; None as `draft_vocab`."""
+        """Bytes that will be written, but for the plot and what only reading tells; None as `draft_vocab`."""
         if self.draft_vocab is None:
             return None
+        ranked, kept = self.manifest.rank_order_ids, None if self.kept is None else self.kept[1].target_ids
+        manifest = replace(
+            self.manifest,
+            row_checksums=None if self.gathered is None else _blank(self.gathered.row_ids),
+            kept_rows=None if kept is None else KeptRows(kept, _blank(kept)),
+            files={KEPT_ROWS_NAME: {"size_bytes": self.kept_bytes}},
+        )
+        small = [self._config_bytes(), manifest.to_bytes(), self._card(manifest)]
+        small += [] if ranked is None else [freq_bytes(ranked)]
         gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
         screen = 0 if self.screen is None else sum(plan.size_bytes for plan in self.screen[0])
-        return sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0) + screen + gguf
+        tensors = sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0)
+        return tensors + screen + gguf + sum(map(len, small))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `eagle-convert --dry-run --json` prints it."""
@@ -142,9 +152,8 @@ class Planned:
         small = self._side_files()
         with atomic_directory(self.folder, force=self.inputs.options.force, marker=MANIFEST_NAME) as folder:
             files = self._write_tensors(folder)
-            config = json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
             # Before the GGUF files, which are made of it.
-            (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
+            (folder / CONFIG_NAME).write_bytes(self._config_bytes())
             if self.inputs.gguf is not None:
                 files |= gguf_writer(self.inputs.gguf, gguf_title(self.manifest))(folder)
             manifest = replace(
@@ -154,22 +163,27 @@ class Planned:
                 files=dict(files),
                 **what_was_read(self.manifest, self.head, self.lm_head),
             )
-            card = model_card(
-                manifest,
-                title=self.title,
-                bytes_before=self.bytes_before,
-                bytes_after=after,
-                rows_before=self.inputs.rows_before,
-                licence=self.inputs.licence,
-                plot=None if self.coverage is None else PLOT_NAME,
-                refused={found.engine for found in self.findings if found.severity == "error"},
-            )
-            for name, data in {CONFIG_NAME: config.encode(), **small, CARD_NAME: card.encode()}.items():
+            for name, data in {CONFIG_NAME: self._config_bytes(), **small, CARD_NAME: self._card(manifest)}.items():
                 (folder / name).write_bytes(data)
                 files[name] = record_of_bytes(data)
             manifest = replace(manifest, files=dict(sorted(files.items())))
             (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
         return Conversion(self.folder, manifest, self.coverage, self.inputs.rows_before, self.bytes_before, after)
+
+    def _config_bytes(self) -> bytes:
+        return (json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    def _card(self, manifest: Manifest) -> bytes:
+        return model_card(
+            manifest,
+            title=self.title,
+            bytes_before=self.bytes_before,
+            bytes_after=bytes_per_draft_step(self.head, manifest.draft_vocab),
+            rows_before=self.inputs.rows_before,
+            licence=self.inputs.licence,
+            plot=None if self.coverage is None else PLOT_NAME,
+            refused={found.engine for found in self.findings if found.severity == "error"},
+        ).encode()
 
     def _side_files(self) -> dict[str, bytes]:
         found = {}
@@ -226,6 +240,11 @@ def plan_slim(
         coverage=None if measured is None else measured[0],
         is_guess=ranking is not None and vocab is not None and ranking.is_guess,
     )  # fmt: skip
+
+
+def _blank(ids: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """As large as the checksums of rows that are not read yet."""
+    return np.zeros((len(ids), 8), np.uint8)
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:

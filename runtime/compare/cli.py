@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 from eagle_slim.vocab_tools.base_cli import (
     EagleCommand,
     emit_json,
@@ -113,6 +114,11 @@ def compare(**options: Any) -> int:
     log_file, show = options.pop("miss_log"), options.pop("progress")
     if resume and out is None:
         raise UsageError("--resume continues the comparison of an --out. Give --out.", option="--resume")
+    given = click.get_current_context().get_parameter_source
+    beside = [name for name in ("depth", "draft_top_k", "total_tokens") if given(name) is not ParameterSource.DEFAULT]
+    if options["trees"] and beside:
+        named = ", ".join("--" + name.replace("_", "-") for name in beside)
+        raise UsageError(f"--tree gives depth, top-k and nodes of every tree. Leave {named} out.", option="--tree")
     sampling = SamplingConfig(**{name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")})
     asked = CompareOptions(
         **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},

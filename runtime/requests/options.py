@@ -169,13 +169,14 @@ def build_processors(
     """Build the processors of one request; None where nothing changes logits.
 
     ``vocab_size``: logits per position. ``extra`` processors come last; ``record`` is called with what goes in and what
-    comes out. Raises `UsageError` for a value that transformers refuses, a token id outside the vocabulary, and an
-    ``extra`` that is no list of callables.
+    comes out. Raises `UsageError` for a value that transformers refuses, a token id outside the vocabulary or both
+    forced and suppressed, and an ``extra`` that is no list of callables.
     """
     if not isinstance(extra, Sequence) or not all(callable(processor) for processor in extra):
         raise UsageError(
             f"logits_processor is a list of callables of (input_ids, scores); got {extra!r}.", option="logits_processor"
         )
+    begin = prompt_length + int(prompt_length <= 1 and "forced_bos_token_id" in options)
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}
     eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
@@ -195,9 +196,7 @@ def build_processors(
             eos and hf.ExponentialDecayLengthPenalty(tuple(v), eos_tensor, prompt_length)
         ),
         "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
-        "begin_suppress_tokens": lambda v: hf.SuppressTokensAtBeginLogitsProcessor(
-            v, prompt_length + int(prompt_length <= 1 and "forced_bos_token_id" in options), **place
-        ),
+        "begin_suppress_tokens": lambda v: hf.SuppressTokensAtBeginLogitsProcessor(v, begin, **place),
     }
     built: list[tuple[str, Any]] = []
     for name in PENALTIES:
@@ -219,6 +218,14 @@ def build_processors(
                 )
         if processor:
             built.append((name, processor))
+    for name, length in (("forced_bos_token_id", 1), ("forced_eos_token_id", prompt_length + max_new_tokens - 1)):
+        forced = set(_leaves(options.get(name, ())))
+        for other in ("suppress_tokens", *(("begin_suppress_tokens",) if length == begin else ())):
+            if length >= prompt_length and forced and forced <= set(_leaves(options.get(other, ()))):
+                raise UsageError(
+                    f"{name} = {options[name]!r} is in {other}, which leaves no token. Take it out of one of them.",
+                    option=name, other=other,
+                )  # fmt: skip
     steps = [*built, *((type(processor).__name__, processor) for processor in extra)]
     if record is not None:
         steps = [("output_scores", record.before), *steps, ("output_scores", record.after)]

@@ -88,7 +88,8 @@ def compare(run: Run, pair: Pair, tmp_path: Path) -> Run:
 
     def call(*args: str, head: str = pair.slim, prompts: str = "hello\n") -> Ended:
         (tmp_path / "p.txt").write_text(prompts)
-        given = ("--target", pair.target, *TREE, "--prompts", str(tmp_path / "p.txt"), "--modes", "greedy")
+        tree = () if "--tree" in args else TREE
+        given = ("--target", pair.target, *tree, "--prompts", str(tmp_path / "p.txt"), "--modes", "greedy")
         return run(compare_cli.main, head, *given, *args)
 
     return call
@@ -579,6 +580,9 @@ def test_progress_is_told_without_a_terminal(
     [
         (["--sizes", "full,x"], "the form full,16384,4096"),
         (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
+        (["--tree", "5,10,60", "--depth", "5", "--draft-top-k", "4"], "Leave --depth, --draft-top-k out."),
+        (["--token-map", ""], "is empty"),
+        (["--counts", ""], "is empty"),
         (["--batch", "1,x"], "1,4,16"),
         (["--follow", "prompt,text"], "prompt,none"),
         (["--resume"], "Give --out"),

@@ -169,6 +169,8 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
         (["rank", "CHAT", "--tokenizer", "WORDS"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer range."),
+        (["rank", "", "--tokenizer", "TOK"], "is empty"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--candidates", ""], "is empty"),
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
         (["frobnicate"], "No such command"),

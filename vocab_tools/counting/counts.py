@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TokenizerError, UsageError, VocabularyError, errors_of
-from ..files import regular_file, write_file
+from ..files import check_named, regular_file, write_file
 
 JSON = Any
 
@@ -208,10 +208,12 @@ class TokenCounts:
         """Read and check a file written by `save`.
 
         Raises:
+            UsageError: the name is empty.
             VocabularyError: missing, not a counts file, of a newer version, or damaged.
         """
         from safetensors import SafetensorError, safe_open
 
+        check_named(path)
         regular_file(path, VocabularyError, "counts file")
         try:
             with safe_open(path, "numpy") as file:

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import UsageError
 from ..tokenizer.forced import ForcedIds, forced_ids
+from ..tokenizer.load import check_tokenizer
 from ..tokenizer.tokenizer import LoadedTokenizer
 from ..vocabulary.draft_vocab import DraftVocab, check_ids
 
@@ -47,7 +48,7 @@ class Pool:
         tokenizer: LoadedTokenizer | None,
         num_counts: int,
         target_vocab: int,
-        candidates: ArrayLike | None,
+        candidates: ArrayLike | DraftVocab | None,
         forced: ForcedIds | Sequence[int] | None,
         warnings: list[str],
     ) -> Pool:
@@ -79,6 +80,9 @@ class Pool:
             wanted = wanted[np.isin(wanted, real)]
         if candidates is None:
             return cls(real, wanted, reasons, target_vocab, None, [], warnings)
+        if isinstance(candidates, DraftVocab):
+            check_made_with(candidates, tokenizer, "the candidates")
+            candidates = candidates.ascending_ids
         trained = check_ids(candidates, target_vocab, "ids the head was trained on")
         pool = real[np.isin(real, trained)]
         if len(pool) < len(trained):
@@ -150,6 +154,13 @@ class Pool:
                 size=size,
                 real=len(self.ids),
             )
+
+
+def check_made_with(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, where: str) -> None:
+    """Raise TokenizerError for a vocabulary, named by `where`, that records another tokenizer than the one given."""
+    made_with = vocab.provenance.get("tokenizer_hash")
+    if tokenizer is not None and made_with is not None:
+        check_tokenizer(tokenizer, made_with, where)
 
 
 def round_up(size: int) -> int:

@@ -26,7 +26,7 @@ from ..vocabulary.draft_vocab import (
     doubts_of_rank,
     uncounted_warning,
 )
-from .pool import Pool, round_up, some
+from .pool import Pool, check_made_with, round_up, some
 from .shares import tokens_for_sizing
 
 
@@ -37,7 +37,7 @@ def rank_vocabulary(
     tokenizer: LoadedTokenizer | None = None,
     forced: ForcedIds | Sequence[int] | None = None,
     target_vocab: int | None = None,
-    candidates: ArrayLike | None = None,
+    candidates: ArrayLike | DraftVocab | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> DraftVocab:
     """Rank the vocabulary by counted text and cut it to a size.
@@ -58,7 +58,7 @@ def rank_vocabulary(
     Raises:
         UsageError: size and coverage together, N below the forced ids or not below the
             real tokens, a coverage that no allowed size reaches.
-        TokenizerError: the counts were made with another tokenizer.
+        TokenizerError: the counts or the candidates were made with another tokenizer.
         VocabularyError: candidate ids break a rule.
     """
     if size is not None and coverage is not None:
@@ -102,7 +102,7 @@ def rank_by_order(
     tokenizer: LoadedTokenizer | None = None,
     forced: ForcedIds | Sequence[int] | None = None,
     target_vocab: int | None = None,
-    candidates: ArrayLike | None = None,
+    candidates: ArrayLike | DraftVocab | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> DraftVocab:
     """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
@@ -123,7 +123,7 @@ def rank_by_order(
     Raises:
         UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
         VocabularyError: ids of the order break a rule.
-        TokenizerError: the order is a vocabulary that was made with another tokenizer.
+        TokenizerError: the order, or the candidates, are a vocabulary that was made with another tokenizer.
     """
     found: dict[str, Any] = {}
     if target_vocab is None:
@@ -136,9 +136,7 @@ def rank_by_order(
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
     warnings: list[str] = []
     if isinstance(order, DraftVocab):
-        made_with = order.provenance.get("tokenizer_hash")
-        if tokenizer is not None and made_with is not None:
-            check_tokenizer(tokenizer, made_with, "the vocabulary")
+        check_made_with(order, tokenizer, "the vocabulary")
         warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
         order = order.target_ids
     pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)

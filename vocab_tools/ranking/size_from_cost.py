@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
+from ..files import check_named
 
 _STEP = 64
 # A gain in speed below this is not worth more bytes.
@@ -53,6 +54,7 @@ class StepCost:
         Raises:
             UsageError: the file is none, or holds fewer than two sizes that can be told apart by their rows.
         """
+        check_named(path, "comparison")
         try:
             path = Path(path)
             path = path / "compare.json" if path.is_dir() else path
@@ -71,11 +73,18 @@ class StepCost:
             doubts = tuple(_doubts(report, first["mode"], first["batch"]))
             covered = np.interp(np.log(sizes), np.log(curve["sizes"]), curve["covered"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            found = "no speed of a draft vocabulary or no coverage in it"
+            if isinstance(error, OSError):
+                found = str(error.strerror)
+            elif isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+                found = f"no JSON: {error}"
+            elif isinstance(error, KeyError):
+                found = f"no {error} in it"
             raise UsageError(
-                f"{path}: not the compare.json of a comparison with a ranking ({error}). Make one with eagle-compare "
-                "--sizes full,16384,4096 --out DIR.",
-                option="--cost",
-            ) from error
+                f"{path}: expected the compare.json of a comparison with a ranking, found {found}. Make one with "
+                "eagle-compare --sizes full,16384,4096 --out DIR.",
+                option="--cost", path=str(path), found=found,
+            ) from error  # fmt: skip
         if len(set(sizes)) < 2:
             raise UsageError(
                 f"{path}: a cost per row takes two sizes or more, found {len(set(sizes))}. Compare more --sizes.",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import VocabularyError, errors_of
-from ..files import read_json, regular_file
+from ..files import check_named, read_json, regular_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, is_native, whole_numbers
 from .formats import NPY_NAMES, PICKLES
 from .token_map import D2TForm, ids_from_d2t
@@ -36,9 +36,11 @@ def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form
         The vocabulary, in the file's order for a list of ids and for rows that do not ascend.
 
     Raises:
+        UsageError: the name is empty.
         VocabularyError: missing, unreadable, a pickle that would run code, duplicates, ids out of range, a d2t in
             absolute or undecidable form.
     """
+    check_named(path)
     path = Path(path)
     source = _read(path)
     with errors_of(path):

@@ -368,6 +368,9 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
         replace(ranked, weights={"chat": 2.0})
     with raises(UsageError, options=["--counts", "--order"]):
         VocabRequest(counts=("a",), order="ids")
+    for empty in ({"counts": ("",)}, {"token_map": ""}):
+        with raises(UsageError, found=""):
+            VocabRequest(**empty)
     for size in (8.0, True):
         with raises(UsageError, option="--draft-vocab", found=size):
             convert(head, draft_vocab=size, vocabulary=ranked)

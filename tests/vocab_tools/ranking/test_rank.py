@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +222,11 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert np.array_equal(rank_by_order(vocab, 8, one, [], 320).target_ids, vocab.target_ids[:8])
     with raises(TokenizerError, expected=one.tokenizer_hash, found=other.tokenizer_hash):
         rank_by_order(vocab, 8, other, [], 320)
+    counts = token_counts([1] * 310, tokenizer_hash=other.tokenizer_hash)
+    assert len(rank_vocabulary(counts, None, None, None, [], 320, candidates=vocab)) == len(vocab)
+    for rank in (partial(rank_vocabulary, counts), partial(rank_by_order, None)):
+        with raises(TokenizerError, where="the candidates", expected=one.tokenizer_hash):
+            rank(tokenizer=other, forced=[], target_vocab=320, candidates=vocab)
 
 
 def test_only_ids_that_would_have_been_taken_are_missed() -> None:

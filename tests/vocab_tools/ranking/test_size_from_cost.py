@@ -44,11 +44,18 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
     assert choose_size(free, (64, 48000), (0.1, 1.0), 238, 4000)[0] <= 4000
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"rows": []}', "not json"])
-def test_what_is_no_comparison(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with raises(UsageError, option="--cost"):
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", "no JSON"), ("not json", "no JSON"), ("{}", "no 'rows' in it"), ("[]", "no speed"),
+     ('{"rows": []}', "no speed"), (None, "No such file")],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_comparison(tmp_path: Path, text: str | None, found: str) -> None:
+    if text is not None:
+        (tmp_path / "x.json").write_text(text)
+    with raises(UsageError, option="--cost", path=str(tmp_path / "x.json")) as error:
         StepCost.load(tmp_path / "x.json")
+    assert error.value.facts["found"].startswith(found)
 
 
 def test_one_size_has_no_slope(tmp_path: Path) -> None:
