@@ -17,7 +17,11 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = decoding.phase_times
     monkeypatch.setattr(step, "phase_times", lambda *a, **options: timed(*a, **options, rounds=1, times=1))
     model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
-    rows = list(step.measure(model, 60, [TreeConfig(1, 4, 8), TreeConfig(1, 4, 4)], 1, [20, 40], 1e9, is_first=True))
+    found = list(step.measure(model, 60, [TreeConfig(1, 4, 8), TreeConfig(1, 4, 4)], 1, [20, 40], 1e9, is_first=True))
+    rows = [row for row in found if "prompt" not in row]
+    prompts = [row for row in found if "prompt" in row]
+    assert [(row["nodes"], row["prompt"]) for row in prompts] == [(8, 20), (1, 20)]
+    assert all(row["first_token_ms"] > 0 for row in prompts)
     assert [(row["nodes"], row["prefix"], row["sampled"]) for row in rows] == [
         (8, 20, True), (8, 20, False), (8, 40, False), (4, 20, False), (4, 40, False),
         (1, 20, True), (1, 20, False), (1, 40, False),
