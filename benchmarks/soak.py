@@ -166,6 +166,9 @@ def main(argv: list[str] | None = None) -> None:
     if on_gpu:
         shapes = [(t, slots, m.draft_vocab) for t in TREES[:2] for m in models for slots in BUCKETS]
         compile_ahead("smollm2-135m", shapes, device)
+        for each in models:
+            # A cache grows with the longest prompt so far, which may come late: none grows from here on.
+            each.warmup(16, min(args.longest + args.new, each.max_model_len or args.longest + args.new))
     assert model.tokenizer is not None
     text = model.tokenizer(read_text(), add_special_tokens=False)["input_ids"]
     pool = Pool(model, read_chats(model), text, args.seed, args.questions, args.new)
