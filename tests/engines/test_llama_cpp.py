@@ -6,7 +6,8 @@ weights and 8-bit activations, ours with the same weights in float32.
 """
 
 import shutil
-from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from engines.artifacts import command
+from tokenizers import Tokenizer
 
 from benchmarks.shared.llama_cpp import Answer, chat_prompts, generate
 
@@ -46,13 +48,13 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def drafted(llama_cpp: Path, artifacts: dict[str, Path], prompts: list[str]) -> dict[str, list[Answer]]:
     """By size, what llama.cpp answered with the bf16 head."""
-    return {
-        size: [
-            generate(llama_cpp, prompt, folder / "model-bf16.gguf", depth=DEPTH, num_tokens=NUM_TOKENS)
-            for prompt in prompts
-        ]
-        for size, folder in artifacts.items()
-    }
+    return {size: answers_to(prompts, llama_cpp, folder / "model-bf16.gguf") for size, folder in artifacts.items()}
+
+
+def answers_to(prompts: list[str], program: Path, head: Path | None) -> list[Answer]:
+    """What llama.cpp answers to each prompt; two processes at a time, as each computes on one thread."""
+    with ThreadPool(2) as pool:
+        return pool.map(lambda prompt: generate(program, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS), prompts)
 
 
 def accepted_length(answers: list[Answer]) -> float:
@@ -60,41 +62,56 @@ def accepted_length(answers: list[Answer]) -> float:
     return sum(answer.num_tokens for answer in answers) / sum(answer.num_passes for answer in answers)
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(embedded_target_folder()).backend
+
+
 def ids_of(text: str) -> list[int]:
-    return load_tokenizer(embedded_target_folder()).backend.encode(text, add_special_tokens=False).ids
+    return tokenizer().encode(text, add_special_tokens=False).ids
 
 
-@dataclass
 class Along:
-    """A logits processor that makes the target follow a text, and keeps what it would have preferred.
+    """A logits processor that makes the target follow texts, and keeps what it would have preferred.
 
     Attributes:
-        text: prompt and answer.
-        gaps: by position, log-odds between the target's own first choice and the text's token.
+        texts: prompts and answers, none of which begins as another does.
+        gaps: for each, by position, log-odds between the target's own first choice and the text's token.
     """
 
-    text: list[int]
-    gaps: dict[int, float] = field(default_factory=dict)
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+        self.gaps: list[dict[int, float]] = [{} for _ in texts]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = input_ids.shape[1]
-        if place >= len(self.text):
-            return scores
-        token = self.text[place]
-        self.gaps[place] = float(scores.max() - scores[0, token])
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+        before = input_ids[0].tolist()
+        place = len(before)
+        for text, gaps in zip(self.texts, self.gaps, strict=True):
+            if len(text) > place and text[:place] == before:
+                gaps[place] = float(scores.max() - scores[0, text[place]])
+                return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([text[place]]), 0.0)
+        return scores
+
+    def is_at_end(self, input_ids: torch.Tensor, _: None) -> bool:
+        return input_ids[0].tolist() in self.texts
 
 
-def drafted_by_us(model: SpeculativeModel, prompt: str, text: str) -> tuple[int, dict[int, float]]:
-    """Passes that our chain needs for a text, and by how much the target would have preferred other tokens.
+def drafted_by_us(model: SpeculativeModel, prompts: list[str], texts: list[str]) -> tuple[int, list[dict[int, float]]]:
+    """Passes that our chain needs for texts, and for each by how much the target would have preferred other tokens.
 
     llama.cpp drafts before the first token of an answer, we after it: so the last token of the prompt is the first.
+    All texts at once: each pass reads the weights for all of them.
     """
-    before, after = ids_of(prompt), ids_of(text)
-    along = Along(before + after)
-    output = model.generate([before[:-1]], max_new_tokens=1 + len(after), ignore_eos=True, logits_processor=[along])
-    assert list(output.results[0].token_ids) == [before[-1], *after]
-    gaps = {place - len(before): gap for place, gap in along.gaps.items() if place >= len(before)}
+    befores, afters = [ids_of(prompt) for prompt in prompts], [ids_of(text) for text in texts]
+    along = Along([before + after for before, after in zip(befores, afters, strict=True)])
+    output = model.generate(
+        [before[:-1] for before in befores], max_new_tokens=1 + max(map(len, afters)), max_slots=len(prompts),
+        ignore_eos=True, logits_processor=[along], stopping_criteria=[along.is_at_end],
+    )  # fmt: skip
+    gaps = []
+    for result, before, after, found in zip(output.results, befores, afters, along.gaps, strict=True):
+        assert list(result.token_ids) == [before[-1], *after]
+        gaps.append({place - len(before): gap for place, gap in found.items() if place >= len(before)})
     return sum(output.stats.accepted_lengths.values()), gaps
 
 
@@ -110,13 +127,11 @@ def test_the_accepted_length_is_ours(
     model = SpeculativeModel.from_pretrained(
         head=artifacts[size], depth=DEPTH - 1, top_k=1, total_tokens=DEPTH + 1, dtype="float32", device="cpu"
     )
-    passes, gaps = 0, []
     for prompt, answer in zip(prompts, drafted[size], strict=True):
         assert len(ids_of(prompt)) == answer.num_prompt
         assert len(ids_of(answer.text)) == answer.num_tokens
-        needed, gaps_here = drafted_by_us(model, prompt, answer.text)
-        passes += needed
-        gaps += gaps_here.values()
+    passes, found = drafted_by_us(model, prompts, [answer.text for answer in drafted[size]])
+    gaps = [gap for gaps_here in found for gap in gaps_here.values()]
     theirs = accepted_length(drafted[size])
     ours = sum(answer.num_tokens for answer in drafted[size]) / passes
     others = [gap for gap in gaps if gap > 0]
@@ -139,8 +154,7 @@ def test_drafts_change_no_text_but_near_ties(
 ) -> None:
     model = SpeculativeModel.from_pretrained(head=artifacts["16384"], dtype="float32", device="cpu")
     num_different = 0
-    for index, prompt in enumerate(prompts):
-        plain = generate(llama_cpp, prompt, None, depth=DEPTH, num_tokens=NUM_TOKENS)
+    for index, (prompt, plain) in enumerate(zip(prompts, answers_to(prompts, llama_cpp, None), strict=True)):
         assert plain.num_accepted == 0
         one = ids_of(plain.text)
         for answers in drafted.values():
@@ -149,7 +163,7 @@ def test_drafts_change_no_text_but_near_ties(
             if place is not None:
                 num_different += 1
                 for text in (plain.text, answers[index].text):
-                    assert drafted_by_us(model, prompt, text)[1][place] < NEAR_TIE
+                    assert drafted_by_us(model, [prompt], [text])[1][0][place] < NEAR_TIE
     figures["SmolLM2 in llama.cpp, answers that differ from decoding without drafts, all near-ties"] = (
         f"{num_different} of {len(prompts) * len(SIZES)}"
     )
@@ -164,8 +178,7 @@ def test_other_types_draft_as_well(
     prompts: list[str],
     figures: dict[str, str],
 ) -> None:
-    head = artifacts["16384"] / f"model-{kind}.gguf"
-    answers = [generate(llama_cpp, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS) for prompt in prompts]
+    answers = answers_to(prompts, llama_cpp, artifacts["16384"] / f"model-{kind}.gguf")
     figures[f"SmolLM2 in llama.cpp, 16384 rows in {kind}"] = f"accepted length {accepted_length(answers):.3f}"
     assert accepted_length(answers) > 0.95 * accepted_length(drafted["16384"])
 
@@ -176,14 +189,12 @@ def test_a_broken_map_is_caught(
     """llama.cpp loads it without a word, as other engines do; `eagle-verify` names it."""
     import gguf
 
-    folder = shutil.copytree(artifacts["4096"], tmp_path / "broken")
+    others = shutil.ignore_patterns("model-f16.gguf", "model-q8_0.gguf")  # seven seconds to read each
+    folder = shutil.copytree(artifacts["4096"], tmp_path / "broken", ignore=others)
     (d2t,) = [tensor for tensor in gguf.GGUFReader(folder / "model-bf16.gguf", "r+").tensors if tensor.name == "d2t"]
     d2t.data[:] = np.roll(d2t.data, 1)
     d2t.data.flush()
-    answers = [
-        generate(llama_cpp, prompt, folder / "model-bf16.gguf", depth=DEPTH, num_tokens=NUM_TOKENS)
-        for prompt in prompts[:3]
-    ]
+    answers = answers_to(prompts[:3], llama_cpp, folder / "model-bf16.gguf")
     figures["SmolLM2 in llama.cpp, 4096 rows, map shifted"] = f"accepted length {accepted_length(answers):.3f}"
     assert accepted_length(answers) < 1.1
     assert "d2t differs" in verify_artifact(folder, offline=True)["model-bf16.gguf"].detail

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from engines import oracle
 from engines.artifacts import OracleFiles, expected_ids
-from engines.protocol import Json, ask_together
+from engines.protocol import Json, ask, ask_together
 
 pytestmark = pytest.mark.engine("sglang")
 
@@ -19,12 +19,14 @@ EAGLE3_CASES = {
 }
 
 
-def load(files: OracleFiles, jobs: list[Json], ranks: int = 1) -> list[list[Json]]:
+def load(files: OracleFiles, jobs: list[Json]) -> list[Json]:
+    return ask("sglang_worker.py", [{"target": str(files.target), **job} for job in jobs], 0, 1, free_port())
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    jobs = [{"target": str(files.target), **job} for job in jobs]
-    return ask_together("sglang_worker.py", jobs, [(rank, ranks, port) for rank in range(ranks)])
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,7 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs["EAGLE-2 unconverted"] = {"head": str(oracle_files.head("eagle1")), "algorithm": "EAGLE", "token_map": None}
     jobs["token map"] = {"token_map": token_map}
     jobs["token map of an EAGLE-3 artifact"] = {"token_map": str(oracle_files.artifact("full", 640) / "freq_640.pt")}
-    (results,) = load(oracle_files, list(jobs.values()))
-    return dict(zip(jobs, results, strict=True))
+    return dict(zip(jobs, load(oracle_files, list(jobs.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", EAGLE3_CASES)
@@ -85,8 +86,9 @@ def test_an_unconverted_eagle2_head_would_not_be_a_draft_head(loaded: dict[str, 
 
 
 def test_two_tensor_parallel_ranks_hold_their_own_rows(oracle_files: OracleFiles) -> None:
-    jobs = [{"head": str(oracle_files.artifact("full", 640)), "algorithm": "EAGLE3"}]
-    for (result,) in load(oracle_files, jobs, ranks=2):
+    artifact, port = str(oracle_files.artifact("full", 640)), free_port()
+    job = {"target": str(oracle_files.target), "head": artifact, "algorithm": "EAGLE3"}
+    for (result,) in ask_together("sglang_worker.py", [job], [(rank, 2, port) for rank in range(2)]):
         assert result["unloaded"] == []
         assert result["lm_head_rows"] == result["lm_head_rows_of_file"] == 320
         assert result["lm_head_equal"]
@@ -99,7 +101,7 @@ def test_the_mtp_layer_of_qwen3_5_takes_a_token_map_unless_its_lm_head_is_tied(
 ) -> None:
     rows, ids = 248_320, [248_000, 5, 77, *range(1000, 5096)]
     token_map = str(oracle.write_token_map(tmp_path / "freq.pt", ids))
-    ((result,),) = load(oracle_files, [{"mtp_rows": rows, "tied": tied, "token_map": token_map}])
+    (result,) = load(oracle_files, [{"mtp_rows": rows, "tied": tied, "token_map": token_map}])
     assert "error" not in result, result
     assert result["class"] == "Qwen3_5ForCausalLMMTP"
     assert result["hot_token_ids"] == ids

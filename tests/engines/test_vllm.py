@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import oracle
 from engines.artifacts import TAPS, OracleFiles, break_map, command, expected_ids, target_ids
-from engines.protocol import Json, ask
+from engines.protocol import Json, ask, ask_together
 
 pytestmark = pytest.mark.engine("vllm")
 
@@ -125,6 +125,6 @@ def test_eagle_verify_accepts_what_vllm_accepted(oracle_files: OracleFiles) -> N
 
 def test_two_tensor_parallel_ranks(oracle_files: OracleFiles) -> None:
     artifact = oracle_files.artifact("full", 640)
-    (result,) = ask("vllm_worker.py", [job(oracle_files, artifact, tensor_parallel=2)])
+    ((result,),) = ask_together("vllm_worker.py", [job(oracle_files, artifact, tensor_parallel=2)], [()])
     assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
     assert result["accepted"] == result["drafted"] > 0
