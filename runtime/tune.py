@@ -57,6 +57,8 @@ from .launches import KINDS, TILE_KINDS, recorded_lines, shape_key
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
+LEAST_TILE_GAIN = 0.04
+"""Of the target's kernels, which run beside their neighbours in a forward: less, of one alone, tells nothing there."""
 PREFIX = 512
 """Cached pairs while timing."""
 
@@ -170,7 +172,7 @@ def tune(
 
 def search(
     derived: Any, tried: Mapping[str, Any], measure: Callable[[Any, Any], tuple[float, float]],
-    left: Callable[[], float],
+    left: Callable[[], float], least_gain: float = LEAST_GAIN,
 ) -> tuple[Any, list[Trial]]:  # fmt: skip
     """Choose among ``derived``, what is ``tried`` beside it, and the gains together; see `tune`."""
     trials: list[Trial] = []
@@ -198,8 +200,8 @@ def search(
         before = left()
         attempt(name, params)
         longest = max(longest, before - left())
-    good = sorted((trial for trial in trials[1:] if trial.gain > LEAST_GAIN), key=lambda trial: -trial.gain)
-    best, gain = (tried[good[0].name], good[0].gain) if good else (derived, LEAST_GAIN)
+    good = sorted((trial for trial in trials[1:] if trial.gain > least_gain), key=lambda trial: -trial.gain)
+    best, gain = (tried[good[0].name], good[0].gain) if good else (derived, least_gain)
     together = combine(derived, [tried[trial.name] for trial in good])
     if together not in (best, derived) and left() > longest:
         trial = attempt(" + ".join(trial.name for trial in good), together)
@@ -424,11 +426,12 @@ def tune_tiles(
             continue
         task = task_of(kind, shape, device, prefixes)
         tried = trials_of_tiles(task, cache.tiles_elsewhere(kind, key), args.variants)
-        best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left)
+        best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left, LEAST_TILE_GAIN)
         print_trials(f"{kind} {key}", trials, best)
-        # Who adds parts follows from the other tiles.
-        ruled = ("walks", "shares")
-        cache.tiles[kind][key] = {name: value for name, value in asdict(best).items() if name not in ruled}
+        # What the rule has is left to it, and who adds parts follows from the other tiles.
+        own, ruled = asdict(task.own), ("walks", "shares")
+        changes = {name: value for name, value in asdict(best).items() if name not in ruled and value != own[name]}
+        cache.tiles[kind][key] = changes
         cache.save()
         done += 1
     return done

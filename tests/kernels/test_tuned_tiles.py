@@ -231,9 +231,9 @@ def test_one_command_tunes_all_kernels(
     cache = TunedCache(tuned)
     assert cache.find(cfg, chip)[1]
     keys = {kind: launches.shape_key(chip.name, shape) for kind, shape in (("products", SUM), ("attention", TREE))}
-    for kind, key in keys.items():
-        assert cache.tiles[kind][key]["num_warps"] == 8
-        assert not {"walks", "shares"} & set(cache.tiles[kind][key])
+    # Only what the rule has not; of attention in fp32 it has 8 warps.
+    assert cache.tiles["products"][keys["products"]] == {"num_warps": 8}
+    assert cache.tiles["attention"][keys["attention"]].keys().isdisjoint({"num_warps", "head_dim"})
     # What other GPUs have stays; what is tuned is not tuned again unless that is asked for.
     assert cache.tiles["products"][SUM_KEY] == {"num_stages": 4}
     tune.main(asked)

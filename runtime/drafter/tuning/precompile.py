@@ -61,9 +61,10 @@ def compile_all(
 ) -> list[bool]:  # fmt: skip
     """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch.
 
-    An interrupt is this process's alone: a pool whose workers it ends can wait for them forever.
+    An interrupt is this process's alone: a pool whose workers it ends can wait for them forever. Each worker takes up
+    to 1 GB of the GPU, so there are 12 at most.
     """
-    processes = max(1, min(28, (os.cpu_count() or 2) - 2))
+    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     if len(jobs) < 2 or processes < 2:
         return [False] * len(jobs)
     context = multiprocessing.get_context("spawn")

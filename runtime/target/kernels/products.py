@@ -121,24 +121,27 @@ def product_tiles(
 ) -> ProductTiles:
     """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
-    ``has_bulk``: the weight and the rows can be copied by descriptors. Measured on one H200 with single products and
-    whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
+    ``has_bulk``: the weight and the rows can be copied by descriptors. Measured on an H200 and an H100 with single
+    products and whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
     """
-    is_pair = kind == "pairs"
+    is_pair, is_small = kind == "pairs", shape.size * shape.depth < _SMALL
     n = 128 if is_pair else 64
     if itemsize == 4:
         tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
-    elif rows <= 64 and shape.size * shape.depth < _SMALL:
+    elif rows <= 64 and is_small:
         # Many small programs: the rows are cut too, and the weights come from the L2.
-        tiles = ProductTiles(n, 64 if is_pair else 128, 16, 4, 4 if is_pair else 3, ahead=512 if rows > 16 else 256)
+        stages = 4 if is_pair or shape.depth >= 1024 else 3
+        tiles = ProductTiles(64, 64 if is_pair else 128, 16, 4, stages, ahead=512 if rows > 16 else 256)
     elif rows <= 16:
         # Of pairs narrower tiles where they are many, deeper ones where they are few.
         n, is_many = (64, True) if is_pair and shape.splits == 1 else (n, False)
         tiles = ProductTiles(n, 128, 16, 4, 4 if is_many else 3, ahead=256)
     elif rows <= 64:
         tiles = ProductTiles(n, 64, 64, 4, 3 if is_pair and shape.splits == 1 else 5, ahead=128)
-    elif shape.size * shape.depth < _SMALL:
-        tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
+    elif is_small:
+        few = rows <= 256
+        stages = 4 if few and not is_pair and shape.depth >= 1024 else 3
+        tiles = ProductTiles(64 if few else n, 64, 32 if few else 64, 4, stages)
     else:
         # As wide as registers allow, where there is one part and copies need none; else two programs share a
         # multiprocessor.
