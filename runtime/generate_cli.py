@@ -13,13 +13,20 @@ from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 
-from .options_cli import check_names, load_heads, miss_log_option, model_options, show_warnings_as_lines
+from .options_cli import (
+    check_names,
+    load_heads,
+    miss_log_option,
+    model_options,
+    partial_options,
+    partial_verification,
+    show_warnings_as_lines,
+)
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
     from .requests.output import GenerationOutput
     from .requests.stats import GenerationStats
-    from .settings import PartialVerification
 
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
@@ -73,15 +80,7 @@ Examples:
 @click.option("--stop", multiple=True, callback=_stop_texts, metavar="TEXT",
               help="End the answer at this text; repeat for more than one.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
-@click.option("--partial-verification", type=click.Choice(["exact", "lossy"]),
-              help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes "
-              "confirm; `lossy` may change the text.")  # fmt: skip
-@click.option("--partial-blocks", type=click.IntRange(min=1), metavar="N",
-              help="Blocks of 64 keys in that part, besides the recent ones. Default: 256.")  # fmt: skip
-@click.option("--partial-steps", type=click.IntRange(min=1), metavar="N",
-              help="Passes over that part between two full passes. Default: 8.")  # fmt: skip
-@click.option("--partial-from", type=click.IntRange(min=0), metavar="TOKENS",
-              help="Minimum prompt length. Default: 65,536.")  # fmt: skip
+@partial_options
 @miss_log_option
 @click.option("--stats", is_flag=True, help="Print more: steps, concurrent sequences, launches, finish reasons.")
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
@@ -111,7 +110,7 @@ def generate(**options: Any) -> None:
             "--follow-rows is how many ids join with --follow. Give --follow prompt as well.",
             option="--follow-rows", missing="--follow",
         )  # fmt: skip
-    options["partial_verification"] = _partial_verification(options)
+    options["partial_verification"] = partial_verification(options)
     system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
     more_figures = options.pop("stats")
     if raw and system is not None:
@@ -145,21 +144,6 @@ def generate(**options: Any) -> None:
         session.chat()
     else:
         session.answer(prompt, as_json)
-
-
-def _partial_verification(options: dict[str, Any]) -> PartialVerification | None:
-    from .settings import PartialVerification
-
-    mode = options.pop("partial_verification")
-    names = {"partial_blocks": "num_blocks", "partial_steps": "num_steps", "partial_from": "min_length"}
-    given = {field: options.pop(name) for name, field in names.items()}
-    given = {field: value for field, value in given.items() if value is not None}
-    if mode is None and given:
-        raise UsageError(
-            "--partial-blocks, --partial-steps and --partial-from say how --partial-verification works. Give it as "
-            "well.", missing="--partial-verification",
-        )  # fmt: skip
-    return None if mode is None else PartialVerification(mode, **given)
 
 
 def _check_text(name: str, text: str | None) -> None:

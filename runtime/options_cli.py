@@ -14,7 +14,7 @@ import click
 from eagle_slim.vocab_tools.base_cli import network_options, note
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .settings import TreeConfig
+from .settings import PartialVerification, TreeConfig
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
@@ -97,6 +97,48 @@ def miss_log_option(function: _Decorated) -> _Decorated:
         "--miss-log", metavar="FILE",
         help="Add the generated tokens to the counts in FILE, for `eagle-vocab merge` and `rank`.",
     )(function)  # fmt: skip
+
+
+_PARTIAL = (
+    click.option(
+        "--partial-verification", type=click.Choice(["exact", "lossy"]),
+        help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes confirm; "
+        "`lossy` may change the text.",
+    ),
+    click.option(
+        "--partial-blocks", type=click.IntRange(min=1), metavar="N",
+        help="Blocks of 64 keys in that part, besides the recent ones. Default: 256.",
+    ),
+    click.option(
+        "--partial-steps", type=click.IntRange(min=1), metavar="N",
+        help="Passes over that part between two full passes. Default: 8.",
+    ),
+    click.option(
+        "--partial-from", type=click.IntRange(min=0), metavar="TOKENS",
+        help="Minimum prompt length. Default: 65,536.",
+    ),
+)  # fmt: skip
+
+
+def partial_options(function: _Decorated) -> _Decorated:
+    """Add what `partial_verification` takes."""
+    for option in reversed(_PARTIAL):
+        function = option(function)
+    return function
+
+
+def partial_verification(options: dict[str, Any]) -> PartialVerification | None:
+    """Take it out of a command's options. Raises `UsageError` for the others without it."""
+    mode = options.pop("partial_verification")
+    names = {"partial_blocks": "num_blocks", "partial_steps": "num_steps", "partial_from": "min_length"}
+    given = {field: options.pop(name) for name, field in names.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    if mode is None and given:
+        raise UsageError(
+            "--partial-blocks, --partial-steps and --partial-from say how --partial-verification works. Give it as "
+            "well.", missing="--partial-verification",
+        )  # fmt: skip
+    return None if mode is None else PartialVerification(mode, **given)
 
 
 def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:

@@ -19,7 +19,16 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.errors import INTERRUPTED, UsageError
 
-from ..options_cli import check_names, load_heads, miss_log_option, model_options, progress_line, show_warnings_as_lines
+from ..options_cli import (
+    check_names,
+    load_heads,
+    miss_log_option,
+    model_options,
+    partial_options,
+    partial_verification,
+    progress_line,
+    show_warnings_as_lines,
+)
 from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 
@@ -93,6 +102,7 @@ Examples:
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Number of rounds.")
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
+@partial_options
 @miss_log_option
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @click.option("--resume", is_flag=True, help="Continue the comparison of --out, or print its report again.")
@@ -119,6 +129,7 @@ def compare(**options: Any) -> int:
     if options["trees"] and beside:
         named = ", ".join("--" + name.replace("_", "-") for name in beside)
         raise UsageError(f"--tree gives depth, top-k and nodes of every tree. Leave {named} out.", option="--tree")
+    options["partial_verification"] = partial_verification(options)
     sampling = SamplingConfig(**{name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")})
     asked = CompareOptions(
         **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},

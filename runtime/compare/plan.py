@@ -63,6 +63,7 @@ class Plan:
     def describe(self) -> dict[str, Any]:
         """Return what is compared, on which device and how, as plain values."""
         model, drafted, options = self.model, self.candidates[1:], self.options
+        ahead = options.partial_verification
         device = model.target.device
         threads = torch.get_num_threads()
         cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
@@ -83,6 +84,7 @@ class Plan:
             "modes": {mode: options.generation(mode) for mode in options.modes},
             "batches": list(options.batches),
             "max_new_tokens": options.max_new_tokens,
+            "partial_verification": ahead and {"ahead": str(ahead), "from": ahead.min_length},
             "repeats": options.repeats,
             "versions": {package: version(package) for package in ("eagle-slim", "torch", "transformers")},
         }

@@ -144,10 +144,11 @@ class _Run:
         self, candidate: Candidate, ids: Sequence[Any], key: AnswerKey, asked: Sequence[int]
     ) -> GenerationOutput:
         options = self.plan.options
+        ahead = None if candidate.is_plain else options.partial_verification
         try:
             return candidate.model.generate(
                 ids, max_new_tokens=options.max_new_tokens, max_slots=key.batch, speculative=not candidate.is_plain,
-                time_phases=True, **options.generation(key.mode),
+                time_phases=True, partial_verification=ahead, **options.generation(key.mode),
             )  # fmt: skip
         except PromptError as error:
             place, turn = asked[error.facts.get("prompt", 0)], key.turn + 1

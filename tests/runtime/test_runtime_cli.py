@@ -584,6 +584,7 @@ def test_progress_is_told_without_a_terminal(
         (["--token-map", ""], "is empty"),
         (["--counts", ""], "is empty"),
         (["--batch", "1,x"], "1,4,16"),
+        (["--partial-blocks", "3"], "--partial-verification"),
         (["--follow", "prompt,text"], "prompt,none"),
         (["--resume"], "Give --out"),
     ],

@@ -14,7 +14,7 @@ from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.errors import EagleSlimError, PromptError, UsageError
 from eagle_slim.runtime.requests.stats import GenerationStats
-from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
+from eagle_slim.runtime.settings import PartialVerification, SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.raising import raises
 from support.tiny_models import tiny_target, write_head, write_pair
@@ -115,6 +115,19 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
     assert (setup["heads"], setup["batches"]) == (["head"], [1])
     assert [curve.name for curve in report.curves] == ["these answers"]
+
+
+def test_drafted_answers_run_ahead(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, made, asked = PartialVerification("exact", 1, min_length=0), SpeculativeModel.generate, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append((options.get("speculative"), options.get("partial_verification")))
+        return made(*args, **options)
+
+    monkeypatch.setattr(SpeculativeModel, "generate", noted)
+    result = compare(model, [Prompt(("one two",))], greedy("full", 300, partial_verification=ahead))
+    assert asked[-3:] == [(False, None), (True, ahead), (True, ahead)]
+    assert result.report.setup["partial_verification"] == {"ahead": str(ahead), "from": 0}
 
 
 def test_every_step_is_timed(model: SpeculativeModel) -> None:
