@@ -83,13 +83,14 @@ def test_running_ahead_changes_no_token(tmp_path: Path, sampling: dict[str, Any]
 
 def test_full_passes_go_on_where_running_ahead_does_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From graphs that the call has captured before its first step, and which its statistics count."""
-    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 99.0)
+    # Three passes ahead would have to accept a whole chain to be worth that.
+    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
     model, _ = pair(tmp_path, "llama")
     prompts = random_prompts([440, 9, 333, 200])
     options: dict[str, Any] = {"max_new_tokens": 60, "max_slots": 2, "ignore_eos": True}
     plain = model.generate(prompts, speculative=False, **options)
     captured = model._decoders.graph_bytes
-    ahead = PartialVerification("exact", 8, min_length=0)
+    ahead = PartialVerification("exact", 1, num_steps=3, min_length=0)
     for _ in range(2):
         found = model.generate(prompts, partial_verification=ahead, **options)
         assert found.token_ids == plain.token_ids

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import PartialVerification, SpeculativeModel
+from eagle_slim.runtime.requests.tree_size import TreeSizes
 from eagle_slim.runtime.step import decoder, graphs
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.decoder import MOST_RULES
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
 from eagle_slim.runtime.step.graphs import GraphPool, recall
+from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -83,6 +85,19 @@ class Replays(GraphPool):
         return run
 
 
+def captures(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """Have a model capture its steps, as on a GPU."""
+    of = CallRules.of
+    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
+    monkeypatch.setattr(decoder, "side_stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    model._decoders._decoders.clear()
+    model._decoders._pool = pool = Replays()
+    model._decoders.eager_reason = None
+    return pool
+
+
 def test_graphs_of_rules_are_bounded_and_captured_anew(
     model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,14 +108,7 @@ def test_graphs_of_rules_are_bounded_and_captured_anew(
         for processed in ({}, {"repetition_penalty": 1.3}, {"suppress_tokens": [5]}, {"min_new_tokens": 5})
     ]
     wanted = [model.generate(prompts, max_new_tokens=8, **each).token_ids for each in rules]
-    of = CallRules.of
-    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
-    monkeypatch.setattr(decoder, "side_stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    model._decoders._decoders.clear()
-    model._decoders._pool = pool = Replays()
-    model._decoders.eager_reason = None
+    pool = captures(model, monkeypatch)
     counts = [pool.count]
     for each, tokens in [*zip(rules, wanted, strict=True)] * 2:
         assert model.generate(prompts, max_new_tokens=8, **each).token_ids == tokens
@@ -110,6 +118,24 @@ def test_graphs_of_rules_are_bounded_and_captured_anew(
     assert all(later > earlier for earlier, later in pairwise(counts))
     assert model.generate(prompts, max_new_tokens=8, **rules[-2]).token_ids == wanted[-2]
     assert pool.count == counts[-1]
+
+
+def test_running_ahead_and_what_follows_it_are_captured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama", max_position_embeddings=512)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=2, top_k=2, total_tokens=5)
+    prompts, options = random_prompts([440, 9, 333]), {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True}
+    wanted = model.generate(prompts, speculative=False, **options).token_ids
+    pool, ahead = captures(model, monkeypatch), PartialVerification("exact", 1, num_steps=3, min_length=0)
+    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
+    assert model.warmup(2, 490, partial_verification=ahead).num_graphs == pool.count
+    (kept,) = model._decoders._decoders.values()
+    assert isinstance(kept, PartialDecoder)
+    captured = [[key for graphs in each._graphs.values() for key in graphs] for each in (kept, kept.full)]
+    assert captured[0] == captured[1]
+    assert {("step", 1, "commit"), ("step", 2, "commit"), ("chunk", 64)} <= set(captured[0])
+    found = model.generate(prompts, partial_verification=ahead, **options)
+    assert found.token_ids == wanted
+    assert "then full passes" in found.stats.path
 
 
 def test_a_pool_without_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
