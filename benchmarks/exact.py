@@ -10,7 +10,7 @@ several, 16, and more than there are slots, so that slots are taken over and eve
 of one of these, after rows that a slot still holds. Questions are chats, and real text and random ids that end at
 multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an end. Every
 answer is compared with plain decoding of that question alone. An episode depends on ``--seed`` and its number only;
-each seed begins five trees further, so that several short runs go through all of them.
+each seed begins five variants further, so that several short runs go through all of them.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
 Exit status 1 where a token differs, nothing was compared, or the divergence is more than 2% above transformers'.

@@ -179,6 +179,7 @@ def making(name: str, device: torch.device, num_rows: int, num_states: int, rank
     model = random_target(name, dims, torch.bfloat16, device)
     target = TargetModel(model, default_taps(LAYERS[name]), Choice("transformers", "asked for"))
     head = random_head(dims, device, torch.bfloat16, lm_head_gain=PEAKED).of_rows(slice(num_rows))
+    synchronize(device)
     rng, seconds = np.random.default_rng(0), [time.perf_counter()]
 
     def draft(text: NDArray[np.int64], roots: NDArray[np.int64]) -> Tensor:

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument(
         "--slots", type=int, nargs="+", default=[None], help="of the decoders; default: one a sequence"
     )
-    command.add_argument("--tuned", nargs="+", metavar="FILE", help="tuned tiles, in turn, as EAGLE_SLIM_TUNED")
+    command.add_argument("--tuned", nargs="+", metavar="FILE", help="tuned tiles, in turn; drafts keep the first's")
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
     command.add_argument("--top-k", type=int, nargs="+", default=[10])
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
@@ -108,6 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     }  # fmt: skip
     for batch, count, tuned in product(args.batch, args.slots, args.tuned or [None]):
         if tuned is not None:
+            if not Path(tuned).is_file():
+                command.error(f"argument --tuned: there is no file {tuned}")
             os.environ["EAGLE_SLIM_TUNED"] = tuned
         # Several of the longest sequences would not fit.
         prefixes = args.prefixes if batch == 1 else args.prefixes[:1]

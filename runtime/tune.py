@@ -417,8 +417,9 @@ def tune_tiles(
         (kind, shape, device, cache.tiles_elsewhere(kind, shape_key(chip, shape)), args.variants)
         for kind, shape in todo
     ]
-    compiled = sum(compile_all(jobs, max(1.0, left() * 0.6), compile_tiles))
-    print(f"tiles of {compiled} of {len(todo)} shapes compiled ahead, {left():.0f} s left", flush=True)
+    if todo and left() > 0:
+        compiled = sum(compile_all(jobs, left() * 0.6, compile_tiles))
+        print(f"tiles of {compiled} of {len(todo)} shapes compiled ahead, {left():.0f} s left", flush=True)
     for kind, shape in todo:
         key = shape_key(chip, shape)
         if left() < 0:

@@ -168,6 +168,11 @@ class RunAhead:
         accepted = state.record[:-1, 0]
         self.counts[2] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
 
+    def counted(self) -> dict[str, int]:
+        """See `Decoder.counts`."""
+        passes, _, lost = self.counts.tolist()
+        return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
+
     def confirm(self, most: Tensor) -> None:
         """Forget what is more than ``most`` int32 [1] tokens ahead."""
         self._count.clamp_(max=most)
@@ -224,8 +229,7 @@ class PartialDecoder(Decoder):
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""
-        passes, _, lost = self.run_ahead.counts.tolist()
-        return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
+        return self.run_ahead.counted()
 
     def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
         """See `Decoder.enter`."""
@@ -273,11 +277,10 @@ class _FullDecoder(Decoder):
         super().__init__(
             other.target, other.cache, self.drafts, other.num_slots, other.waits, other._pool, other=other
         )  # fmt: skip
-        self._counts = other.counts
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""
-        return self._counts()
+        return self.drafts.counted()
 
     def _draft(self, places: int, rules: ChoiceRules) -> None:
         self.drafts.draft_tree()

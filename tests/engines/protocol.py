@@ -64,7 +64,15 @@ def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float 
 
 
 def end_workers() -> None:
-    """End what `ask` has started."""
+    """End what `ask` has started, whether it answers or not."""
+    for process, _ in _workers.values():
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
     _workers.clear()
     _opened.close()
 

@@ -1,7 +1,7 @@
 """Compile kernels in parallel processes before anything is timed; Triton's cache on disk hands them over.
 
-Nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what Triton
-specialises on, are those of the launch to come.
+For drafts nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what
+Triton specialises on, are those of the launch to come. The target's kernels are launched (`target_tiles`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def compile_all(
 ) -> list[bool]:  # fmt: skip
     """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch.
 
-    An interrupt is this process's alone: a pool whose workers it ends can wait for them forever. Each worker takes up
-    to 1 GB of the GPU, so there are 12 at most.
+    An interrupt is this process's alone: a pool whose workers it ends can wait for them forever. Each worker takes some
+    of the GPU's memory, so there are 12 at most.
     """
     processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     if len(jobs) < 2 or processes < 2:
@@ -79,5 +79,7 @@ def compile_all(
     failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
     if failed:
         print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
-    pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
+    # What still compiles may go on; what runs on the GPU would be in the way of what is timed.
+    is_on_gpu = compile_job is not compile_one
+    pool.shutdown(wait=is_on_gpu or all(future.done() for future in futures), cancel_futures=True)
     return done

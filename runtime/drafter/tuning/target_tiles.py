@@ -222,9 +222,15 @@ class AttentionTask:
 
 def trials_of_tiles(task: TileTask, elsewhere: Mapping[str, dict[str, int]], most: int | None) -> dict[str, Any]:
     """What to try beside a task's own tiles, by name: what was found for other GPUs, then ``most`` variants."""
-    found = {name: task.changed(changes) for name, changes in elsewhere.items()}
-    tried = {**found, **dict(list(task.variants().items())[:most])}
-    return {name: tiles for name, tiles in tried.items() if tiles not in (None, task.own)}
+    tried = [
+        (name, task.changed(changes)) for name, changes in elsewhere.items() if changes.keys() <= vars(task.own).keys()
+    ]
+    tried += list(task.variants().items())[:most]
+    found: dict[str, Any] = {}
+    for name, tiles in tried:
+        if tiles not in (None, task.own, *found.values()):
+            found[name] = tiles
+    return found
 
 
 def compile_tiles(
@@ -236,6 +242,8 @@ def compile_tiles(
     for tiles in (task.own, *trials_of_tiles(task, elsewhere, most).values()):
         with suppress(Exception):  # what does not compile or fit is said where it is measured
             task.runs(tiles)[0]()
+    del task
+    torch.cuda.empty_cache()
 
 
 TASKS = {"products": ProductTask, "attention": AttentionTask}

@@ -304,7 +304,10 @@ def qkv_product(
     tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
     half_block = _half_block(head_dim)
     # A whole head at least.
-    tiles = tiles if 2 * half_block <= tiles.block_n else _of_wide_heads(tiles, half_block)
+    if 2 * half_block > 128:
+        tiles = _of_wide_heads(tiles, half_block)
+    elif 2 * half_block > tiles.block_n:
+        tiles = replace(tiles, block_n=2 * half_block)
     overlaps, options = overlapping(weight.device)
     norm_q, norm_k = (weight, weight) if head_norms is None else head_norms
     args = HeadArgs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -136,6 +138,21 @@ def test_running_ahead_and_what_follows_it_are_captured_first(tmp_path: Path, mo
     found = model.generate(prompts, partial_verification=ahead, **options)
     assert found.token_ids == wanted
     assert "then full passes" in found.stats.path
+
+
+def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
+    """Its memory is there for the next one without waiting for cycles to be collected."""
+    kept = model._decoders
+    decoder = kept.get(2, 40, kept.tree, PartialVerification("exact", 1, min_length=0))
+    assert isinstance(decoder, PartialDecoder)
+    gone = weakref.ref(decoder.full), weakref.ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        kept._decoders.clear()
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_pool_without_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
