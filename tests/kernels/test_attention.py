@@ -137,7 +137,7 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
     _splits_kernel[(1,)](out, COUNT=count)
     split, start, stop = out.cpu()
     assert sorted(set(start.tolist())) == [
-        *range(0, 512, 128), 512, 768, *range(1024, 4096, 512), *range(4096, 32768, 1024), *range(32768, count, 2048)
+        *range(0, 512, 128), 512, 768, *range(1024, 4096, 512), *range(4096, 32768, 1024), *range(32768, count, 4096)
     ]  # fmt: skip
     key = torch.arange(count)
     assert bool(((start <= key) & (key < stop)).all())
@@ -145,6 +145,6 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
 
 
 def test_long_caches_and_many_rows_keep_few_states() -> None:
-    assert [attention_tiles(units, 132).programs for units in (8, 32, 512)] == [66, 16, 1]
-    states = [num_states(32768, attention_tiles(units, 132)) for units in (8, 32, 512)]
-    assert states == [40, 40, 1]
+    tiles = [attention_tiles(places, nodes, (32, 8, 128), 132, 2) for places, nodes in ((1, 1), (1, 60), (16, 60))]
+    assert [each.programs for each in tiles] == [66, 16, 1]
+    assert [num_states(32768, each) for each in tiles] == [40, 40, 1]

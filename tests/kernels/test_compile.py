@@ -21,9 +21,10 @@ pytestmark = pytest.mark.compiled
 SPILL_LIMIT_BYTES = 128
 
 # What may wait in local memory outside the loops of products: of attention the state of its rows while a split of keys
-# is gone through (64 rows by 128 numbers, among 128 threads); on sm_80 numbers that the end of a wide tile needs.
+# is gone through (64 rows by 128 numbers, among 128 threads); on chips without wgmma, numbers that the end of a wide
+# tile needs.
 WAITING_BYTES = {"main_kernel": 200}
-WIDE_ON_SM_80 = {"add_product_kernel": 128}
+WIDE_WITHOUT_WGMMA = {"add_product_kernel": 128}
 
 CASES = {
     "sm_80": ["--chip", "80", "--small"],
@@ -124,13 +125,15 @@ def test_the_listing_is_read_right() -> None:
         assert spills_among_products(LISTING.format(middle=middle, after=after)) == [spills]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
     reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability))
-    waiting = WAITING_BYTES | (WIDE_ON_SM_80 if capability == 80 else {})
+    # What is compiled for sm_80 runs as it is on sm_86 and sm_89, which have less.
+    chip = KNOWN_CHIPS[89 if capability == 80 else capability]
+    waiting = WAITING_BYTES | (WIDE_WITHOUT_WGMMA if capability in (80, 120) else {})
     assert len(reports) >= 30
     for name, report in reports.items():
-        assert report["shared_bytes"] <= KNOWN_CHIPS[capability].shared_bytes, name
+        assert report["shared_bytes"] <= chip.shared_bytes, name
         assert report["spills_among_products"] == 0, (name, report)
         assert report["spill_bytes"] <= waiting.get(name.split()[0], 0), (name, report)
         assert report["registers"] * 32 * report["num_warps"] <= 65536, name

@@ -18,7 +18,7 @@ from torch import nn
 
 COMMIT = "cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b"
 """Of github.com/SafeAILab/EAGLE: what these tests were written against."""
-UPSTREAM = os.environ.get("EAGLE_SLIM_UPSTREAM")
+UPSTREAM = os.environ.get("EAGLE_SLIM_UPSTREAM") or None
 LIKELY = slice(20, 24)
 _HIDDEN = 32
 

@@ -174,9 +174,9 @@ class AttentionTask:
         )
         count = torch.full((1,), self.places, dtype=torch.int32, device=self.device)
         self._trees = Trees(slots, count, tokens, parents_of, positions)
-        blocks = -(-self.nodes * self.group // AttentionTiles(1).rows)
-        is_wide = self.head_dim > 128 or self.dtype == torch.float32
-        self.own = attention_tiles(self.places * self.kv_heads * blocks, num_processors(self.device), is_wide)
+        self.own = attention_tiles(
+            self.places, self.nodes, shape, num_processors(self.device), self.dtype.itemsize
+        )  # fmt: skip
 
     def changed(self, changes: dict[str, int]) -> AttentionTiles | None:
         """See `TileTask`."""

@@ -15,7 +15,7 @@ in every forward that computes it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -70,8 +70,11 @@ class AttentionScratch(NamedTuple):
         """
         num_sms, sizes = num_processors(device), []
         for heads, kv_heads, head_dim in shapes:
-            units = kv_heads * -(-nodes * heads // kv_heads // MAIN_ROWS)
-            tiles = {count: attention_tiles(count * units, num_sms) for count in range(1, places + 1)}
+            # What decides the number of states is the same for every type.
+            tiles = {
+                count: attention_tiles(count, nodes, (heads, kv_heads, head_dim), num_sms, 2)
+                for count in range(1, places + 1)
+            }
             states = max(count * num_states(capacity, each) for count, each in tiles.items())
             sizes.append((states * nodes * heads * head_dim, states * nodes * heads * 2))
         out, stats = (
@@ -102,7 +105,7 @@ class AttentionTiles:
 def num_splits(capacity: int) -> int:
     """Splits of a sequence of ``capacity`` rows: `attention_kernels.split_of` the last, and 1."""
     splits, first = 0, 0
-    for size, end in ((128, 512), (256, 1024), (512, 4096), (1024, 32768), (2048, capacity)):
+    for size, end in ((128, 512), (256, 1024), (512, 4096), (1024, 32768), (4096, capacity)):
         splits += -(-max(min(capacity, end) - first, 0) // size)
         first = end
     return max(splits, 1)
@@ -118,14 +121,20 @@ def can_attend(own: AttentionTiles, tiles: AttentionTiles) -> bool:
     return tiles.rows in (MAIN_ROWS, 2 * MAIN_ROWS) and own.walks <= tiles.walks
 
 
-def attention_tiles(units: int, num_sms: int, is_wide: bool = False) -> AttentionTiles:
-    """Choose for ``units``: blocks of query rows of all key heads and places.
+def attention_tiles(
+    places: int, nodes: int, shape: tuple[int, int, int], num_sms: int, itemsize: int
+) -> AttentionTiles:
+    """Choose for a forward of layers of a ``shape``: heads, kv_heads, head_dim.
 
-    Four programs for each multiprocessor: not all of them find work. ``is_wide``: heads above 128 or float32, whose
-    states need the registers of more warps.
+    Four programs of main parts for each multiprocessor: not all of them find work. Heads above 128 and float32 need the
+    registers of more warps; tails of many trees, or of narrow heads, are done sooner by fewer.
     """
-    tiles = AttentionTiles(max(1, 4 * num_sms // units))
-    return replace(tiles, num_warps=8, num_stages=2, tail_warps=8) if is_wide else tiles
+    heads, kv_heads, head_dim = shape
+    units = places * kv_heads * -(-nodes * heads // kv_heads // MAIN_ROWS)
+    programs = max(1, 4 * num_sms // units)
+    if head_dim > 128 or itemsize == 4:
+        return AttentionTiles(programs, num_warps=8, num_stages=2, tail_warps=8)
+    return AttentionTiles(programs, tail_warps=2 if nodes > 1 and (places > 1 or head_dim <= 64) else 4)
 
 
 def tree_attention_ref(
@@ -198,9 +207,7 @@ def tree_attention(
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     group, device = heads // kv_heads, qkv.device
     if tiles is None:
-        is_wide = head_dim > 128 or qkv.dtype == torch.float32
-        units = places * kv_heads * triton.cdiv(nodes * group, MAIN_ROWS)
-        own = attention_tiles(units, num_processors(device), is_wide)
+        own = attention_tiles(places, nodes, (heads, kv_heads, head_dim), num_processors(device), qkv.itemsize)
         # `AttentionScratch.allocate` makes room for one state where one program is the rule.
         tiles = tuned_tiles(
             "attention", device, own, partial(can_attend, own),

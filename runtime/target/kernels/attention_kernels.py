@@ -79,12 +79,12 @@ def tail_start(position):
 
 @triton.jit
 def split_start(split):
-    """The first key of a split: 128 keys up to 512, 256 up to 1,024, 512 up to 4,096, 1,024 up to 32,768, then 2,048.
+    """The first key of a split: 128 keys up to 512, 256 up to 1,024, 512 up to 4,096, 1,024 up to 32,768, then 4,096.
 
     Few where the prefix is long, as states are written and read; many where it is short, as they are done side by side.
     """
     more = 128 * tl.maximum(split - 4, 0) + 256 * tl.maximum(split - 6, 0) + 512 * tl.maximum(split - 12, 0)
-    return 128 * split + more + 1024 * tl.maximum(split - 40, 0)
+    return 128 * split + more + 3072 * tl.maximum(split - 40, 0)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def split_of(key):
     """The split that a key is in."""
     first = tl.minimum(key, 512) // 128 + tl.minimum(tl.maximum(key - 512, 0), 512) // 256
     more = tl.minimum(tl.maximum(key - 1024, 0), 3072) // 512 + tl.minimum(tl.maximum(key - 4096, 0), 28672) // 1024
-    return first + more + tl.maximum(key - 32768, 0) // 2048
+    return first + more + tl.maximum(key - 32768, 0) // 4096
 
 
 @triton.jit

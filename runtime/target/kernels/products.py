@@ -30,7 +30,7 @@ from .product_kernels import (
     SplitScratch,
 )
 
-SUMS_VERSION = 2
+SUMS_VERSION = 3
 """Of all that decides the bits of a row: counted up when a constant of shape and type changes."""
 _SPLIT_UNIT = 128
 _SMALL = 4 << 20
@@ -132,16 +132,25 @@ def product_tiles(
         # Many small programs: the rows are cut too, and the weights come from the L2.
         stages = 4 if is_pair or shape.depth >= 1024 else 3
         tiles = ProductTiles(64, 64 if is_pair else 128, 16, 4, stages, ahead=512 if rows > 16 else 256)
-    elif rows <= 16:
+    elif rows <= 32:
         # Of pairs narrower tiles where they are many, deeper ones where they are few.
         n, is_many = (64, True) if is_pair and shape.splits == 1 else (n, False)
         tiles = ProductTiles(n, 128, 16, 4, 4 if is_many else 3, ahead=256)
+        if rows > 16:
+            tiles = replace(tiles, block_rows=32, num_stages=3, ahead=128)
+    elif rows <= 64 and is_pair and shape.splits == 1:
+        tiles = ProductTiles(n, 64, 64, 8, 3, ahead=128)
     elif rows <= 64:
-        tiles = ProductTiles(n, 64, 64, 4, 3 if is_pair and shape.splits == 1 else 5, ahead=128)
+        # Long parts in wide tiles read x half as often; short ones are too few for that to pay.
+        is_long = kind == "sum" and shape.split_size >= 2048 and shape.size // 128 * shape.splits >= _enough(num_sms)
+        tiles = ProductTiles(128 if is_long else n, 64, 64, 4, 5, ahead=128)
     elif is_small:
         few = rows <= 256
         stages = 4 if few and not is_pair and shape.depth >= 1024 else 3
         tiles = ProductTiles(64 if few else n, 64, 32 if few else 64, 4, stages)
+    elif has_bulk and rows <= 256 and is_pair and shape.splits > 1:
+        # Two programs share a multiprocessor, for which rotation of more rows leaves no registers.
+        tiles = ProductTiles(128, 64, 64, 4, 4, bulk=True)
     else:
         # As wide as registers allow, where there is one part and copies need none; else two programs share a
         # multiprocessor.
@@ -149,13 +158,18 @@ def product_tiles(
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide else 3, bulk=has_bulk)
     walks = _walks(tiles, shape, rows, num_sms)
     # One program on a multiprocessor: more in flight.
-    return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and walks else tiles.num_stages)
+    is_alone = walks or _count(tiles, shape, rows) * shape.splits <= num_sms
+    return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and is_alone else tiles.num_stages)
 
 
 def _walks(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -> bool:
     """Whether a program sums all parts: where there are many."""
-    count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
-    return rows > 64 and (shape.splits == 1 or count >= _enough(num_sms))
+    return rows > 64 and (shape.splits == 1 or _count(tiles, shape, rows) >= _enough(num_sms))
+
+
+def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
+    """Tiles of a product."""
+    return -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
 
 
 def who_sums(tiles: ProductTiles, shape: ProductShape, rows: int, device: torch.device) -> ProductTiles:
@@ -165,9 +179,12 @@ def who_sums(tiles: ProductTiles, shape: ProductShape, rows: int, device: torch.
 
 
 def has_descriptors(weight: Tensor, x: Tensor) -> bool:
-    """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes."""
+    """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes.
+
+    sm_120 has descriptors, too, but not the shared memory for the tiles that pay with them.
+    """
     return (
-        major_capability(weight.device) >= 9 and weight.itemsize == 2 and weight.shape[1] % 8 == 0
+        major_capability(weight.device) in (9, 10) and weight.itemsize == 2 and weight.shape[1] % 8 == 0
         and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     )  # fmt: skip
 

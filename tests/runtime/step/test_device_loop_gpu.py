@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,8 @@ def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
 
 
 def smollm2(dtype: torch.dtype, drafter: str) -> tuple[SpeculativeModel, list[list[int]]]:
-    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter)
+    # The tree that was measured, whatever size is the fastest on this GPU.
+    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, total_tokens=60)
     lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
     return model, [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
 
@@ -186,13 +186,10 @@ def test_smollm2_in_fp32_needs_the_measured_passes(drafter: str) -> None:
     assert drafted.token_ids == model.generate(prompts, speculative=False, **sampled).token_ids
 
 
-def test_smollm2_in_bf16_stays_close(record_property: Callable[[str, object], None]) -> None:
+def test_smollm2_in_bf16_is_exact() -> None:
     model, prompts = smollm2(torch.bfloat16, "auto")
     output = model.generate(prompts, max_new_tokens=40)
-    plain = model.generate(prompts, max_new_tokens=40, speculative=False)
-    same = [a == b for a, b in zip(output.token_ids, plain.token_ids, strict=True)]
-    record_property("answers_equal_in_bf16", f"{sum(same)}/{len(same)}")
-    assert sum(same) >= len(same) // 2
+    assert output.token_ids == model.generate(prompts, max_new_tokens=40, speculative=False).token_ids
     assert output.stats.mean_accepted_length == pytest.approx(2.925, rel=0.05)
 
 
