@@ -204,7 +204,8 @@ def main(argv: list[str] | None = None) -> None:
 
     transformers.logging.set_verbosity_error()
     device, dtype, clone = torch.device(args.device), getattr(torch, args.dtype), str(args.upstream)
-    commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    git = ["git", "-C", clone, "rev-parse", "--show-prefix", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout
     torch.manual_seed(0)
     if args.base_model:
         model = load_ea_model(args.base_model, args.ea_model, args.use_eagle3, dtype, device)
@@ -216,7 +217,8 @@ def main(argv: list[str] | None = None) -> None:
         "model": args.base_model or args.dims, "head": args.ea_model or "random or built in",
         "layers": len(model.base_model.model.layers), "dtype": args.dtype, "drafter": args.drafter,
         "temperature": args.temperature, "num_prompts": len(prompts), "runs": args.runs, "warmup": args.warmup,
-        "upstream": commit.stdout.strip() or "unknown", "transformers": transformers.__version__,
+        # A folder inside of another repository has a prefix.
+        "upstream": commit.strip() if commit.startswith("\n") else "unknown", "transformers": transformers.__version__,
         "machine": machine(device), "rows": [],
     }  # fmt: skip
     head = getattr(model.ea_layer, "lm_head", model.base_model.lm_head)
