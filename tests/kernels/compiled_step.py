@@ -146,7 +146,7 @@ def run_all(compiler: Compiler) -> None:
 
 def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor) -> None:
     """Call every product for a plain token, a tree and a chunk, with and without what they may be given."""
-    for rows, norms in ((1, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None)):
+    for rows, norms in ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None)):
         compiler.variant = f"{rows} rows{', norms' if norms else ''}"
         x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
         gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
