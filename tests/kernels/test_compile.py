@@ -128,7 +128,7 @@ def test_the_listing_is_read_right() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
     reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability))
-    # What is compiled for sm_80 runs as it is on sm_86 and sm_89, which have less.
+    # sm_86 and sm_89 take the same shared memory, and have less.
     chip = KNOWN_CHIPS[89 if capability == 80 else capability]
     waiting = WAITING_BYTES | (WIDE_WITHOUT_WGMMA if capability in (80, 120) else {})
     assert len(reports) >= 30
