@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..artifact.artifact import kept_problem
+from ..artifact.checksums import row_checksums
+from ..head import names
 from ..head.kept_rows import KEPT_ROWS_NAME, layout_problem
 from ..manifest import KeptRows
-from ..weights import names
-from ..weights.checkpoint import Checkpoint
-from ..weights.checksums import row_checksums
-from ..weights.dtypes import all_finite
-from ..weights.safetensors_file import SafetensorsFile
+from ..rows.checkpoint import Checkpoint
+from ..rows.dtypes import all_finite
+from ..rows.safetensors_file import SafetensorsFile
 from .findings import Findings, join, needed, refuse, written_otherwise
 from .source import SourceChecks
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..head import names
 from ..head.screen_file import DOWN, PROJECT, ROWS, SCREEN_NAME, open_screen_file
-from ..weights import names
-from ..weights.checkpoint import Checkpoint
-from ..weights.dtypes import rounded
-from ..weights.safetensors_file import SafetensorsFile
+from ..rows.checkpoint import Checkpoint
+from ..rows.dtypes import rounded
+from ..rows.safetensors_file import SafetensorsFile
 from .findings import Findings, all_finite, join, needed, refuse, written_otherwise
 from .source import SourceChecks
 

@@ -20,8 +20,8 @@ from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from ..atomic import check_output, require_space
 from ..head.screen_file import has_screen
-from ..lm_head.lm_head import all_ids
 from ..manifest import MANIFEST_NAME
+from ..rows.lm_head import all_ids
 from .inputs import Inputs, open_inputs
 from .kept_choice import check_keep_rows, choose_kept_ids
 from .options import ConvertOptions

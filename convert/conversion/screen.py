@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from ..head.draft_head import DraftHead
 from ..head.screen_file import DOWN, PROJECT, ROWS, head_digest, open_screen_file
-from ..lm_head.lm_head import rows_of_ids
-from ..weights.stream import read
-from ..weights.writer import TensorPlan, whole
+from ..rows.lm_head import rows_of_ids
+from ..rows.stream import read
+from ..rows.writer import TensorPlan, whole
 
 Screen = tuple[Sequence[TensorPlan], Mapping[str, str]]
 """Tensors and metadata of a file."""

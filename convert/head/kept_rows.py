@@ -16,12 +16,12 @@ import numpy as np
 from ..errors import ArtifactError
 from ..hub.snapshot import fetch
 from ..manifest import KeptRows
+from ..rows.joined_rows import JoinedRows
+from ..rows.paths import path_inside
+from ..rows.safetensors_file import SafetensorsFile
+from ..rows.stream import read
 from ..sources.source import ResolvedSource
-from ..weights import names
-from ..weights.joined_rows import JoinedRows
-from ..weights.paths import path_inside
-from ..weights.safetensors_file import SafetensorsFile
-from ..weights.stream import read
+from . import names
 from .draft_head import DraftHead
 from .tensors import LazyTensors
 

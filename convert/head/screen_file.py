@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArtifactError, MismatchError
 from ..hub.snapshot import fetch
-from ..weights.safetensors_file import SafetensorsFile
+from ..rows.safetensors_file import SafetensorsFile
 from .draft_head import DraftHead
 
 SCREEN_NAME = "screen.eagle_slim"

@@ -13,7 +13,7 @@ import torch
 from eagle_slim.convert.head.config import sliding_window
 from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
-from eagle_slim.convert.lm_head.lm_head import rows_of_ids
+from eagle_slim.convert.rows.lm_head import rows_of_ids
 from torch import Tensor
 
 from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit

@@ -211,7 +211,7 @@ def test_tampered_bytes_that_were_signed_again_are_found_at_the_source(made, sli
     def sign(manifest):
         import hashlib
 
-        from eagle_slim.convert.weights.checksums import encode_checksums, row_checksums
+        from eagle_slim.convert.artifact.checksums import encode_checksums, row_checksums
 
         data = (slim / KEPT_ROWS_NAME).read_bytes()
         rows = load(data)["lm_head.weight"]
