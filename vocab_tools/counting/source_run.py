@@ -117,7 +117,8 @@ class SourceRun:
         if not self.plan.skip_bad:
             place = self.corpus.place_of(bad[0])
             raise CorpusError(
-                f"{place}: {bad[0].reason}. Mend the record, or leave such records out: `eagle-vocab count --on-error skip`.",
+                f"{place}: {bad[0].reason}. Mend the record, or leave such records out with `eagle-vocab count "
+                "--on-error skip`.",
                 place=place,
             )
         told = bad[: _MAX_SKIP_MESSAGES - self._told]
