@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.convert.sources.builtin import embedded_gguf, embedded_target_folder
-from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
 
