@@ -27,7 +27,6 @@ from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
-from .drafter.screen import Screen, load_screen
 from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
@@ -112,14 +111,6 @@ class OpenedHead:
     def _rank_by_builtin_counts(self, size: int | None = None) -> DraftVocab:
         tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
         return rank_vocabulary(load_embedded_counts(), size, tokenizer=tokenizer, target_vocab=self.head.target_vocab)
-
-    def screen_of(self, weights: HeadWeights) -> Screen:
-        """Load the screen of the LM-head rows of ``weights``; raises as `load_screen` does."""
-        assert self.head.source is not None
-        own = self.head.draft_ids_to_target
-        own = np.arange(self.head.draft_vocab) if own is None else own
-        loaded = load_screen(self.head.source.folder, self.head, self.offline)
-        return loaded.over(own, weights.draft_to_target, weights.lm_head)
 
     def rows_to_follow(
         self, target: TargetModel, weights: HeadWeights, follow_rows: int, rank_order: NDArray[np.int64] | None = None

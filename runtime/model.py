@@ -25,7 +25,6 @@ from .drafter.choose import NAMES, check_computable, check_draft_weights, check_
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
-from .drafter.screen import check_screen
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UnsupportedModelError, UsageError, did_you_mean, misfit
 from .loading import (
@@ -152,7 +151,6 @@ class SpeculativeModel:
         device: torch.device | str | None = None,
         drafter: str | DraftFunction = "auto",
         draft_weights: str = "auto",
-        screen: bool = False,
         target_backend: str = "auto",
         tokenizer: Any | None = None,
         **loading: Unpack[Loading],
@@ -175,11 +173,9 @@ class SpeculativeModel:
                 instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
-                "auto" takes the kernel where the GPU, the head and ``screen`` allow it.
+                "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
-            screen: True chooses the LM-head rows that are scored by the head's screen (docs/screen.md). Not with the
-                kernel, nor, therefore, with weights in FP8.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -217,7 +213,6 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         draft_ids = opened.choose(draft_vocab)
-        check_screen(screen, opened.head, drafter, draft_weights)
         check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
@@ -249,8 +244,6 @@ class SpeculativeModel:
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
-        if screen:
-            weights = replace(weights, screen=opened.screen_of(weights))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
@@ -277,10 +270,7 @@ class SpeculativeModel:
         rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
-        screen = weights.screen
-        if screen is not None and not torch.equal(kept, weights.draft_to_target):
-            screen = screen.over(weights.draft_to_target.cpu().numpy(), kept, rows)
-        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow, screen=screen)
+        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
@@ -303,22 +293,6 @@ class SpeculativeModel:
             rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
         followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
         return self._with_drafter(followed, self.is_tree_sized)
-
-    def with_screen(self, screen: bool) -> SpeculativeModel:
-        """Return a model that drafts behind the head's screen, or not; everything else that is loaded is shared.
-
-        Raises `UsageError` for a head without a screen, for a model that was not built by `from_pretrained`, and for
-        one that drafts with the kernel; others as `load_screen`.
-        """
-        weights = self.drafter.weights
-        if screen and weights.screen is None:
-            if self.opened is None:
-                raise UsageError("with_screen needs the opened head: build the model with from_pretrained.")
-            check_screen(screen, self.opened.head, self.drafter.backend)
-            weights = replace(weights, screen=self.opened.screen_of(weights))
-        elif not screen:
-            weights = replace(weights, screen=None)
-        return self._with_drafter(self.drafter.like(weights, self.drafter.tree), self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
@@ -386,11 +360,7 @@ class SpeculativeModel:
     @property
     def drafting(self) -> str:
         """The drafter and its weights in words."""
-        screen = self.drafter.weights.screen
-        found = f"drafter {self.drafter.name}, {self.draft_weights} weights"
-        if screen is None:
-            return found
-        return f"{found}, behind a screen of rank {screen.rank}"
+        return f"drafter {self.drafter.name}, {self.draft_weights} weights"
 
     @property
     def device(self) -> torch.device:

@@ -72,9 +72,9 @@ FLOORS = {
         step
         model
         miss_log
-        compare options_cli screening
+        compare options_cli
         safeailab
-        compare/cli generate_cli screening/cli tune
+        compare/cli generate_cli tune
     """,
 }
 # Library → pattern of the only files, relative to the root, that may import it.
@@ -91,7 +91,6 @@ COMMANDS = {
     "eagle_slim.convert.verify_cli": "verify",
     "eagle_slim.runtime.generate_cli": "generate",
     "eagle_slim.runtime.compare.cli": "compare",
-    "eagle_slim.runtime.screening.cli": "screen",
 }
 
 

@@ -43,8 +43,6 @@ class Candidate:
     """"prompt" where ids of the prompt join the draft vocabulary."""
     follow_rows: int = 0
     """Most ids that join."""
-    screen_rank: int = 0
-    """Columns of the screen that it drafts behind; 0 without one."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens."""
@@ -60,8 +58,7 @@ class Candidate:
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
             size, size, model, model.draft_vocab, model.draft_bytes, None if weights.follow is None else "prompt",
-            weights.num_joining, 0 if weights.screen is None else weights.screen.rank, head,
-            (tree.depth, tree.top_k, tree.total_tokens),
+            weights.num_joining, head, (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
     @property
@@ -71,7 +68,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return what identifies it as plain values."""
-        names = ("size", "draft_vocab", "draft_bytes", "follow", "follow_rows", "screen_rank", "head")
+        names = ("size", "draft_vocab", "draft_bytes", "follow", "follow_rows", "head")
         tree = dict(zip(("depth", "top_k", "total_tokens"), self.tree, strict=True))
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
@@ -179,16 +176,6 @@ class RankedHead:
             raise refusal
         return found
 
-    def behind_screens(self, cuts: Sequence[Candidate], options: CompareOptions) -> list[Candidate]:
-        """Return each size behind the head's screen and without it, as asked. Raises as `with_screen` does."""
-        if options.screens is None:
-            return list(cuts)
-        return [
-            Candidate.of(cut.model.with_screen(screen), f"{cut.size} + screen" if screen else cut.size, self.name)
-            for cut in cuts
-            for screen in options.screens
-        ]
-
     def curves(self, token_ids: Sequence[int]) -> list[CoverageCurve]:
         """Return the coverage of tokens, and of held-out text: measured, or else as the manifest records it."""
         measured, curves = None, []
@@ -239,13 +226,10 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
 
 
 def find_candidates(heads: Sequence[RankedHead], options: CompareOptions, say: Say) -> list[Candidate]:
-    """Return every size of every head with every tree, in every way to follow, with and without a screen as asked.
-
-    Sizes that are the same are one.
-    """
+    """Return every size of every head with every tree, in every way to follow; sizes that are the same are one."""
     found = []
     for head in heads:
-        for cut in head.behind_screens(head.follow(head.sizes(options.sizes), options, say), options):
+        for cut in head.follow(head.sizes(options.sizes), options, say):
             for tree in options.trees or [head.model.drafter.tree]:
                 shaped = Candidate.of(cut.model.with_tree(tree), cut.size, head.name)
                 shape = ", tree {}/{}/{}".format(*shaped.tree) if len(options.trees or ()) > 1 else ""

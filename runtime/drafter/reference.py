@@ -211,19 +211,8 @@ class ReferenceDraft:
         return self._norm(output, self.head.tensors["norm.weight"]) if is_normed else output
 
     def logits(self, output: Tensor) -> Tensor:
-        """LM head over the draft vocabulary, without what joined: float32 [..., draft_vocab].
-
-        With a screen the logits of its candidates; those of all other rows are -inf.
-        """
-        hidden, lm_head, screen = self.final(output), self.head.lm_head, self.head.screen
-        if screen is None:
-            return F.linear(hidden, lm_head).float()
-        chosen = screen.candidates(hidden)  # [..., candidates]
-        exact = (lm_head[chosen] @ hidden[..., None])[..., 0].float()
-        # Places without a candidate go to a column that is cut off.
-        columns = torch.where(chosen < 0, len(lm_head), chosen)
-        scored = exact.new_full((*chosen.shape[:-1], len(lm_head) + 1), float("-inf"))
-        return scored.scatter(-1, columns, exact)[..., :-1]
+        """LM head over the draft vocabulary, without what joined: float32 [..., draft_vocab]."""
+        return F.linear(self.final(output), self.head.lm_head).float()
 
     def _rank(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Rank each node's children: log-probabilities fp32 and target ids int64, both [active, nodes, top_k]."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit
 from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
-from .screen import Screen
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -63,8 +62,6 @@ class HeadWeights:
     """A key is seen if query position - key position is below it; None for no window."""
     follow: FollowRows | None = None
     """Rows that may join ``lm_head`` for a sequence; None where the draft vocabulary stays as it is."""
-    screen: Screen | None = None
-    """What chooses the rows of ``lm_head`` that are scored; None where all are."""
 
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
@@ -83,13 +80,6 @@ class HeadWeights:
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
                 raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
-        if self.screen is not None:
-            rows, width = self.screen.rows, self.screen.down.shape[1]
-            fits = len(rows) == self.draft_vocab and width == hidden
-            if not fits or (rows.dtype, rows.device) != (self.dtype, self.device):
-                found = f"{rows.dtype} {list(rows.shape)} on {rows.device}, of states of {width}"
-                wanted = f"{self.dtype} [{self.draft_vocab}, rank] on {self.device}, of states of {hidden}"
-                raise misfit("screen.rows", wanted, found, "tensor")
 
     @property
     def tap_norms(self) -> list[str]:
@@ -112,12 +102,8 @@ class HeadWeights:
 
     @property
     def num_weights(self) -> int:
-        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join.
-
-        Of an LM head behind a screen, those of the screen and of one node's candidates.
-        """
-        read = [*self.tensors.values(), self.lm_head[: self.num_scored]]
-        read += [] if self.screen is None else [self.screen.rows, self.screen.down]
+        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join."""
+        read = [*self.tensors.values(), self.lm_head]
         return sum(tensor.numel() for tensor in read) + self.num_joining * self.hidden
 
     @property
@@ -125,16 +111,9 @@ class HeadWeights:
         """Rows of the LM head."""
         return self.lm_head.shape[0]
 
-    @property
-    def num_scored(self) -> int:
-        """Rows of the LM head that are scored exactly for a node."""
-        return self.draft_vocab if self.screen is None else self.screen.num_candidates
-
     def of_rows(self, rows: Tensor | slice) -> HeadWeights:
         """The head with some of its LM-head rows, ascending: int64 [draft_vocab], or the first ones."""
-        screen = None if self.screen is None else replace(self.screen, rows=self.screen.rows[rows])
-        ids = self.draft_to_target[rows]
-        return replace(self, lm_head=self.lm_head[rows], draft_to_target=ids, screen=screen)
+        return replace(self, lm_head=self.lm_head[rows], draft_to_target=self.draft_to_target[rows])
 
     @cached_property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
