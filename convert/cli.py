@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -21,13 +22,7 @@ from eagle_slim.vocab_tools.base_cli import (
     warn,
     whole_numbers,
 )
-from eagle_slim.vocab_tools.count_cli import (
-    SOURCE_HELP,
-    SOURCE_OPTIONS,
-    corpus_arguments,
-    corpus_options,
-    counts_to_write,
-)
+from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, parse_sources
 from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +83,7 @@ def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
 Examples:
   eagle-convert --draft-vocab 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
-    --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 --dataset 'code=src/*.jsonl' --max-tokens 10M
+    --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
   eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
@@ -115,8 +110,7 @@ Examples:
 @click.option(
     "--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order: a baseline without a corpus."
 )
-@corpus_options
-@click.option("--save-counts", metavar="FILE", help="Save the counts of --dataset to this file.")
+@click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those that can occur in a chat, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
@@ -162,26 +156,18 @@ def convert(head: str | None, **options: Any) -> None:
     if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
         _add_gguf(head, options)
         return
+    from eagle_slim.vocab_tools.counting.count import count_tokens, open_for_counting
+
     from .conversion.convert import prepare_conversion
-    from .conversion.kept_counts import KeptCounts
     from .conversion.options import ConvertOptions
     from .conversion.vocab_choice import VocabRequest
 
-    sources, counting = corpus_arguments(options)
-    if not sources:
-        ctx = click.get_current_context()
-        given = [name for name in SOURCE_OPTIONS if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
-        if given:
-            raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given.")
     if options["push_to_hub"] and len(options["draft_vocab"] or ()) > 1:
         raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
-    if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
-        raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
-    save_counts = None if options["save_counts"] is None else counts_to_write(options["save_counts"], options["force"])
     request = VocabRequest(
         counts=options["counts"],
         token_map=options["token_map"],
-        corpus=tuple(sources),
+        corpus=tuple(parse_sources(options["datasets"])),
         order=options["order"],
         weights=parse_weights(options["weights"]) or None,
         force_added=options["force_added"],
@@ -194,23 +180,19 @@ def convert(head: str | None, **options: Any) -> None:
         from .hub.push import check_push
 
         check_push(options["push_to_hub"])
-    kept_counts = KeptCounts(save_counts, prepared.folders[0], note, progress=options["progress"], **counting)
     if options["dry_run"]:
         prepared.check_values()
         if prepared.text is not None:
-            kept_counts.check(*prepared.text)
+            open_for_counting(*prepared.text, notify=note)
         _print_plans(prepared, options)
         return
-    with kept_counts as counts:
-        done = prepared.convert(counts.count)
+    done = prepared.convert(partial(count_tokens, notify=note, progress=options["progress"]))
     pushed = None
     if options["push_to_hub"]:
         from .push import plan_upload
 
         pushed = _push(plan_upload(done[0].folder), options)
     _warn(conversion.manifest for conversion in done)
-    if save_counts is not None and not counts.done:
-        warn([f"--save-counts: nothing was counted, so {save_counts} was not written; name text with --dataset"])
     if options["as_json"]:
         results = [conversion.to_json() for conversion in done]
         if pushed is not None:

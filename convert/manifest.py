@@ -15,10 +15,10 @@ import numpy as np
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
+from .artifact.checksums import decode_checksums, encode_checksums
 from .errors import ArtifactError
 from .files import read_regular
-from .weights.checksums import decode_checksums, encode_checksums
-from .weights.names import HeadKind
+from .head.names import HeadKind
 
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"

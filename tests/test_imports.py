@@ -45,12 +45,13 @@ FLOORS = {
     """,
     "convert": """
         errors default
-        atomic files
-        weights
+        artifact/checksums atomic files head/names
+        rows
         hub manifest
         sources
         head
-        engines lm_head
+        engines rows/lm_head
+        rows/target
         artifact
         conversion
         audit

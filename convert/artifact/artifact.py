@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from ..errors import ArtifactError
 from ..head.open import DraftHead, open_head
 from ..manifest import Manifest
+from ..rows.writer import WrittenFile
 from ..sources.source import ResolvedSource, open_head_source
-from ..weights.checksums import sha256_of
-from ..weights.writer import WrittenFile
+from .checksums import sha256_of
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"

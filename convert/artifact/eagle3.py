@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from ..engines.registry import flavoured_architecture
 from ..head import config as head_config
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..lm_head.lm_head import LmHead, all_ids
-from ..weights import names
-from ..weights.dtypes import LONG_NAMES
-from ..weights.rows import GatheredRows, refuse_nonfinite
-from ..weights.stream import Bytes, Hashed
-from ..weights.writer import TensorPlan, array_plan, zeros_plan
+from ..rows.dtypes import LONG_NAMES
+from ..rows.lm_head import LmHead, all_ids
+from ..rows.rows import GatheredRows, refuse_nonfinite
+from ..rows.stream import Bytes, Hashed
+from ..rows.writer import TensorPlan, array_plan, zeros_plan
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConvertError
+from ..head import names
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
-from ..lm_head.lm_head import rows_of_ids
 from ..manifest import Manifest
+from ..rows.lm_head import rows_of_ids
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
-from ..weights import names
 
 
 def open_original(manifest: Manifest, given: str | None = None, offline: bool = True) -> DraftHead | None:

@@ -16,8 +16,8 @@ from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..atomic import check_output, require_space
-from ..lm_head.lm_head import all_ids
 from ..manifest import MANIFEST_NAME
+from ..rows.lm_head import all_ids
 from .inputs import Inputs, open_inputs
 from .options import ConvertOptions
 from .result import Conversion

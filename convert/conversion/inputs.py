@@ -11,8 +11,8 @@ from ..artifact.gguf_file import GgufChoice
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
-from ..lm_head.lm_head import LmHead, fitting
-from ..lm_head.target import open_target_lm_head
+from ..rows.lm_head import LmHead, fitting
+from ..rows.target import open_target_lm_head
 from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource, open_head_source

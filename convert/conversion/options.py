@@ -15,8 +15,8 @@ from eagle_slim.vocab_tools.ranking.rank import check_coverage
 
 from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
+from ..rows.paths import clean_subfolder
 from ..sources.builtin import EMBEDDED_HEAD_NAME
-from ..weights.paths import clean_subfolder
 from .gguf import GgufRequest
 from .vocab_choice import VocabRequest
 

@@ -30,13 +30,13 @@ from ..artifact.model_card import model_card
 from ..atomic import atomic_directory, free_bytes, require_space
 from ..engines.facts import HeadFacts
 from ..engines.registry import Finding, conversion_findings
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..lm_head.lm_head import LmHead, fitting, own_lm_head
 from ..manifest import MANIFEST_NAME, Manifest
-from ..weights import names
-from ..weights.dtypes import item_size
-from ..weights.rows import GatheredRows
-from ..weights.writer import TensorPlan, write_safetensors
+from ..rows.dtypes import item_size
+from ..rows.lm_head import LmHead, fitting, own_lm_head
+from ..rows.rows import GatheredRows
+from ..rows.writer import TensorPlan, write_safetensors
 from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read

@@ -11,7 +11,7 @@ from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
-from ..weights import names
+from . import names
 from .tensors import LazyTensors
 
 D2tForm = Literal["auto", "offset", "absolute"]

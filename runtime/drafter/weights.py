@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.head.config import sliding_window
 from eagle_slim.convert.head.open import DraftHead
-from eagle_slim.convert.lm_head.lm_head import rows_of_ids
+from eagle_slim.convert.rows.lm_head import rows_of_ids
 from torch import Tensor
 
 from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit

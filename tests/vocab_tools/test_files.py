@@ -9,7 +9,6 @@ import pytest
 from eagle_slim.vocab_tools.corpus.open import open_corpus
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
-from eagle_slim.vocab_tools.counting.resume import load_states
 from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -53,7 +52,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "safetensors map": ("a.safetensors", import_token_map),
     "numpy map": ("d2t.npy", import_token_map),
     "tokenizer": ("tokenizer.json", load_tokenizer),
-    "saved state": ("a.resume", lambda path: load_states(path, {})),
     "JSON lines": ("a.jsonl", lambda path: open_corpus(CorpusSource(str(path)))),
     "text": ("a.txt", lambda path: open_corpus(CorpusSource(str(path)))),
     "array": ("a.json", lambda path: open_corpus(CorpusSource(str(path)))),

@@ -295,31 +295,3 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path,
     assert (process.returncode, out) == (130, "")
     assert err.strip() == "interrupted; nothing half-written is left behind"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
-
-
-@pytest.mark.parametrize("number", SIGNALS[1:], ids=lambda number: number.name)
-def test_a_signal_in_a_long_count_saves_its_state(files: Path, tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": TEXT[n % 3]}) + "\n" for n in range(2000)))
-    program = (
-        "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-        "from eagle_slim.vocab_tools import cli\nfrom eagle_slim.vocab_tools.corpus import file_blocks\n"
-        "from eagle_slim.vocab_tools.counting import source_run\nfile_blocks.BLOCK_BYTES = 5000\n"
-        "merge, left = source_run.merge_partial, [3]\n"
-        "def slow(*parts):\n    left[0] -= 1\n    if not left[0] and sys.argv[-1] == '--no-progress':\n"
-        "        print('counting', file=sys.stderr, flush=True)\n        time.sleep(600)\n    return merge(*parts)\n"
-        "source_run.merge_partial = slow\ncli.main()"
-    )
-    out = tmp_path / "counts"
-    command = ("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "--workers", 0, "--out", out)
-    with start(program, *command, "--no-progress") as process:
-        assert process.stderr is not None
-        while process.stderr.readline() not in ("counting\n", ""):
-            pass
-        process.send_signal(number)
-        _, err = process.communicate(timeout=1800)
-    assert (process.returncode, "The same command goes on from there" in err) == (130, True)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts.resume"]
-    with start(program, *command) as process:
-        _, err = process.communicate(timeout=1800)
-    assert (process.returncode, "going on from" in err) == (0, True)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts"]

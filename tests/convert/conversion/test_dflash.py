@@ -176,6 +176,6 @@ def test_our_runtime_refuses_to_draft_before_it_loads_anything(tmp_path: Path, t
 
 def test_every_kind_of_head_has_rules_in_every_engine() -> None:
     from eagle_slim.convert.engines.registry import ENGINES
-    from eagle_slim.convert.weights.names import HeadKind
+    from eagle_slim.convert.head.names import HeadKind
 
     assert all(hasattr(engine, kind) for engine in ENGINES.values() for kind in get_args(HeadKind))

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
-from eagle_slim.convert.lm_head.names import find_lm_head, ties_embedding
-from eagle_slim.convert.lm_head.target import open_local_lm_head
-from eagle_slim.convert.weights import safetensors_file, stream
-from eagle_slim.convert.weights.checkpoint import open_checkpoint
-from eagle_slim.convert.weights.paths import choose_weights
+from eagle_slim.convert.rows import safetensors_file, stream
+from eagle_slim.convert.rows.checkpoint import open_checkpoint
+from eagle_slim.convert.rows.paths import choose_weights
+from eagle_slim.convert.rows.target import find_lm_head, open_local_lm_head, ties_embedding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -270,7 +269,7 @@ def test_no_choice_of_weights(names: list[str], facts: dict[str, Any]) -> None:
         choose_weights(names, "here")
 
 
-def test_lm_head_names() -> None:
+def test_target() -> None:
     assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == "lm_head.weight"
     assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == "model.embed_tokens.weight"
     name = "language_model.model.embed_tokens.weight"

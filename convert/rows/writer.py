@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .checksums import sha256_of
+from ..artifact.checksums import sha256_of
 from .dtypes import LONG_NAMES, item_size
 from .safetensors_header import header_bytes
 from .stream import Bytes, Hashed

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
-from eagle_slim.convert.weights import dtypes, stream
-from eagle_slim.convert.weights.checkpoint import open_weights_file
-from eagle_slim.convert.weights.paths import parse_index
+from eagle_slim.convert.rows import dtypes, stream
+from eagle_slim.convert.rows.checkpoint import open_weights_file
+from eagle_slim.convert.rows.paths import parse_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..weights import names
-from ..weights.checkpoint import Checkpoint
-from ..weights.rows import GatheredRows
+from .checkpoint import Checkpoint
+from .rows import GatheredRows
 
 
 @dataclass(frozen=True)

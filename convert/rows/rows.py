@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..artifact.checksums import row_checksums
 from ..errors import CheckpointError, MismatchError
 from .checkpoint import Checkpoint
-from .checksums import row_checksums
 from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
 from .stream import Bytes, Hashed
 

@@ -5,9 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.weights.checksums import decode_checksums, encode_checksums, row_checksums
-from eagle_slim.convert.weights.dtypes import all_finite, rounded, safetensors_dtype
-from eagle_slim.convert.weights.writer import TensorPlan, array_plan, whole, write_safetensors
+from eagle_slim.convert.artifact.checksums import decode_checksums, encode_checksums, row_checksums
+from eagle_slim.convert.rows.dtypes import all_finite, rounded, safetensors_dtype
+from eagle_slim.convert.rows.writer import TensorPlan, array_plan, whole, write_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -112,7 +112,7 @@ def test_row_checksums_follow_their_rows():
 
 
 def test_a_disk_error_while_flushing_is_not_lost(tmp_path, monkeypatch):
-    from eagle_slim.convert.weights import writer as tensor_writer
+    from eagle_slim.convert.rows import writer as tensor_writer
 
     monkeypatch.setattr(tensor_writer, "_FLUSH_BYTES", 8)
 

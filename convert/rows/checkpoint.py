@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import CheckpointError
 from . import stream
+from .bin import TorchFile
 from .dtypes import torch_dtype
 from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
 from .safetensors_file import SafetensorsFile
 from .stream import Bytes, WeightsFile
-from .torch_file import TorchFile
 from .types import FileRecord, ReadRecord, TensorInfo, damaged, shorten
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Checkpoint:
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:
     """Open the weights in a folder, or one file of weights.
 
-    Which files of a folder count is said in `weights/paths.py`. Everything is checked before it is trusted: headers
+    Which files of a folder count is said in `rows/paths.py`. Everything is checked before it is trusted: headers
     against file sizes, the index against the shards, shard names and links against the folder.
 
     Args:
