@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.ranking.rank import check_coverage
+from eagle_slim.vocab_tools.ranking import check_coverage
 
 from ..head.vocab_map import D2tForm
 from ..manifest import Flavour

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.ranking.report import CoverageReport
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.coverage import CoverageReport
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..artifact import dflash, eagle1, eagle3
 from ..artifact.artifact import (
@@ -162,7 +162,7 @@ class Planned:
         if self.manifest.rank_order_ids is not None:
             found[freq_name(self.manifest.draft_vocab)] = freq_bytes(self.manifest.rank_order_ids)
         if self.coverage is not None:
-            from eagle_slim.vocab_tools.ranking.plots import render_coverage
+            from eagle_slim.vocab_tools.coverage import render_coverage
 
             found[PLOT_NAME] = render_coverage(self.coverage)
         return found
