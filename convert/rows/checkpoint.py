@@ -49,12 +49,6 @@ class Checkpoint:
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
         return other
 
-    def replaced(self, name: str, file: WeightsFile) -> Checkpoint:
-        """The same open files, except that a tensor comes from another one; with a record of its own, as `fork`."""
-        other = self.fork()
-        other._file_of[name] = file
-        return other
-
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from eagle_slim.convert.atomic import atomic_directory
-from eagle_slim.vocab_tools.ranking.report import aligned
+from eagle_slim.vocab_tools.coverage import aligned
 
 from ..requests.output import GenerationOutput
 from ..requests.stats import AcceptedLengths
