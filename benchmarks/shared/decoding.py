@@ -156,7 +156,7 @@ def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
     """Have steps with the rules `SAMPLED` sample so, from random numbers that stay."""
-    decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0, 0, 0]))
+    decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0]))
     decoder.choice.uniforms.uniform_()
 
 

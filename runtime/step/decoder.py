@@ -44,7 +44,6 @@ from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
-from .kernels.ngrams import Texts, bar_ngrams, keep_text
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -142,7 +141,6 @@ class Decoder:
     entering: SlotState
     choice: ChoiceState
     box: PromptBox
-    texts: Texts
     checks: Checks | None
     """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
 
@@ -176,7 +174,7 @@ class Decoder:
             self._allocate_slots(drafter, cache.capacity)
         else:
             self.state, self.entering, self.choice = other.state, other.entering, other.choice
-            self.box, self.texts, self.checks = other.box, other.texts, other.checks
+            self.box, self.checks = other.box, other.checks
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
@@ -205,8 +203,6 @@ class Decoder:
         )  # fmt: skip
         choice = ChoiceState.allocate(num_slots, capacity, vocab, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
-        tokens = torch.zeros((num_slots, capacity), dtype=torch.int32, device=device)
-        self.texts = Texts(tokens, self.state.lengths)
         self.box = PromptBox.allocate(capacity, device)
         self.checks = Checks(device) if checks_wanted() else None
 
@@ -455,16 +451,12 @@ class Decoder:
         if host is not None:
             host.choose(logits, trees, choices)
         else:
-            if rules.has_ngrams:
-                self.ops(bar_ngrams)(logits, trees, self.texts, self.choice.numbers)
             self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch.first(choices.numel()))
 
     def _remember(self, state: SlotState, rules: ChoiceRules) -> None:
         """Keep of the tokens that a walk has accepted what choices depend on."""
         if rules.has_penalty:
             self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
-        if rules.has_ngrams:
-            self.ops(keep_text)(state.new_tokens, state.active_slots, state.active_count, self.texts)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
