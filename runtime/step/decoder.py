@@ -16,7 +16,7 @@ PyTorch twins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -38,7 +38,7 @@ from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
-from .checks import Checks, check_accept, check_commit, check_draft, check_prefill, check_verify, checks_wanted
+from .checks import Checks, check_accept, check_draft, check_verify, checks_wanted
 from .graphs import GraphPool, Run, recall
 from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
@@ -213,7 +213,7 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.clear_error_()
         if self.checks is not None:
-            self.checks.clear_()
+            self.checks.fault.zero_()
 
     @property
     def graph_bytes(self) -> int:
@@ -413,26 +413,19 @@ class Decoder:
             phases.insert(0, Phase("draft", partial(self._draft, places, rules), self.drafter.waits))
         if (checks := self.checks) is None:
             return phases
-        vocab, capacity = self.target.vocab_size, self.cache.capacity
-        features = None if self.drafter is None else self.drafter.features
-        drafted = self.drafter.bufs if isinstance(self.drafter, BufferedDrafter) else None
         looks: dict[str, Run] = {
-            "draft": lambda: None if drafted is None else check_draft(checks, state, drafted, vocab),
-            "verify": lambda: check_verify(checks, state, rows, bufs, self.cache, trees),
-            "accept": lambda: check_accept(checks, state, choices, trees, capacity, vocab),
-            "commit": lambda: check_commit(checks, state, self.cache, features, nodes),
+            "verify": lambda: check_verify(checks, rows, bufs, trees),
+            "accept": lambda: check_accept(checks, state, choices, trees),
         }
-        return self._checked(phases, looks)
-
-    def _checked(self, phases: Sequence[Phase], looks: Mapping[str, Run]) -> Sequence[Phase]:
-        """The same phases, each with what must hold after it."""
-        checks = self.checks
-        assert checks is not None
+        if isinstance(self.drafter, BufferedDrafter):
+            drafted, vocab = self.drafter.bufs, self.target.vocab_size
+            looks["draft"] = lambda: check_draft(checks, state, drafted, vocab)
 
         def run(phase: Phase) -> None:
             phase.run()
-            looks[phase.name]()
-            checks.stop_(self.state, self.entering)
+            if phase.name in looks:
+                looks[phase.name]()
+                checks.stop_(state, self.entering)
 
         return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
 
@@ -488,24 +481,10 @@ class Decoder:
                 ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
             self._remember(entering, rules)
 
-        phases = (
+        return (
             Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
             Phase("commit", commit),
         )  # fmt: skip
-        if (checks := self.checks) is None:
-            return phases
-        slots, drafter = rows.forward.attention.slots, self.drafter
-        features = None if drafter is None else drafter.features
-        return self._checked(phases, {
-            "verify": lambda: check_verify(checks, entering, rows.forward, bufs, self.cache),
-            "prefill": lambda: (
-                None if drafter is None else check_prefill(checks, slots, rows.pair_rows, drafter.bufs)
-            ),
-            "accept": lambda: check_accept(
-                checks, entering, chunk.choice, roots, self.cache.capacity, self.target.vocab_size
-            ),
-            "commit": lambda: check_commit(checks, entering, self.cache, features, self.nodes, lists_active=False),
-        })  # fmt: skip
 
     def _new_chunk(self, nodes: int) -> _Chunk:
         return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
