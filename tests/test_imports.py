@@ -40,17 +40,19 @@ FLOORS = {
         corpus
         counting
         count_cli vocabulary
-        ranking
+        ranking token_maps
+        coverage show
         cli
     """,
     "convert": """
         errors default
-        atomic files
-        weights
+        artifact/checksums atomic files head/names
+        rows
         hub manifest
         sources
         head
-        engines lm_head
+        engines rows/lm_head
+        rows/target
         artifact
         conversion
         audit

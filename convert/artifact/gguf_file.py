@@ -19,12 +19,12 @@ from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError, MismatchError
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..weights import names
-from ..weights.checksums import sha256_file
-from ..weights.dtypes import first_nonfinite_row, rounded
-from ..weights.stream import Bytes
-from ..weights.writer import TensorPlan, array_plan, write_tensors
+from ..rows.dtypes import first_nonfinite_row, rounded
+from ..rows.stream import Bytes
+from ..rows.writer import TensorPlan, array_plan, write_tensors
+from .checksums import sha256_file
 from .gguf_layout import GgufLayout, gguf_layout
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import MismatchError
+from ..head import names
 from ..head.dflash import rope_config, whole_config
 from ..head.draft_head import DraftHead
 from ..sources.builtin import LAYER_TENSORS
-from ..weights import names
 
 _LAYER = {f"{name}.weight": f"{stored}.weight" for stored, name in LAYER_TENSORS.items()}
 _COMMON = {

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..head import config as head_config
+from ..head import names
 from ..head.dflash import whole_config
 from ..head.draft_head import DraftHead
-from ..weights import names
 
 # vLLM and SGLang pad a vocabulary to this many rows before they split it over tensor-parallel ranks.
 VOCAB_PADDING = 64

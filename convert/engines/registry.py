@@ -13,7 +13,7 @@ from importlib import metadata
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from ..weights import names
+from ..head import names
 from . import llama_cpp, lmdeploy, safeailab, sglang, specforge, speculators, tensorrt_llm, vllm
 from .facts import HeadFacts
 from .rules import Engine, Severity, apply_rule

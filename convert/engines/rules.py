@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from ..head import config as head_config
+from ..head import names
 from ..head.config import QWEN3_ARCHITECTURE
-from ..weights import names
 from .facts import VOCAB_PADDING, HeadFacts
 
 Severity = Literal["error", "warning", "note"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from eagle_slim.convert.engines.facts import HeadFacts
 from eagle_slim.convert.engines.registry import ENGINES, check_engine, flavoured_architecture
-from eagle_slim.convert.weights import names
+from eagle_slim.convert.rows import names
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
 EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)
