@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.ranking.report import CoverageReport
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-from ..engines.registry import Finding, in_words
+from ..engines import Finding, in_words
 from ..head.draft_head import DraftHead
 from ..lm_head.lm_head import LmHead
 from ..manifest import Manifest
