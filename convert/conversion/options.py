@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
@@ -17,8 +17,10 @@ from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights.paths import clean_subfolder
-from .gguf import GgufRequest
 from .vocab_choice import VocabRequest
+
+if TYPE_CHECKING:
+    from ..artifact.gguf import GgufRequest
 
 DraftVocabSize = int | Literal["full"]
 KeepRows = int | Literal["full"]

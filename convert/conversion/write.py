@@ -26,11 +26,9 @@ from ..artifact.artifact import (
     record_of,
     record_of_bytes,
 )
-from ..artifact.gguf_file import gguf_bytes
 from ..artifact.model_card import model_card
 from ..atomic import atomic_directory, free_bytes, require_space
-from ..engines.facts import HeadFacts
-from ..engines.registry import Finding, conversion_findings
+from ..engines import Finding, HeadFacts, conversion_findings
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import KEPT_ROWS_NAME
 from ..head.open import open_head
@@ -41,7 +39,6 @@ from ..weights import names
 from ..weights.dtypes import item_size
 from ..weights.rows import GatheredRows
 from ..weights.writer import TensorPlan, write_safetensors
-from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
@@ -123,10 +120,10 @@ class Planned:
         )
         small = [self._config_bytes(), manifest.to_bytes(), self._card(manifest)]
         small += [] if ranked is None else [freq_bytes(ranked)]
-        gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
         screen = 0 if self.screen is None else sum(plan.size_bytes for plan in self.screen[0])
-        tensors = sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0)
-        return tensors + screen + gguf + sum(map(len, small))
+        tensors = sum(plan.size_bytes for plan in self.tensors)
+        gguf = 0 if self.inputs.gguf is None else len(self.inputs.gguf.kinds) * tensors
+        return tensors + (self.kept_bytes or 0) + screen + gguf + sum(map(len, small))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `eagle-convert --dry-run --json` prints it."""
@@ -144,6 +141,10 @@ class Planned:
         """Read all that would be written, and refuse what writing would: NaN, and values that overflow a dtype."""
         for plan in (*self.tensors, *(self.kept[0] if self.kept else ())):
             deque(plan.chunks(), maxlen=0)
+        if self.inputs.gguf is not None:
+            from ..artifact import gguf
+
+            gguf.check_values(self.tensors, self.inputs.gguf.kinds)
 
     def write(self) -> Conversion:
         """Write the artifact, whole or not at all. Raises as `convert_head`."""
@@ -155,7 +156,10 @@ class Planned:
             # Before the GGUF files, which are made of it.
             (folder / CONFIG_NAME).write_bytes(self._config_bytes())
             if self.inputs.gguf is not None:
-                files |= gguf_writer(self.inputs.gguf, gguf_title(self.manifest))(folder)
+                from ..artifact.gguf import write_gguf
+
+                title = f"{self.manifest.head['name']} v{self.manifest.draft_vocab}"
+                files |= write_gguf(folder, self.inputs.gguf, title)
             manifest = replace(
                 self.manifest,
                 row_checksums=None if self.gathered is None else self.gathered.checksums,
