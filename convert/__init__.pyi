@@ -20,8 +20,8 @@ from .head.open import open_head
 from .head.tensors import LazyTensors
 from .manifest import Manifest
 from .push import push_folder
+from .rows.checkpoint import Checkpoint, open_checkpoint
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
-from .weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
     "Artifact",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -21,13 +22,7 @@ from eagle_slim.vocab_tools.base_cli import (
     warn,
     whole_numbers,
 )
-from eagle_slim.vocab_tools.count_cli import (
-    SOURCE_HELP,
-    SOURCE_OPTIONS,
-    corpus_arguments,
-    corpus_options,
-    counts_to_write,
-)
+from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, parse_sources
 from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,26 +41,15 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
-    """Read `32000`, `8192,16384,32000`, `full` or `auto`."""
+    """Read `32000`, `8192,16384,32000`, or `full`."""
     if value is None:
         return None
-    if value.strip() == "auto":
-        return ("auto",)
     parts = [part.strip() for part in value.split(",")]
     if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
         raise click.BadParameter(
-            f"expected sizes such as 32000 or 8192,16384,32000, `full`, or `auto` alone, found {value!r}", ctx, param
+            f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}", ctx, param
         )
     return tuple("full" if part == "full" else int(part) for part in parts)
-
-
-def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    """Read `32000` or `full`."""
-    if value is None or value == "full":
-        return value
-    if not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise click.BadParameter(f"expected a number of rows such as 32000, or `full`, found {value!r}", ctx, param)
-    return int(value)
 
 
 def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -86,9 +70,8 @@ def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     epilog="""\b
 Examples:
   eagle-convert --draft-vocab 32000
-  eagle-convert --draft-vocab 2048 --keep-rows 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
-    --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 --dataset 'code=src/*.jsonl' --max-tokens 10M
+    --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
   eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
@@ -97,22 +80,10 @@ Examples:
     "--draft-vocab",
     callback=_sizes,
     metavar="N",
-    help="Rows to keep: one or several sizes, `full` to only normalise, or `auto`: the fastest according to --cost.",
+    help="Rows to keep: one or several sizes, or `full` to only normalise.",
 )
-@click.option(
-    "--cost",
-    metavar="FILE",
-    help="For --draft-vocab auto: the compare.json that eagle-compare --out wrote on your device.",
-)
-@click.option("--accept-doubts", is_flag=True, help="Accept a --cost whose comparison was disturbed or undecided.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover, such as 0.99."
-)
-@click.option(
-    "--keep-rows",
-    callback=_keep_rows,
-    metavar="K",
-    help="Keep K rows in total, those beyond N in a file that engines do not read. `full` keeps all.",
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -127,8 +98,7 @@ Examples:
 @click.option(
     "--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order: a baseline without a corpus."
 )
-@corpus_options
-@click.option("--save-counts", metavar="FILE", help="Save the counts of --dataset to this file.")
+@click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those that can occur in a chat, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
@@ -174,28 +144,18 @@ def convert(head: str | None, **options: Any) -> None:
     if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
         size = _own_size(head, options)
         options["draft_vocab"] = None if size is None else (size,)
+    from eagle_slim.vocab_tools.counting.count import count_tokens, open_for_counting
+
     from .conversion.convert import prepare_conversion
-    from .conversion.kept_counts import KeptCounts
     from .conversion.options import ConvertOptions
     from .conversion.vocab_choice import VocabRequest
 
-    sources, counting = corpus_arguments(options)
-    if not sources:
-        ctx = click.get_current_context()
-        given = [name for name in SOURCE_OPTIONS if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
-        if given:
-            raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given.")
     if options["push_to_hub"] and len(options["draft_vocab"] or ()) > 1:
         raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
-    if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
-        raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
-    if options["draft_vocab"] == ("auto",) and sources and not options["held_out"]:
-        raise UsageError("--draft-vocab auto measures a coverage on text that is held out: leave out --held-out 0.")
-    save_counts = None if options["save_counts"] is None else counts_to_write(options["save_counts"], options["force"])
     request = VocabRequest(
         counts=options["counts"],
         token_map=options["token_map"],
-        corpus=tuple(sources),
+        corpus=tuple(parse_sources(options["datasets"])),
         order=options["order"],
         weights=parse_weights(options["weights"]) or None,
         force_added=options["force_added"],
@@ -208,23 +168,19 @@ def convert(head: str | None, **options: Any) -> None:
         from .hub.push import check_push
 
         check_push(options["push_to_hub"])
-    kept_counts = KeptCounts(save_counts, prepared.folders[0], note, progress=options["progress"], **counting)
     if options["dry_run"]:
         prepared.check_values()
         if prepared.text is not None:
-            kept_counts.check(*prepared.text)
+            open_for_counting(*prepared.text, notify=note)
         _print_plans(prepared, options)
         return
-    with kept_counts as counts:
-        done = prepared.convert(counts.count)
+    done = prepared.convert(partial(count_tokens, notify=note, progress=options["progress"]))
     pushed = None
     if options["push_to_hub"]:
         from .push import plan_upload
 
         pushed = _push(plan_upload(done[0].folder), options)
     _warn(conversion.manifest for conversion in done)
-    if save_counts is not None and not counts.done:
-        warn([f"--save-counts: nothing was counted, so {save_counts} was not written; name text with --dataset"])
     if options["as_json"]:
         results = [conversion.to_json() for conversion in done]
         if pushed is not None:
@@ -313,16 +269,11 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
         emit_json(plans if len(plans) > 1 else plans[0])
         return
     for plan in prepared.plans:
-        rows = "as many as --coverage or --cost asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
+        rows = "as many as --coverage asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
         click.echo(f"would write {plan.folder}")
-        click.echo(f"  rows of the LM head   {prepared.inputs.rows_before:,} → {rows}")
+        click.echo(f"  rows of the LM head   {prepared.inputs.head.draft_vocab:,} → {rows}")
         click.echo(f"  forced ids            {plan.manifest.num_forced:,}")
         click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {_bytes_if_known(plan.bytes_after)}")
-        if plan.num_kept != 0:
-            kept = "as many as the ranking tells"
-            if plan.num_kept is not None and plan.kept_bytes is not None:
-                kept = f"{plan.num_kept:,} more, {_bytes(plan.kept_bytes)}"
-            click.echo(f"  kept rows             {kept}")
         _print_coverage(plan.manifest)
     needed = [plan.disk_bytes for plan in prepared.plans]
     in_all = None if None in needed else sum(size or 0 for size in needed)
@@ -337,19 +288,12 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
 
 
 def _print(conversion: Conversion) -> None:
-    from .head.kept_rows import KEPT_ROWS_NAME
-
     click.echo(f"wrote {conversion.folder}")
     click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")
     ratio = conversion.bytes_after / conversion.bytes_before
     click.echo(
         f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
     )
-    if conversion.num_kept:
-        click.echo(
-            f"  kept rows             {conversion.num_kept:,} more, {conversion.draft_vocab + conversion.num_kept:,} "
-            f"in all: {_bytes(conversion.kept_bytes)} in {KEPT_ROWS_NAME}, which no engine reads"
-        )
     for name, entry in conversion.manifest.files.items():
         if name.endswith(".gguf"):
             click.echo(f"  for llama.cpp         {name}, {_bytes(entry['size_bytes'])}")

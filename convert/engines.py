@@ -16,9 +16,9 @@ from typing import Literal
 from eagle_slim.vocab_tools.errors import UsageError
 
 from .head import config as head_config
+from .head import names
 from .head.dflash import whole_config
 from .head.draft_head import DraftHead
-from .weights import names
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]

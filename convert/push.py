@@ -10,7 +10,7 @@ from .audit.verify import verify_artifact
 from .errors import ArtifactError
 from .hub.push import upload_files
 from .manifest import MANIFEST_NAME, Manifest
-from .weights.paths import path_inside
+from .rows.paths import path_inside
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,20 @@ from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub_errors import trouble_of
 from eagle_slim.vocab_tools.hub_session import be_patient
-from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
-from .drafter.screen import Screen, load_screen
-from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
+from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
 
     from .target.wrapper import TargetModel
@@ -102,7 +101,7 @@ class OpenedHead:
         elif self.is_embedded:
             ranked = self._rank_by_builtin_counts().target_ids
         else:
-            ranked = None if self.rank_order is None else rank_with_kept(self.head, self.rank_order)
+            ranked = self.rank_order
         if ranked is None:
             return None
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
@@ -112,14 +111,6 @@ class OpenedHead:
     def _rank_by_builtin_counts(self, size: int | None = None) -> DraftVocab:
         tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
         return rank_vocabulary(load_embedded_counts(), size, tokenizer=tokenizer, target_vocab=self.head.target_vocab)
-
-    def screen_of(self, weights: HeadWeights) -> Screen:
-        """Load the screen of the LM-head rows of ``weights``; raises as `load_screen` does."""
-        assert self.head.source is not None
-        own = self.head.draft_ids_to_target
-        own = np.arange(self.head.draft_vocab) if own is None else own
-        loaded = load_screen(self.head.source.folder, self.head, self.offline)
-        return loaded.over(own, weights.draft_to_target, weights.lm_head)
 
     def rows_to_follow(
         self, target: TargetModel, weights: HeadWeights, follow_rows: int, rank_order: NDArray[np.int64] | None = None
@@ -133,7 +124,7 @@ class OpenedHead:
         known: FollowRows | JoinableRows | None = weights.follow
         if known is None:
             ids = base.cpu().numpy()
-            known = load_joinable_rows(self.head, target, ids, weights.dtype, weights.device, self.offline)
+            known = load_joinable_rows(self.head, target, ids, weights.dtype, weights.device)
         if rank_order is None:
             rank_order = known.rank_order
         if rank_order is None and self.is_embedded:

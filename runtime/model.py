@@ -25,7 +25,6 @@ from .drafter.choose import NAMES, check_computable, check_draft_weights, check_
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
-from .drafter.screen import check_screen
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UnsupportedModelError, UsageError, did_you_mean, misfit
 from .loading import (
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
     import numpy as np
     from eagle_slim.convert.artifact.artifact import Artifact
     from eagle_slim.convert.head.open import DraftHead
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
     from transformers import GenerationConfig
     from typing_extensions import Unpack
@@ -152,7 +151,6 @@ class SpeculativeModel:
         device: torch.device | str | None = None,
         drafter: str | DraftFunction = "auto",
         draft_weights: str = "auto",
-        screen: bool = False,
         target_backend: str = "auto",
         tokenizer: Any | None = None,
         **loading: Unpack[Loading],
@@ -165,8 +163,8 @@ class SpeculativeModel:
             draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
                 converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
             follow: "prompt" lets ids of each prompt join its draft vocabulary: those that ``draft_vocab`` leaves out
-                and the head was trained on. Needs their rows: a head with more rows than ``draft_vocab``, one that
-                drafts with the target's LM head, or one converted with ``--keep-rows``.
+                and the head was trained on. Needs their rows: a head with more rows than ``draft_vocab``, or one
+                that drafts with the target's LM head.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
                 by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
@@ -175,11 +173,9 @@ class SpeculativeModel:
                 instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
-                "auto" takes the kernel where the GPU, the head and ``screen`` allow it.
+                "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
-            screen: True chooses the LM-head rows that are scored by the head's screen (docs/screen.md). Not with the
-                kernel, nor, therefore, with weights in FP8.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -217,7 +213,6 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         draft_ids = opened.choose(draft_vocab)
-        check_screen(screen, opened.head, drafter, draft_weights)
         check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
@@ -246,11 +241,9 @@ class SpeculativeModel:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
-        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device, offline)
+        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
-        if screen:
-            weights = replace(weights, screen=opened.screen_of(weights))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
@@ -274,15 +267,10 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
-        rows = gather_lm_head_rows(
-            self.opened.head, self.target, ids, weights.dtype, weights.device, self.opened.offline
-        )
+        rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
-        screen = weights.screen
-        if screen is not None and not torch.equal(kept, weights.draft_to_target):
-            screen = screen.over(weights.draft_to_target.cpu().numpy(), kept, rows)
-        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow, screen=screen)
+        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
@@ -305,22 +293,6 @@ class SpeculativeModel:
             rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
         followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
         return self._with_drafter(followed, self.is_tree_sized)
-
-    def with_screen(self, screen: bool) -> SpeculativeModel:
-        """Return a model that drafts behind the head's screen, or not; everything else that is loaded is shared.
-
-        Raises `UsageError` for a head without a screen, for a model that was not built by `from_pretrained`, and for
-        one that drafts with the kernel; others as `load_screen`.
-        """
-        weights = self.drafter.weights
-        if screen and weights.screen is None:
-            if self.opened is None:
-                raise UsageError("with_screen needs the opened head: build the model with from_pretrained.")
-            check_screen(screen, self.opened.head, self.drafter.backend)
-            weights = replace(weights, screen=self.opened.screen_of(weights))
-        elif not screen:
-            weights = replace(weights, screen=None)
-        return self._with_drafter(self.drafter.like(weights, self.drafter.tree), self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
@@ -388,11 +360,7 @@ class SpeculativeModel:
     @property
     def drafting(self) -> str:
         """The drafter and its weights in words."""
-        screen = self.drafter.weights.screen
-        found = f"drafter {self.drafter.name}, {self.draft_weights} weights"
-        if screen is None:
-            return found
-        return f"{found}, behind a screen of rank {screen.rank}"
+        return f"drafter {self.drafter.name}, {self.draft_weights} weights"
 
     @property
     def device(self) -> torch.device:
@@ -628,10 +596,10 @@ class SpeculativeModel:
                 option="partial_verification", reason=reason,
             )  # fmt: skip
         processed = any(request.process is not None for request in requests)
-        if option.mode == "lossy" and (rules.rules.has_ngrams or (rules.host_reason is not None and processed)):
+        if option.mode == "lossy" and rules.host_reason is not None and processed:
             raise UsageError(
                 'partial_verification="lossy" returns tokens that were chosen without logits processors that run on '
-                'the host or look for n-grams. Leave these out, or take "exact".', option="partial_verification",
+                'the host. Leave these out, or take "exact".', option="partial_verification",
             )  # fmt: skip
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         if size.num_nodes == 1:

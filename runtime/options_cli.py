@@ -61,10 +61,6 @@ _OPTIONS = (
         help="Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
     click.option(
-        "--screen/--no-screen", default=False,
-        help="Score only the LM-head rows that the head's screen selects; not with the kernel. Default: no.",
-    ),
-    click.option(
         "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
         help="Our own forward over the target's weights, or transformers'; auto uses ours on a GPU if it can.",
     ),
@@ -80,7 +76,7 @@ _OPTIONS = (
 )  # fmt: skip
 _LOADING = (
     "revision", "head_revision", "head_subfolder", "depth", "total_tokens", "dtype", "device", "drafter",
-    "draft_weights", "screen", "target_backend", "max_model_len", "tap_layers", "d2t_form", "offline",
+    "draft_weights", "target_backend", "max_model_len", "tap_layers", "d2t_form", "offline",
 )  # fmt: skip
 
 
@@ -160,8 +156,7 @@ def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:
             continue
         forms = {key: options[key] for key in ("d2t_form", "tap_layers")} if source.manifest is None else {}
         head = open_head(source, **forms)
-        kept = None if source.manifest is None else source.manifest.kept_rows
-        most = head.draft_vocab + len(kept or ())
+        most = head.draft_vocab
         if max(sizes) > most:
             raise UsageError(
                 f"A draft vocabulary of {max(sizes)} is larger than {head.location}, which has {most} rows. Ask "

@@ -40,17 +40,19 @@ FLOORS = {
         corpus
         counting
         count_cli vocabulary
-        ranking
+        ranking token_maps
+        coverage show
         cli
     """,
     "convert": """
         errors default
-        atomic files
-        weights
+        artifact/checksums atomic files head/names
+        rows
         hub manifest
         sources
         head
-        engines lm_head
+        engines rows/lm_head
+        rows/target
         artifact
         conversion
         audit
@@ -72,9 +74,9 @@ FLOORS = {
         step
         model
         miss_log
-        compare options_cli screening
+        compare options_cli
         safeailab
-        compare/cli generate_cli screening/cli tune
+        compare/cli generate_cli tune
     """,
 }
 # Library → pattern of the only files, relative to the root, that may import it.
@@ -91,7 +93,6 @@ COMMANDS = {
     "eagle_slim.convert.verify_cli": "verify",
     "eagle_slim.runtime.generate_cli": "generate",
     "eagle_slim.runtime.compare.cli": "compare",
-    "eagle_slim.runtime.screening.cli": "screen",
 }
 
 

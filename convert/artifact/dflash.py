@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..lm_head.lm_head import LmHead, rows_of_ids
-from ..weights import names
-from ..weights.rows import GatheredRows
-from ..weights.writer import TensorPlan
+from ..rows.lm_head import LmHead, rows_of_ids
+from ..rows.rows import GatheredRows
+from ..rows.writer import TensorPlan
 from .eagle3 import copy_plan, plan_map
 
 # Paths of the machine that trained the draft, or code that is not in the artifact.

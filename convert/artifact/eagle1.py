@@ -13,9 +13,9 @@ from typing import Any
 
 from ..engines import flavoured_architecture
 from ..head import config as head_config
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..weights import names
-from ..weights.writer import TensorPlan, zeros_plan
+from ..rows.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan, zero_output_bias
 
 # Paths of the machine that trained the head, or code that is not in the artifact.

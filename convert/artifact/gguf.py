@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from ..engines import HeadFacts, check_engine
 from ..errors import MismatchError, UnsupportedHeadError
+from ..head import names
 from ..head.config import default_taps
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
+from ..rows.dtypes import rounded
+from ..rows.writer import TensorPlan
 from ..sources.builtin import LAYER_TENSORS
-from ..weights import names
-from ..weights.checksums import sha256_file
-from ..weights.dtypes import rounded
-from ..weights.writer import TensorPlan
+from .checksums import sha256_file
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 """Element type of the matrices; norms are float32, the map is int64."""

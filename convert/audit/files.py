@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..artifact.artifact import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
+from ..artifact.checksums import sha256_file
 from ..errors import ArtifactError
 from ..files import read_object
 from ..manifest import MANIFEST_NAME, Manifest
-from ..weights.checksums import sha256_file
-from ..weights.paths import TORCH_SUFFIXES
-from ..weights.safetensors_file import SafetensorsFile
+from ..rows.paths import TORCH_SUFFIXES
+from ..rows.safetensors_file import SafetensorsFile
 from .findings import Doubt, Findings, join, refuse, written_otherwise
 
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")

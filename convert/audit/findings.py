@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..artifact.checksums import sha256_of
 from ..errors import ArtifactError
 from ..head.draft_head import DraftHead
 from ..head.open import head_from_checkpoint
 from ..manifest import Manifest
-from ..weights import dtypes
-from ..weights.checkpoint import Checkpoint
-from ..weights.checksums import sha256_of
-from ..weights.safetensors_file import SafetensorsFile
+from ..rows import dtypes
+from ..rows.checkpoint import Checkpoint
+from ..rows.safetensors_file import SafetensorsFile
 
 _Part = TypeVar("_Part")
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
-from eagle_slim.vocab_tools.vocabulary.import_map import read_pickle
-from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
+from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 
 from ..artifact.artifact import freq_name
+from ..artifact.checksums import row_checksums
 from ..artifact.eagle3 import layer_class
 from ..head import config as head_config
-from ..weights import names
-from ..weights.checksums import row_checksums
-from ..weights.dtypes import FLOATS, LONG_NAMES
+from ..head import names
+from ..rows.dtypes import FLOATS, LONG_NAMES
 from .findings import Doubt, Findings, SkipCheck, all_finite, join, refuse
 
 _MAPS = frozenset(names.MAPS)

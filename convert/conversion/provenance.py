@@ -8,18 +8,18 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from eagle_slim.vocab_tools.ranking.report import CoverageReport
+from eagle_slim.vocab_tools.coverage import CoverageReport
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..engines import Finding, in_words
+from ..head import names
 from ..head.draft_head import DraftHead
-from ..lm_head.lm_head import LmHead
 from ..manifest import Manifest
+from ..rows.checkpoint import FileRecord
+from ..rows.dtypes import LONG_NAMES
+from ..rows.lm_head import LmHead
 from ..sources.builtin import EMBEDDED_HEAD_NAME
-from ..weights import names
-from ..weights.checkpoint import FileRecord
-from ..weights.dtypes import LONG_NAMES
 from .inputs import Inputs
 from .target import RECORDED
 from .vocab_choice import Ranking, ranked_manifest

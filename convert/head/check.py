@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
-from ..weights import names
-from ..weights.dtypes import FLOATS, LONG_NAMES
+from ..rows.dtypes import FLOATS, LONG_NAMES
 from . import config as head_config
+from . import names
 from .tensors import LazyTensors
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedHeadError
-from ..weights import names
+from . import names
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING_TRAINED_KEY = "embed_requires_grad"

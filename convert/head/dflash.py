@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import MismatchError, UnsupportedHeadError
+from ..rows.checkpoint import Checkpoint
 from ..sources.source import ResolvedSource
-from ..weights import names
-from ..weights.checkpoint import Checkpoint
 from . import config as head_config
+from . import names
 from .check import check_dtypes, settle_dflash
 from .draft_head import DraftHead
 from .tensors import LazyTensors

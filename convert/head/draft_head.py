@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..manifest import Manifest
 from ..sources.source import ResolvedSource
-from ..weights import names
+from . import names
 from .config import EMBEDDING_TRAINED_KEY
 from .tensors import LazyTensors
 

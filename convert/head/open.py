@@ -15,11 +15,11 @@ import numpy as np
 
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..files import read_object
+from ..rows.checkpoint import Checkpoint, open_checkpoint
+from ..rows.paths import doubts_of_choice
 from ..sources.source import ResolvedSource, open_head_source
-from ..weights import names
-from ..weights.checkpoint import Checkpoint, open_checkpoint
-from ..weights.paths import doubts_of_choice
 from . import config as head_config
+from . import names
 from .check import check_dtypes, check_head_norms, settle_biases, settle_eagle, settle_eagle3, settle_taps
 from .dflash import open_dflash
 from .draft_head import DraftHead

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..weights.checkpoint import Checkpoint
-from ..weights.dtypes import item_size
-from ..weights.types import TensorInfo
+from ..rows.checkpoint import Checkpoint
+from ..rows.dtypes import item_size
+from ..rows.types import TensorInfo
 
 if TYPE_CHECKING:
     import torch

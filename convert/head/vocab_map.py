@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import VocabularyError
-from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
-from ..weights import names
+from . import names
 from .tensors import LazyTensors
 
 D2tForm = Literal["auto", "offset", "absolute"]

@@ -27,11 +27,11 @@ from urllib.parse import quote
 
 from eagle_slim.vocab_tools.files import write_file
 
+from ..artifact.checksums import sha256_from, sha256_of
 from ..atomic import require_space
 from ..errors import OutputError, SourceError
-from ..weights.checksums import sha256_from, sha256_of
-from ..weights.safetensors_file import SafetensorsFile
-from ..weights.safetensors_header import (
+from ..rows.safetensors_file import SafetensorsFile
+from ..rows.safetensors_header import (
     LENGTH_BYTES,
     SafetensorsHeader,
     TensorSpan,

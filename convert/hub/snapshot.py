@@ -11,7 +11,7 @@ from typing import cast
 from eagle_slim.vocab_tools.hub_errors import at, came_otherwise
 
 from ..errors import CheckpointError, SourceError
-from ..weights.paths import list_names
+from ..rows.paths import list_names
 from .client import LIBRARY_NAME, UnreachableError, api, ask, explained, is_offline, notify_stderr
 
 Choose = Callable[[Sequence[str], str], list[str]]

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..artifact.checksums import sha256_file
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
-from ..weights.checksums import sha256_file
-from ..weights.dtypes import rounded
-from ..weights.stream import Bytes
-from ..weights.writer import TensorPlan, whole, write_safetensors
+from ..rows.dtypes import rounded
+from ..rows.stream import Bytes
+from ..rows.writer import TensorPlan, whole, write_safetensors
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"

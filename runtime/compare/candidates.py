@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from eagle_slim.convert.conversion.vocab_choice import Ranking, VocabRequest, make_ranking
-from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from numpy.typing import NDArray
 
 from ..drafter.follow import DEFAULT_FOLLOW_ROWS
-from ..drafter.weights import rank_with_kept
 from ..errors import UsageError
 from ..loading import OpenedHead
 from ..model import SpeculativeModel
@@ -45,8 +43,6 @@ class Candidate:
     """"prompt" where ids of the prompt join the draft vocabulary."""
     follow_rows: int = 0
     """Most ids that join."""
-    screen_rank: int = 0
-    """Columns of the screen that it drafts behind; 0 without one."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens."""
@@ -62,8 +58,7 @@ class Candidate:
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
             size, size, model, model.draft_vocab, model.draft_bytes, None if weights.follow is None else "prompt",
-            weights.num_joining, 0 if weights.screen is None else weights.screen.rank, head,
-            (tree.depth, tree.top_k, tree.total_tokens),
+            weights.num_joining, head, (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
     @property
@@ -73,7 +68,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return what identifies it as plain values."""
-        names = ("size", "draft_vocab", "draft_bytes", "follow", "follow_rows", "screen_rank", "head")
+        names = ("size", "draft_vocab", "draft_bytes", "follow", "follow_rows", "head")
         tree = dict(zip(("depth", "top_k", "total_tokens"), self.tree, strict=True))
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
@@ -131,8 +126,6 @@ class RankedHead:
                 "--sizes full needs no ranking.",
                 option="--sizes", missing="ranking",
             )  # fmt: skip
-        if not request.is_default or any(size != "full" and size > head.draft_vocab for size in options.sizes or ()):
-            head = with_kept_rows(head, opened.offline)
         # A head's own ranking begins with the ids that its tokenizer forced.
         is_own = request.is_default and not embedded
         source = None if is_own else embedded_target_folder() if embedded else model.tokenizer_source
@@ -153,11 +146,9 @@ class RankedHead:
         if wanted is None:
             smallest = self.ranking.cut(None).num_forced
             wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
-        # With kept rows, another ranking may take other ids than the artifact's own, as many as it drafts over.
-        whole = ("full", everything) if self.ranking.head.draft_vocab == everything else ("full",)
         found: list[SpeculativeModel] = []
         for size in wanted:
-            cut = self.model.with_draft_vocab(None if size in whole else self.ranking.cut(int(size)))
+            cut = self.model.with_draft_vocab(None if size in ("full", everything) else self.ranking.cut(int(size)))
             if not any(_has_same_ids(cut, other) for other in found):
                 found.append(cut)
         return [self._named(cut) for cut in found]
@@ -185,16 +176,6 @@ class RankedHead:
             raise refusal
         return found
 
-    def behind_screens(self, cuts: Sequence[Candidate], options: CompareOptions) -> list[Candidate]:
-        """Return each size behind the head's screen and without it, as asked. Raises as `with_screen` does."""
-        if options.screens is None:
-            return list(cuts)
-        return [
-            Candidate.of(cut.model.with_screen(screen), f"{cut.size} + screen" if screen else cut.size, self.name)
-            for cut in cuts
-            for screen in options.screens
-        ]
-
     def curves(self, token_ids: Sequence[int]) -> list[CoverageCurve]:
         """Return the coverage of tokens, and of held-out text: measured, or else as the manifest records it."""
         measured, curves = None, []
@@ -220,7 +201,6 @@ class RankedHead:
         order, own = self.ranking.cut(None).target_ids, self.opened.rank_order
         if own is None:
             return order
-        own = rank_with_kept(self.opened.head, own)
         return np.concatenate([order, own[~np.isin(own, order)]])
 
 
@@ -246,13 +226,10 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
 
 
 def find_candidates(heads: Sequence[RankedHead], options: CompareOptions, say: Say) -> list[Candidate]:
-    """Return every size of every head with every tree, in every way to follow, with and without a screen as asked.
-
-    Sizes that are the same are one.
-    """
+    """Return every size of every head with every tree, in every way to follow; sizes that are the same are one."""
     found = []
     for head in heads:
-        for cut in head.behind_screens(head.follow(head.sizes(options.sizes), options, say), options):
+        for cut in head.follow(head.sizes(options.sizes), options, say):
             for tree in options.trees or [head.model.drafter.tree]:
                 shaped = Candidate.of(cut.model.with_tree(tree), cut.size, head.name)
                 shape = ", tree {}/{}/{}".format(*shaped.tree) if len(options.trees or ()) > 1 else ""

@@ -33,7 +33,6 @@ from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 
 _FOLLOW = {"prompt": "prompt", "none": None}
-_SCREENS = {"with": True, "without": False}
 _Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
@@ -87,8 +86,6 @@ Examples:
 @click.option("--follow", default="none", metavar="F,F", callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
               help="prompt: ids of the prompt join each size; none: each size as it is (default).")  # fmt: skip
 @click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Maximum ids that join. Default: 512.")
-@click.option("--screens", metavar="S,S", callback=_list_of(_SCREENS.__getitem__, "with,without"),
-              help="With or without the head's screen, or `with,without`. Default: as --screen says.")  # fmt: skip
 @click.option("--counts", multiple=True, metavar="FILE", help="Rank by these counts from `eagle-vocab count`.")
 @click.option("--token-map", metavar="FILE", help="Rank by this token map (freq_N.pt, JSON ...).")
 @click.option("--modes", default="greedy,sampled", show_default=True, callback=_list_of(str, "greedy,sampled"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 MODES = ("greedy", "sampled")
 _SAMPLING = SamplingConfig(temperature=1.0)
@@ -31,7 +31,6 @@ class CompareOptions:
         trees: shapes of the draft tree; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
         follow_rows: most ids that join; None is 512.
-        screens: True compares each size behind the head's screen, False without it; None as the models draft.
         counts: files of `eagle-vocab count`, or counts, to rank by. Without them and a token map, a head is ranked as
             its manifest says, the built-in one by its own counts.
         token_map: a file or a vocabulary to rank by.
@@ -51,7 +50,6 @@ class CompareOptions:
     trees: Sequence[TreeConfig] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
     follow_rows: int | None = None
-    screens: Sequence[bool] | None = None
     counts: Sequence[TokenCounts | str | Path] = ()
     token_map: DraftVocab | str | Path | None = None
     modes: Sequence[str] = MODES
@@ -65,7 +63,7 @@ class CompareOptions:
     def __post_init__(self) -> None:
         for path in (self.token_map, *self.counts):
             check_named(path)
-        for name in ("sizes", "trees", "follow", "screens", "modes", "batches"):
+        for name in ("sizes", "trees", "follow", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):
                 raise misfit(name, "one value or more, each once", values)

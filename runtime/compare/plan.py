@@ -101,10 +101,9 @@ class Plan:
 
 
 def _digest_of_head(weights: HeadWeights) -> str:
-    follow, screen = weights.follow, weights.screen
+    follow = weights.follow
     ids = [weights.draft_to_target, *([] if follow is None else [follow.ids])]
-    screened = [] if screen is None else [screen.rows, screen.down]
-    return _digest([*weights.tensors.values(), weights.lm_head, *screened], ids)
+    return _digest([*weights.tensors.values(), weights.lm_head], ids)
 
 
 def _digest(tensors: Iterable[Tensor], whole: Iterable[Tensor] = ()) -> str:

@@ -27,8 +27,6 @@ class Advice:
     draft_vocab: int
     follow: str | None
     """"prompt" where ids of the prompt join it."""
-    screen_rank: int
-    """Columns of the screen to draft behind; 0 for none."""
     is_decided: bool
     """Whether the intervals exclude, or show to be as fast, every other candidate."""
     as_fast: tuple[str, ...]
@@ -61,7 +59,7 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
         )  # fmt: skip
         return Advice(
             mode, batch, f"{where}: draft vocabulary not decided, no step was measured", smallest.label,
-            smallest.draft_vocab, smallest.follow, smallest.screen_rank, False, (), 0, None, (reason,),
+            smallest.draft_vocab, smallest.follow, False, (), 0, None, (reason,),
         )  # fmt: skip
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.label: _compare(row, best, len(measured) - 1) for row in measured if row is not best}
@@ -83,7 +81,7 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
         reasons.append(f"Not measured: {'; '.join(missing)}.")
     return Advice(
         mode, batch, f"{where}: {_headline(chosen, close, beats, more)}", advised.label, advised.candidate.draft_vocab,
-        advised.candidate.follow, advised.candidate.screen_rank, more == 0, tuple(row.label for row in close), more,
+        advised.candidate.follow, more == 0, tuple(row.label for row in close), more,
         beats, tuple(reasons),
     )  # fmt: skip
 
@@ -185,13 +183,12 @@ def _reasons(
 
 
 def _reasons_to_add(measured: Sequence[Row]) -> list[str]:
-    """Say of each size that follows the prompt, or is behind a screen, what that gained or lost against it alone."""
+    """Say of each size that follows the prompt what that gained or lost against it alone."""
     reasons = []
     for row in measured:
         for other in measured:
             own, base = row.candidate, other.candidate
-            more = own.size.removeprefix(base.size)
-            if more not in (" + prompt", " + screen") or (own.head, own.tree) != (base.head, base.tree):
+            if own.size != f"{base.size} + prompt" or (own.head, own.tree) != (base.head, base.tree):
                 continue
             assert row.measured is not None
             assert other.measured is not None

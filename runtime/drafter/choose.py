@@ -21,7 +21,6 @@ from .drafter import Drafter
 from .launch import BACKENDS, DraftFunction
 from .packed_weights import SharedPacking
 from .rope import rotary_embedding
-from .screen import screened_kernel
 from .weights import HeadWeights
 
 DRAFTERS = ("auto", *BACKENDS)
@@ -137,19 +136,15 @@ def choose_drafter(
 ) -> tuple[Drafter, str]:
     """Build the drafter that is asked for, or for "auto" the one that suits; returns it with the reason.
 
-    "auto" takes the kernel on a GPU for heads and trees within its limits, without a screen. ``order``: int64
-    [draft_vocab], LM-head rows best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`,
-    `check_draft_weights` and `Drafter`, and for ``draft_weights`` "fp8" `UsageError` with a screen and `DrafterError`
-    with a head that only the reference can draft with; there is no fallback.
+    "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head
+    rows best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights`
+    and `Drafter`, and for ``draft_weights`` "fp8" `DrafterError` with a head that only the reference can draft with;
+    there is no fallback.
     """
     check_drafter(drafter, weights.device)
     check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)
     if drafter == "reference" or callable(drafter):
         return Drafter(weights, tree, drafter), "asked for"
-    if weights.screen is not None and draft_weights == "fp8":
-        raise screened_kernel("draft_weights", "fp8")
-    if drafter == "auto" and weights.screen is not None:
-        return Drafter(weights, tree), "the persistent kernel has no screens"
     if drafter == "auto" and weights.device.type != "cuda":
         return Drafter(weights, tree), f"the model is on {weights.device}"
     packing = SharedPacking(weights, order, torch.float8_e4m3fn if draft_weights == "fp8" else None)

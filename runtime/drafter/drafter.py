@@ -22,7 +22,6 @@ from .kernels.grid_barrier import ERROR
 from .launch import DraftFunction, allocate_buffers, launch_drafter, timed_out
 from .packed_weights import SharedPacking, Weights
 from .prompt_pairs import write_pairs
-from .screen import screened_kernel
 from .weights import HeadWeights
 
 
@@ -31,8 +30,7 @@ class Drafter:
     """A head, the shape of the trees that are drafted with it, and what drafts them.
 
     ``packing``: the head as the kernel reads it, shared by all drafters over it; "triton" alone has one. Raises
-    `UsageError` when the draft vocabulary has fewer rows than ``top_k``; for "triton" as `check_kernel_limits`, and
-    for a head behind a screen.
+    `UsageError` when the draft vocabulary has fewer rows than ``top_k``; for "triton" as `check_kernel_limits`.
     """
 
     weights: HeadWeights
@@ -41,10 +39,8 @@ class Drafter:
     packing: SharedPacking | None = None
 
     def __post_init__(self) -> None:
-        check_tree_fits(self.weights.num_scored, self.tree)
+        check_tree_fits(self.weights.draft_vocab, self.tree)
         if self.backend == "triton":
-            if self.weights.screen is not None:
-                raise screened_kernel("drafter", "triton")
             if self.packing is None:
                 object.__setattr__(self, "packing", SharedPacking(self.weights))
             check_kernel_limits(self._config(1, 1))
@@ -126,7 +122,7 @@ class BufferedDrafter:
         write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self._tables, self.bufs)
 
 
-def check_tree_fits(num_scored: int, tree: TreeConfig) -> None:
-    """Raise `UsageError` unless every node can have ``top_k`` children among the ``num_scored`` rows of its logits."""
-    if num_scored < tree.top_k:
-        raise misfit("top_k", f"at most the {num_scored} ids that are drafted over", tree.top_k)
+def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
+    """Raise `UsageError` unless a node can have ``top_k`` children among ``draft_vocab`` rows of the LM head."""
+    if draft_vocab < tree.top_k:
+        raise misfit("top_k", f"at most the {draft_vocab} ids that are drafted over", tree.top_k)

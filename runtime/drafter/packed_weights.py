@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import UsageError, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
-from .screen import screened_kernel
 from .weights import HeadWeights
 
 if TYPE_CHECKING:
@@ -45,15 +44,13 @@ class Weights:
         One packing serves every number of slots and every tree; each configuration's launch parameters are looked up
         when it is first used. ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any
         smaller ``draft_vocab``. ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships.
-        Raises `UsageError` for a configuration or an order of another head, draft ids that the target does not have,
-        and a head behind a screen.
+        Raises `UsageError` for a configuration or an order of another head, and draft ids that the target does not
+        have.
         """
         from .kernel_launch import chip_of
         from .packed_head import pack_head
         from .tuned_cache import LaunchTable, open_tuned_cache
 
-        if head.screen is not None:
-            raise screened_kernel("backend", "triton")
         check_kernel_limits(cfg)
         check_head_fits(cfg, head)
         _check_order(head, order)

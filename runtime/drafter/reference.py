@@ -59,8 +59,6 @@ def draft_ref(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buf
     tree = draft.run(features[slots, :new], bufs.new_tokens[slots, :new].long(), num_new)
     for name in BLANK:
         getattr(bufs, name)[slots] = getattr(tree, name)
-    scores = draft.scores
-    bufs.host["score"] = scores.new_zeros(len(bufs.prefix), scores.shape[1]).index_copy(0, slots, scores)
 
 
 class ReferenceDraft:
@@ -120,7 +118,6 @@ class ReferenceDraft:
             ancestors = torch.cat((ancestors, own), 2)
 
         candidates = join_levels(level_tokens, level_scores, level_frontiers, top_k)
-        self.scores = candidates.scores
         return build_tree(roots, candidates, self.tree)
 
     def extend(self, features: Tensor, tokens: Tensor, num_new: Tensor) -> Tensor:
@@ -211,19 +208,8 @@ class ReferenceDraft:
         return self._norm(output, self.head.tensors["norm.weight"]) if is_normed else output
 
     def logits(self, output: Tensor) -> Tensor:
-        """LM head over the draft vocabulary, without what joined: float32 [..., draft_vocab].
-
-        With a screen the logits of its candidates; those of all other rows are -inf.
-        """
-        hidden, lm_head, screen = self.final(output), self.head.lm_head, self.head.screen
-        if screen is None:
-            return F.linear(hidden, lm_head).float()
-        chosen = screen.candidates(hidden)  # [..., candidates]
-        exact = (lm_head[chosen] @ hidden[..., None])[..., 0].float()
-        # Places without a candidate go to a column that is cut off.
-        columns = torch.where(chosen < 0, len(lm_head), chosen)
-        scored = exact.new_full((*chosen.shape[:-1], len(lm_head) + 1), float("-inf"))
-        return scored.scatter(-1, columns, exact)[..., :-1]
+        """LM head over the draft vocabulary, without what joined: float32 [..., draft_vocab]."""
+        return F.linear(self.final(output), self.head.lm_head).float()
 
     def _rank(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Rank each node's children: log-probabilities fp32 and target ids int64, both [active, nodes, top_k]."""

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from eagle_slim.convert.head.config import sliding_window
-from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
-from eagle_slim.convert.lm_head.lm_head import rows_of_ids
+from eagle_slim.convert.rows.lm_head import rows_of_ids
 from torch import Tensor
 
 from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit
 from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
-from .screen import Screen
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
 
     from ..target.wrapper import TargetModel
@@ -64,8 +62,6 @@ class HeadWeights:
     """A key is seen if query position - key position is below it; None for no window."""
     follow: FollowRows | None = None
     """Rows that may join ``lm_head`` for a sequence; None where the draft vocabulary stays as it is."""
-    screen: Screen | None = None
-    """What chooses the rows of ``lm_head`` that are scored; None where all are."""
 
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
@@ -84,13 +80,6 @@ class HeadWeights:
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
                 raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
-        if self.screen is not None:
-            rows, width = self.screen.rows, self.screen.down.shape[1]
-            fits = len(rows) == self.draft_vocab and width == hidden
-            if not fits or (rows.dtype, rows.device) != (self.dtype, self.device):
-                found = f"{rows.dtype} {list(rows.shape)} on {rows.device}, of states of {width}"
-                wanted = f"{self.dtype} [{self.draft_vocab}, rank] on {self.device}, of states of {hidden}"
-                raise misfit("screen.rows", wanted, found, "tensor")
 
     @property
     def tap_norms(self) -> list[str]:
@@ -113,12 +102,8 @@ class HeadWeights:
 
     @property
     def num_weights(self) -> int:
-        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join.
-
-        Of an LM head behind a screen, those of the screen and of one node's candidates.
-        """
-        read = [*self.tensors.values(), self.lm_head[: self.num_scored]]
-        read += [] if self.screen is None else [self.screen.rows, self.screen.down]
+        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join."""
+        read = [*self.tensors.values(), self.lm_head]
         return sum(tensor.numel() for tensor in read) + self.num_joining * self.hidden
 
     @property
@@ -126,16 +111,9 @@ class HeadWeights:
         """Rows of the LM head."""
         return self.lm_head.shape[0]
 
-    @property
-    def num_scored(self) -> int:
-        """Rows of the LM head that are scored exactly for a node."""
-        return self.draft_vocab if self.screen is None else self.screen.num_candidates
-
     def of_rows(self, rows: Tensor | slice) -> HeadWeights:
         """The head with some of its LM-head rows, ascending: int64 [draft_vocab], or the first ones."""
-        screen = None if self.screen is None else replace(self.screen, rows=self.screen.rows[rows])
-        ids = self.draft_to_target[rows]
-        return replace(self, lm_head=self.lm_head[rows], draft_to_target=ids, screen=screen)
+        return replace(self, lm_head=self.lm_head[rows], draft_to_target=self.draft_to_target[rows])
 
     @cached_property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
@@ -175,15 +153,12 @@ def choose_draft_ids(
     """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
 
     ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
-    first, from the manifest) and after it of the rows that the artifact keeps, never fewer than its ``num_forced``; a
-    `DraftVocab` names them itself.
+    first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself.
     Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:
         return available if rank_order is None else np.sort(rank_order)
-    if rank_order is not None and (ranked := rank_with_kept(head, rank_order)) is not rank_order:
-        rank_order, available = ranked, np.sort(ranked)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
             raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
@@ -222,24 +197,16 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
         )  # fmt: skip
 
 
-def rank_with_kept(head: DraftHead, rank_order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A head's ``rank_order``, and after it the ids whose rows its artifact keeps; the same where it keeps none."""
-    kept = None if head.manifest is None else head.manifest.kept_rows
-    return rank_order if kept is None else np.concatenate([rank_order, kept.rank_order_ids])
-
-
 def load_head_weights(
     head: DraftHead,
     target: TargetModel,
     draft_ids: NDArray[np.int64],
     dtype: torch.dtype,
     device: torch.device,
-    offline: bool = False,
 ) -> HeadWeights:
     """Read a head's tensors for a target; `check_computable` and `check_pairing` have passed before.
 
     ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
-    ``offline``: fetch nothing.
     """
     config = head.config
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
@@ -264,7 +231,7 @@ def load_head_weights(
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
         embedding = target.embedding.detach().to(device, dtype)
-    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device, offline)
+    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device)
     _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(
         kind=head.kind,
@@ -303,17 +270,9 @@ def gather_lm_head_rows(
     draft_ids: NDArray[np.int64],
     dtype: torch.dtype,
     device: torch.device,
-    offline: bool = False,
 ) -> Tensor:
-    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden].
-
-    Rows that an artifact keeps beyond its draft vocabulary are read where ids ask for them, and fetched from the Hub
-    unless ``offline``.
-    """
+    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden]."""
     if head.has_lm_head:
-        own = head.draft_ids_to_target
-        if own is not None and head.manifest is not None and not np.isin(draft_ids, own).all():
-            head = with_kept_rows(head, offline)
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
     return gather_target_rows(head, target, draft_ids, dtype, device)
 

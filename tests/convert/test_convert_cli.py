@@ -12,6 +12,9 @@ import support.killed_conversion
 from eagle_slim.convert import Artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.verify_cli import main as verify_command
+from eagle_slim.vocab_tools.corpus.source import parse_source
+from eagle_slim.vocab_tools.counting.count import count_tokens
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from support.heads import trained_ids, write_eagle3, write_freq, write_target
 from support.small_tokenizers import byte_level_bpe, write_folder
 
@@ -44,28 +47,6 @@ def test_convert_then_verify(run, head, token_map, tmp_path):
     assert [check["name"] for check in result["checks"] if check["status"] == "failed"] == ["stray files"]
 
 
-def test_rows_that_are_kept_are_planned_written_and_reported(run, head, token_map, tmp_path):
-    args = (convert_command, head, "--draft-vocab", "8", "--token-map", token_map, "--out", "out")
-    code, out, _ = run(*args, "--keep-rows", "10", "--dry-run")
-    assert code == 0
-    assert "kept rows             2 more, 0.1 kB" in out
-    assert not (tmp_path / "out").exists()
-    code, out, _ = run(*args, "--keep-rows", "10")
-    assert code == 0
-    assert "kept rows             2 more, 10 in all" in out
-    size = (tmp_path / "out" / "kept_rows.eagle_slim").stat().st_size
-    code, out, _ = run(*args, "--keep-rows", "full", "--force", "--json")
-    assert code == 0
-    assert json.loads(out)["kept_rows"] == {"rows": 2, "size_bytes": size}
-    code, out, _ = run(verify_command, "out", "--head", head)
-    assert code == 0
-    assert "kept rows of the source" in out
-    for value in ("8", "some", "0", "385"):
-        code, _, err = run(*args, "--keep-rows", value, "--force")
-        assert code == 2
-        assert "--keep-rows" in err
-
-
 def test_dataset_to_artifact_in_one_command(run, tmp_path):
     head, target = write_eagle3(tmp_path / "head", lm_head=False), write_target(tmp_path / "target")
     chats = [
@@ -82,8 +63,7 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     assert (tokens / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     code, out, err = run(
         convert_command, head, "--draft-vocab", "270,300", "--target", target, "--tokenizer", tokens,
-        "--dataset", "chat=chats.jsonl", "--workers", "0", "--held-out", "0.2", "--save-counts", "kept.safetensors",
-        "--tokenizer-library", "tokenizers", "--out", "out", "--json",
+        "--dataset", "chat=chats.jsonl", "--out", "out", "--json",
     )  # fmt: skip
     assert code == 0, err
     results = json.loads(out)
@@ -94,7 +74,8 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     provenance = manifest["vocabulary"]["sources"][0]["provenance"]
     assert str(tmp_path) not in json.dumps(manifest)
     assert provenance["documents"] > 100
-    # The counts that were kept give the same artifact.
+    # Counts from a file give the same artifact.
+    count_tokens([parse_source("chat=chats.jsonl")], load_tokenizer(tokens)).save("kept.safetensors")
     code, _, err = run(
         convert_command, head, "--draft-vocab", "300", "--target", target, "--tokenizer", tokens,
         "--counts", "kept.safetensors", "--out", "b",
@@ -105,15 +86,6 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
-def test_counts_that_were_not_made_are_not_silently_unsaved(run, tmp_path):
-    target = write_target(tmp_path / "target")
-    first = (write_eagle3(tmp_path / "head"), "--draft-vocab", "320", "--order", "ids", "--target", target)
-    assert run(convert_command, *first, "--out", "first")[0] == 0
-    code, _, err = run(convert_command, "first", "--draft-vocab", "280", "--save-counts", "kept.safetensors")
-    assert code == 0
-    assert "warning: --save-counts: nothing was counted, so kept.safetensors was not written" in err
-
-
 def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp_path):
     usage = [
         ((head,), "--draft-vocab"),
@@ -122,16 +94,12 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8", "--for", "vllm"), "'vllm' is not one of 'sglang', 'lmdeploy'"),
         ((head, "--draft-vocab", "8", "--coverage", "0.9"), "exclude"),
         ((head, "--draft-vocab", "8", "--order", "ids", "--token-map", token_map), "exclude"),
-        ((head, "--draft-vocab", "8", "--split", "train"), "--split describes a --dataset"),
         ((head, "--draft-vocab", "8", "--tap-layers", "2,x"), "2,x"),
         ((head, "--draft-vocab", "8", "--weights", "chat"), "NAME=SHARE"),
         ((head, "--draft-vocab", "8,9", "--token-map", token_map, "--push-to-hub", "me/x"), "one size"),
-        ((head, "--draft-vocab", "8", "--token-map", token_map, "--save-counts", "c"), "--save-counts"),
-        ((tmp_path / "nothing", "--draft-vocab", "8", "--save-counts", token_map), "freq.pt: exists already"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
-        ((head, "--draft-vocab", "full,auto"), "`auto`"),
-        ((head, "--draft-vocab", "8", "--dataset", "a.txt", "--save-counts", "x.json"), ".safetensors"),
+        ((head, "--draft-vocab", "full,auto"), "`full`"),
         ((head, "--unknown"), "--unknown"),
         ((head, "--draft-vocb", "8"), "'--draft-vocab'? Try"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),

@@ -1,10 +1,9 @@
 """Count with `count_tokens` on a local Ray cluster of several processes, or without Ray.
 
-A job: ``{"sources": [specs], "tokenizer": folder, "run_on": "ray" or "local", "out": path}`` and optionally
-``workers``, ``on_error``, ``resume_file``, ``gather`` (so many processes begin a unit before any of them ends one),
-``kill`` (the process that begins the unit of this number, counted from 0 in the order of beginning, dies by SIGKILL)
-and ``interrupt`` (stop, as by Ctrl-C, when the first result is there). Result: ``sha256`` of the counts file,
-``notes`` told to the user, ``killed`` and ``counted_by``: process ids.
+A job: ``{"sources": [specs], "tokenizer": folder, "run_on": "ray" or "local", "folder": path}`` and optionally
+``workers``, ``on_error``, ``gather`` (so many processes begin a unit before any of them ends one) and ``kill`` (the
+process that begins the unit of this number, counted from 0 in the order of beginning, dies by SIGKILL). Result:
+``sha256`` of the counts, ``notes`` told to the user, ``killed`` and ``counted_by``: process ids.
 """
 
 import hashlib
@@ -18,8 +17,8 @@ from typing import Any
 
 import ray
 from eagle_slim.vocab_tools.corpus.source import parse_source, with_unique_names
-from eagle_slim.vocab_tools.counting import ray_workers, resume
-from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting import ray_workers
+from eagle_slim.vocab_tools.counting.count import count_tokens
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from protocol import Json, serve
 
@@ -63,35 +62,23 @@ def who_began(folder: Path) -> list[int]:
 
 def run(job: Json) -> Json:
     notes: list[str] = []
-    folder = Path(tempfile.mkdtemp(dir=Path(job["out"]).parent))
+    folder = Path(tempfile.mkdtemp(dir=job["folder"]))
     # Ray pickles a class of this script by value, so that its processes run this one.
     ray_workers._UnitCounter = watched(job, folder)
 
-    def progress(tokens: int) -> None:
-        if job.get("interrupt"):
-            raise KeyboardInterrupt
-
-    out = Path(job["out"])
-    resume.SAVE_SECONDS = 0.0
-    try:
-        counts = count_tokens(
-            with_unique_names([parse_source(spec) for spec in job["sources"]]),
-            load_tokenizer(job["tokenizer"]),
-            run_on=job["run_on"],
-            workers=job.get("workers", 2),
-            on_error=job.get("on_error", "stop"),
-            resume_file=Path(job["resume_file"]) if "resume_file" in job else None,
-            save_to=out,
-            progress=progress,
-            notify=notes.append,
-        )
-    except CountingInterruptedError as error:
-        return {"interrupted": str(error)}
+    counts = count_tokens(
+        with_unique_names([parse_source(spec) for spec in job["sources"]]),
+        load_tokenizer(job["tokenizer"]),
+        run_on=job["run_on"],
+        workers=job.get("workers", 2),
+        on_error=job.get("on_error", "stop"),
+        notify=notes.append,
+    )
     began = who_began(folder)
     return {
-        "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256(counts.to_bytes()).hexdigest(),
         "tokens": counts.num_tokens,
-        "notes": [note for note in notes if "going on from" not in note],
+        "notes": notes,
         "killed": began[job["kill"]] if "kill" in job and began else None,
         "counted_by": began,
     }

@@ -52,18 +52,10 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "a worker killed": {"sources": [plain], "gather": 2, "kill": KILLED_UNIT},
         "the only worker killed": {"sources": [plain], "kill": KILLED_UNIT, "workers": 1},
     }
-    common = {"tokenizer": str(embedded_target_folder())}
-    jobs = [
-        {**common, **case, "run_on": run_on, "out": str(out / f"{number}-{run_on}.safetensors")}
-        for number, case in enumerate(cases.values())
-        for run_on in ("local", "ray")
-    ]
-    # Begun on Ray, interrupted, and finished without it.
-    half = {**common, "sources": [plain], "out": str(out / "half"), "resume_file": str(out / "resume")}
-    jobs += [{**half, "run_on": "ray", "interrupt": True}, {**half, "run_on": "local"}]
+    common = {"tokenizer": str(embedded_target_folder()), "folder": str(out)}
+    jobs = [{**common, **case, "run_on": run_on} for case in cases.values() for run_on in ("local", "ray")]
     (results,) = ask_together("ray_worker.py", jobs, [()])
-    found = {name: (results[2 * number], results[2 * number + 1]) for number, name in enumerate(cases)}
-    return {**found, "interrupted": (results[-2], results[-1])}
+    return {name: (results[2 * number], results[2 * number + 1]) for number, name in enumerate(cases)}
 
 
 @pytest.mark.parametrize(
@@ -94,12 +86,6 @@ def test_what_a_killed_worker_had_is_counted_by_others(
     # Six files, of which one was begun twice.
     assert len(began) >= 7
     figures[f"Ray, {case}"] = f"{ray['tokens']:,} tokens, the bytes of counting without Ray"
-
-
-def test_an_interrupted_count_goes_on_without_ray(counted: dict[str, tuple[Json, Json]]) -> None:
-    stopped, resumed = counted["interrupted"]
-    assert "goes on from there" in stopped["interrupted"]
-    assert resumed["sha256"] == counted["a worker killed"][0]["sha256"]
 
 
 def test_the_command(corpus: Path, tmp_path: Path) -> None:

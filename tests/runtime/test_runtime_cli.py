@@ -207,7 +207,6 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
         (["--dtype", "float8"], 2, "float8"),
         (["--drafter", "triton", "--device", "cpu"], 1, "GPU"),
         (["--follow-rows", "9"], 2, "Give --follow"),
-        (["--screen"], 2, "has no screen"),
         (["--device", "gpu"], 2, "expected cpu, cuda"),
         (["--device", "cuda:64"], 2, "is not there"),
         (["--device", "meta"], 2, "cannot be computed on"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.rope import rotary_embedding
-from eagle_slim.runtime.drafter.screen import Screen
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 
@@ -120,14 +119,6 @@ def with_follow(head: HeadWeights, most: int) -> HeadWeights:
     return replace(head, follow=FollowRows.of(most, head.draft_to_target, rows, row_of_id, ranks))
 
 
-def with_screen(head: HeadWeights, rank: int, groups: int, per_group: int) -> HeadWeights:
-    """Give a head the screen of states without a direction: that of its LM head's largest singular values."""
-    lm_head = head.lm_head.double()
-    project = torch.linalg.eigh(lm_head.T @ lm_head).eigenvectors.flip(1)[:, :rank].float().contiguous()
-    rows = (head.lm_head.float() @ project).to(head.dtype)
-    return replace(head, screen=Screen(rows, project.T.contiguous(), project, groups, per_group))
-
-
 def problem(
     head: HeadWeights,
     tree: TreeConfig,
@@ -175,26 +166,7 @@ def union_head(head: HeadWeights, tail: Sequence[int]) -> HeadWeights:
     ids = torch.cat((head.draft_to_target, head.follow.ids[list(tail)]))
     order = ids.argsort()
     rows = torch.cat((head.lm_head, head.follow.rows_of(tail)))
-    screen = head.screen and JoinedScreen(
-        torch.zeros(len(ids), head.screen.rank).to(rows), head.screen.down, head.screen.project, base=head.screen,
-        place=order.argsort(),
-    )  # fmt: skip
-    return replace(head, lm_head=rows[order], draft_to_target=ids[order], follow=None, screen=screen)
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedScreen(Screen):
-    """That of a base, and all rows that joined it; ``place`` int64 [all]: where each row, the base's first, is."""
-
-    base: Screen | None = None
-    place: torch.Tensor | None = None
-
-    def candidates(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.base is not None
-        assert self.place is not None
-        chosen = self.base.candidates(hidden)
-        joined = self.place[len(self.base.rows) :].expand(*chosen.shape[:-1], -1)
-        return torch.cat((torch.where(chosen < 0, -1, self.place[chosen]), joined), -1)
+    return replace(head, lm_head=rows[order], draft_to_target=ids[order], follow=None)
 
 
 def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]] | None = None) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """What an LM head holds."""
 
 import torch
-from eagle_slim.convert.lm_head.lm_head import LmHead
-from eagle_slim.convert.lm_head.target import open_target_lm_head
+from eagle_slim.convert.rows.lm_head import LmHead
+from eagle_slim.convert.rows.target import open_target_lm_head
 from eagle_slim.convert.sources.source import target_files
 
 

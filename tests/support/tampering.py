@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.convert.weights.checksums import encode_checksums, row_checksums
+from eagle_slim.convert.artifact.checksums import encode_checksums, row_checksums
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]

@@ -4,18 +4,12 @@ import gzip
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
+from eagle_slim.vocab_tools.base_cli import run_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.count_cli import Amount, corpus_arguments, corpus_options
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import UsageError
-from support.raising import raises
 
 
 @pytest.fixture
@@ -57,16 +51,17 @@ def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "Nothing to count"),
+        ([], 2, "Missing argument 'SOURCE...'"),
+        (["-"], 2, "Standard input is not read"),
         (["missing.jsonl"], 1, "missing.jsonl: no such file or folder"),
         (["{corpus},colum=x"], 2, "unknown key 'colum'"),
-        (["{corpus}", "--split", "train"], 2, "--split is for Hub datasets"),
-        (["{corpus}", "--max-tokens", "some"], 2, "'some' is not a number above 0"),
+        (["{corpus},split=train"], 2, "split is for Hub datasets"),
+        (["{corpus},max-tokens=some"], 2, "'some' is not a value for max_tokens"),
         (["{corpus}", "--chat-template", "/dev/null"], 2, "/dev/null: is a pipe or a device"),
         (["{corpus}", "--held-out", "1.5"], 2, "held-out fraction"),
         (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: no such chat template"),
         (["{corpus}", "other={corpus}"], 2, "read by source mine and by source other"),
-        (["{corpus}", "--column", "body"], 2, "no column 'body'. The records have text."),
+        (["{corpus},column=body"], 2, "no column 'body'. The records have text."),
     ],
 )
 def test_mistakes(
@@ -96,40 +91,3 @@ def test_what_needs_no_tokenizer_to_be_seen(
     monkeypatch.chdir(tmp_path)
     assert run(str(corpus), "--tokenizer", str(tmp_path / "none"), "--out", "x.safetensors", *arguments) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "amount"), [("5", 5), ("500k", 500_000), ("10M", 10_000_000), ("1.5B", 1_500_000_000), ("1,000", 1000)]
-)
-def test_amounts(text: str, amount: int) -> None:
-    assert Amount().convert(text, None, None) == amount
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "k", "ten"])
-def test_no_amounts(text: str) -> None:
-    with pytest.raises(click.BadParameter):
-        Amount().convert(text, None, None)
-
-
-def _parsed(*arguments: str) -> dict[str, Any]:
-    @click.command(cls=EagleCommand)
-    @corpus_options
-    def command(**options: Any) -> dict[str, Any]:
-        return options
-
-    result: dict[str, Any] = command.main(list(arguments), standalone_mode=False)
-    return result
-
-
-def test_options_are_taken_up_by_other_commands() -> None:
-    sources, arguments = corpus_arguments(
-        _parsed("-d", "chat=org/x,weight=2", "-d", "b.jsonl", "--split", "train", "--max-tokens", "1M", "--seed", "7")
-    )
-    assert sources == [
-        CorpusSource("org/x", "chat", 2.0, split="train", max_tokens=10**6),
-        CorpusSource("b.jsonl", max_tokens=10**6),
-    ]
-    assert (arguments["seed"], arguments["on_error"], arguments["held_out"].fraction) == (7, "stop", 0.05)
-    assert corpus_arguments(_parsed())[0] == []
-    with raises(UsageError, option="--dataset-revision"):
-        corpus_arguments(_parsed("-d", "b.jsonl", "--dataset-revision", "main"))

@@ -9,12 +9,11 @@ import pytest
 from eagle_slim.vocab_tools.corpus.open import open_corpus
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
-from eagle_slim.vocab_tools.counting.resume import load_states
 from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
 from eagle_slim.vocab_tools.files import expand_home, write_file
+from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises, waiting_for_nothing
 
 
@@ -53,7 +52,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "safetensors map": ("a.safetensors", import_token_map),
     "numpy map": ("d2t.npy", import_token_map),
     "tokenizer": ("tokenizer.json", load_tokenizer),
-    "saved state": ("a.resume", lambda path: load_states(path, {})),
     "JSON lines": ("a.jsonl", lambda path: open_corpus(CorpusSource(str(path)))),
     "text": ("a.txt", lambda path: open_corpus(CorpusSource(str(path)))),
     "array": ("a.json", lambda path: open_corpus(CorpusSource(str(path)))),

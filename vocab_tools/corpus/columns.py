@@ -68,7 +68,9 @@ def choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Ki
     # Beside a null or a list, which may be the text, a lone string is as likely the id of the record.
     if len(strings) == 1 and not any(value is None or isinstance(value, (list, dict)) for value in row.values()):
         return strings[0], _kind(row[strings[0]])
-    raise UsageError(f"{source.location}: say which column holds the text, with --column. {has}", columns=columns)
+    raise UsageError(
+        f"{source.location}: say which column holds the text, as in `,column=NAME`. {has}", columns=columns
+    )
 
 
 def _kind(value: Any) -> Kind:

@@ -112,13 +112,11 @@ HUB_SETTINGS = ("config", "split", "revision")
 _KEYS = tuple(item.name for item in fields(CorpusSource) if item.name not in ("location", "name"))
 
 
-def parse_source(spec: str, defaults: Mapping[str, Any] | None = None) -> CorpusSource:
+def parse_source(spec: str) -> CorpusSource:
     """Parse `[NAME=]LOCATION[,KEY=VALUE...]`.
 
     Example: `chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3` or `code=src/*.jsonl,column=content`.
     Keys are the fields of `CorpusSource`; a hyphen may stand for an underscore.
-
-    `defaults` holds fields for what the text leaves out; those of Hub datasets do not apply to local files.
 
     Raises:
         UsageError: an unknown key or a value of the wrong kind; fact `setting` is the key.
@@ -132,10 +130,9 @@ def parse_source(spec: str, defaults: Mapping[str, Any] | None = None) -> Corpus
         location = rest
     else:
         name = ""
-    chosen: dict[str, Any] = dict(defaults or {})
-    if looks_local(location.strip()):
-        for key in HUB_SETTINGS:
-            chosen.pop(key, None)
+    if location.strip() == "-":
+        raise UsageError("Standard input is not read. Write the text to a file, and name the file.")
+    chosen: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         key = key.strip().replace("-", "_")

@@ -1,4 +1,4 @@
-"""count_tokens: sources and a tokenizer → TokenCounts, over all cores, resumable, the same for any number of workers.
+"""count_tokens: sources and a tokenizer → TokenCounts, over all cores, the same for any number of workers.
 
 How a corpus is read is decided in plan.py, what a block gives in block.py, who runs the blocks in workers.py and
 ray_workers.py, and source_run.py takes their results up in order.
@@ -9,31 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..corpus.open import OpenCorpus, open_corpus, refuse_repeated_inputs
 from ..corpus.source import CorpusSource
-from ..errors import INTERRUPTED, EagleSlimError, UsageError
+from ..errors import UsageError
 from ..tokenizer.encode import name_and_version
 from ..tokenizer.tokenizer import LoadedTokenizer
-from .block import CountPlan, PartialCounts
+from .block import CountPlan
 from .counts import JSON, SourceCounts, TokenCounts
 from .held_out import HeldOutRule
-from .plan import identity_of, make_plan
+from .plan import make_plan
 from .progress import ProgressBar
-from .resume import CountState, SourceState, load_states
-from .source_run import SourceRun
+from .source_run import CountedSource, SourceRun
 from .workers import Processes, ThisProcess, Workers
 
 # Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
 _SMALL_BYTES = 4 << 20
-
-
-class CountingInterruptedError(EagleSlimError):
-    """The user stopped a count; its resume file, where there is one, is up to date."""
-
-    exit_code = INTERRUPTED
 
 
 def count_tokens(
@@ -47,9 +39,6 @@ def count_tokens(
     seed: int = 0,
     held_out: HeldOutRule | None = None,
     on_error: Literal["stop", "skip"] = "stop",
-    resume_file: Path | None = None,
-    restart: bool = False,
-    save_to: Path | None = None,
     progress: bool | Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TokenCounts:
@@ -70,55 +59,33 @@ def count_tokens(
         seed: decides what is sampled, shuffled and held out.
         held_out: what is held out of each source, see `HeldOutRule`; None: its defaults.
         on_error: "stop" at a record that cannot be read, or "skip" it and count how many were skipped.
-        resume_file: file that keeps the state of the count while it runs, written every ten seconds; the same call goes
-            on from it. It is removed at the end.
-        restart: remove a resume file that is there, and start over.
-        save_to: file to write the counts to before the resume file is removed, so that one of them always exists.
         progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
             that each block adds.
         notify: called with messages for the user, such as skipped records.
 
     Raises:
-        UsageError: no sources, names or inputs that repeat, a setting that fits no source, or the resume file of
-            another count.
+        UsageError: no sources, names or inputs that repeat, or a setting that fits no source.
         CorpusError: a source or record cannot be read, or a file changed meanwhile.
         TokenizerError: the tokenizer or its chat template cannot be used.
-        CountingInterruptedError: Ctrl-C.
     """
     say = notify or (lambda message: None)
-    if restart and resume_file is not None:
-        resume_file.unlink(missing_ok=True)
     corpora, plan = open_for_counting(
         sources, tokenizer, tokenizer_library, chat_template, seed, held_out, on_error, notify
     )
     library = name_and_version(plan.encoder.library)
-    identity = identity_of(corpora, tokenizer, plan, library, seed)
-    states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
-    if resume_file is not None and resume_file.exists():
-        states = load_states(resume_file, identity)
-    state = CountState(states, identity, resume_file)
-    _tell_resumed(state, on_error, say)
-    files = []
-    with ProgressBar(corpora, states, progress) as bar:
-        try:
-            with _workers(run_on, plan, workers, corpora) as running, state.saved_on_error():
-                for position, corpus in enumerate(corpora):
-                    files.append(SourceRun(position, corpus, plan, running, state, bar, say).count())
-        except KeyboardInterrupt as error:
-            raise CountingInterruptedError(_interrupted(state), path=state.path) from error
+    counted = []
+    with ProgressBar(corpora, progress) as bar, _workers(run_on, plan, workers, corpora) as running:
+        for position, corpus in enumerate(corpora):
+            counted.append(SourceRun(position, corpus, plan, running, bar, say).count())
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
-    result = TokenCounts(
+    return TokenCounts(
         tuple(
-            _source_counts(corpus, of_source, plan, hashed, library, tokenizer.chat_template_hash, seed)
-            for corpus, of_source, hashed in zip(corpora, state.sources, files, strict=True)
+            _source_counts(corpus, of_source, plan, library, tokenizer.chat_template_hash, seed)
+            for corpus, of_source in zip(corpora, counted, strict=True)
         ),
         tokenizer.tokenizer_hash,
     )
-    if save_to is not None:
-        result.save(save_to)
-    state.remove()
-    return result
 
 
 def open_for_counting(
@@ -150,26 +117,6 @@ def _check_names(sources: Sequence[CorpusSource]) -> None:
         )
 
 
-def _tell_resumed(state: CountState, on_error: str, say: Callable[[str], None]) -> None:
-    if not any(source.cursor for source in state.sources):
-        return
-    skipped = sum(source.partial.skipped for source in state.sources)
-    if skipped and on_error == "stop":
-        raise UsageError(
-            f"{state.path}: this count has skipped {skipped:,} records already. Go on with --on-error skip, or "
-            "start over with --restart.",
-            path=state.path,
-            skipped=skipped,
-        )
-    say(f"going on from {state.path}: {state.tokens:,} tokens are counted already")
-
-
-def _interrupted(state: CountState) -> str:
-    if state.path is None or not state.tokens:
-        return f"Stopped after {state.tokens:,} tokens. Nothing was saved, so the same command starts over."
-    return f"Stopped after {state.tokens:,} tokens. The same command goes on from there (saved in {state.path})."
-
-
 def _workers(
     run_on: Literal["local", "ray"], plan: CountPlan, num_workers: int | None, corpora: Sequence[OpenCorpus]
 ) -> Workers:
@@ -190,20 +137,19 @@ def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
 
 def _source_counts(
     corpus: OpenCorpus,
-    state: SourceState,
+    counted: CountedSource,
     plan: CountPlan,
-    files: list[dict[str, Any]] | None,
     library: str,
     template_hash: str | None,
     seed: int,
 ) -> SourceCounts:
-    partial, rule, source = state.partial, plan.held_out, corpus.source
+    partial, rule, source = counted.partial, plan.held_out, corpus.source
     counts, held_out = partial.finish(rule)
     num_held_out = held_out.num_documents if held_out else 0
     is_chat = corpus.kind == "chat"
     provenance: dict[str, JSON] = {
         **corpus.origin,
-        **({} if files is None else {"files": files}),
+        **({} if counted.files is None else {"files": counted.files}),
         "text": source.roles if is_chat else "all",
         "chat": is_chat,
         "chat_template_hash": template_hash if is_chat else None,
@@ -214,7 +160,7 @@ def _source_counts(
         "cuts_in_long_texts": partial.cuts,
         "max_documents": source.max_documents,
         "max_tokens": source.max_tokens,
-        "ended_by_limit": state.limited,
+        "ended_by_limit": counted.limited,
         "sample": source.sample,
         "shuffle": source.shuffle,
         "seed": seed,

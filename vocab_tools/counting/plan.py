@@ -1,11 +1,11 @@
-"""How a corpus will be counted, found out on a probe of it; and the identity of a count, for its resume file."""
+"""How a corpus will be counted, found out on a probe of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from .held_out import HeldOutRule, key_of_source
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 400_000
 _PROBE_CHATS = 50
-_IDENTITY_VERSION = 1
-_SOURCE_IDENTITY = ("name", "location", "roles", "max_documents", "max_tokens", "sample", "shuffle")
 
 
 def make_plan(
@@ -128,26 +126,3 @@ def _changed_by_cutting(corpus: OpenCorpus, position: int, plan: CountPlan, coun
             if not np.array_equal(counter.encode_document(pieces), np.concatenate(expected)):
                 return _Place(corpus, block.shard, at)
     return None
-
-
-def identity_of(
-    corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, library: str, seed: int
-) -> dict[str, Any]:
-    """Return everything that can change the counts, as JSON."""
-    return {
-        "version": _IDENTITY_VERSION,
-        "tokenizer": tokenizer.tokenizer_hash,
-        "chat_template": None if plan.chat is None else plan.chat.template,
-        "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
-        "tokenizer_library": library,
-        "seed": seed,
-        "held_out": list(astuple(plan.held_out)),
-        "sources": [
-            {
-                **{name: getattr(corpus.source, name) for name in _SOURCE_IDENTITY},
-                "column": corpus.column,
-                "input": corpus.identity,
-            }
-            for corpus in corpora
-        ],
-    }

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..corpus.open import OpenCorpus
-from .resume import SourceState
 
 
 class ProgressBar:
@@ -15,7 +14,6 @@ class ProgressBar:
     def __init__(
         self,
         corpora: Sequence[OpenCorpus],
-        states: Sequence[SourceState],
         progress: bool | Callable[[int], None] | None,
     ) -> None:
         from tqdm import tqdm
@@ -29,7 +27,6 @@ class ProgressBar:
         self._started = time.monotonic()
         self._bar = tqdm(
             total=sum(known) if len(known) == len(sizes) else None,
-            initial=sum(corpus.size_until(state.cursor) for corpus, state in zip(corpora, states, strict=True)),
             desc="counting",
             disable=None if progress is None else not progress,
             delay=0 if progress else 1,

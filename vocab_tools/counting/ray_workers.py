@@ -2,8 +2,8 @@
 
 Ray Data runs the work: a pool of actors, each with one tokenizer thread, takes units of a corpus and gives back partial
 counts. It restarts an actor that died and repeats its unit; a unit has one result however often it was begun, so
-nothing is lost and nothing is counted twice. Results come back in the order of the corpus, which limits, the resume
-file and messages about bad records need.
+nothing is lost and nothing is counted twice. Results come back in the order of the corpus, which limits and messages
+about bad records need.
 
     files that can be cut without reading them    unit = blocks of about 64 MB; workers read the files themselves
     compressed files, datasets of the Hub         unit = one shard (file), opened and read by the worker
@@ -90,14 +90,12 @@ class RayWorkers(Workers):
         """Count single blocks in this process: the one block in which a limit falls."""
         return ThisProcess(self._plan).map(tasks)
 
-    def corpus(
-        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
-    ) -> Iterator[tuple[Task, BlockCounts]]:
-        """Count a corpus after the cursor `after`: yields a result per block if it has limits, else one per unit."""
+    def corpus(self, source: int, corpus: OpenCorpus, bound: Callable[[], int]) -> Iterator[tuple[Task, BlockCounts]]:
+        """Count a corpus: yields a result per block if it has limits, else one per unit."""
         import ray
 
         limited = corpus.source.max_documents is not None or corpus.source.max_tokens is not None
-        units = list(_units(corpus, after, 1 if limited else _UNIT_BLOCKS))
+        units = list(_units(corpus, 1 if limited else _UNIT_BLOCKS))
         if not units:
             return
         workers = self._workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -120,8 +118,8 @@ class RayWorkers(Workers):
             yield result
 
 
-def _units(corpus: OpenCorpus, after: tuple[int, int] | None, unit_blocks: int) -> Iterator[_Unit]:
-    for shard, start in corpus.shards_after(after):
+def _units(corpus: OpenCorpus, unit_blocks: int) -> Iterator[_Unit]:
+    for shard, start in corpus.shards_after():
         if not corpus.is_cheap_to_cut(shard):
             yield _Unit(shard=shard, start=start)
             continue

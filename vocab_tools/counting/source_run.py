@@ -1,4 +1,4 @@
-"""One source from its state to its end: takes the results of its blocks in order, and applies limits to them."""
+"""One source from its beginning to its end: takes the results of its blocks in order, and applies limits to them."""
 
 from __future__ import annotations
 
@@ -12,59 +12,63 @@ import numpy as np
 from ..corpus.blocks import BadRecord
 from ..corpus.open import OpenCorpus
 from ..errors import CorpusError
-from .block import BlockCounts, CountPlan, merge_partial
+from .block import BlockCounts, CountPlan, PartialCounts, merge_partial
 from .progress import ProgressBar
-from .resume import CountState, SourceState
 from .workers import Workers
 
 _MAX_SKIP_MESSAGES = 10
 
 
+@dataclass(frozen=True)
+class CountedSource:
+    """What was counted of one source.
+
+    Attributes:
+        limited: whether a limit ended it, rather than its last document.
+        files: name, bytes and hash of the files read; None for a dataset.
+    """
+
+    partial: PartialCounts
+    limited: bool
+    files: list[dict[str, Any]] | None
+
+
 @dataclass
 class SourceRun:
-    """Counts one source, at a position in the plan and in the states; tells `say` what was skipped."""
+    """Counts one source, at a position in the plan; tells `say` what was skipped."""
 
     position: int
     corpus: OpenCorpus
     plan: CountPlan
     workers: Workers
-    states: CountState
     bar: ProgressBar
     say: Callable[[str], None]
     _told: int = 0
 
-    @property
-    def _state(self) -> SourceState:
-        return self.states.sources[self.position]
+    def __post_init__(self) -> None:
+        self._partial = PartialCounts.zero(self.plan.encoder.vocab_size)
 
-    def count(self) -> list[dict[str, Any]] | None:
-        """Count to the end; returns name, bytes and hash of the files read, or None for a dataset.
+    def count(self) -> CountedSource:
+        """Count to the end.
 
         Raises:
             CorpusError: a record cannot be read, a file changed meanwhile, or the source holds no tokens.
         """
         hasher = self.corpus.hasher()
         try:
-            if hasher is not None and self._state.cursor is not None:
-                for shard, stop in self.corpus.shards_until(self._state.cursor):
-                    hasher.reached(shard, stop)
-            if not self._state.done:
-                self._run(hasher.reached if hasher else lambda shard, position: None)
-                self.corpus.check_unchanged()
-            if not self._state.partial.tokens:
-                error = self._no_tokens()
-                # There is nothing to go on from, and a resume file would be in the way of a mended corpus.
-                self.states.forget(self.position)
-                raise error
-            return hasher.finish() if hasher else None
+            limited = self._run(hasher.reached if hasher else lambda shard, position: None)
+            self.corpus.check_unchanged()
+            if not self._partial.tokens:
+                raise self._no_tokens()
+            return CountedSource(self._partial, limited, hasher.finish() if hasher else None)
         finally:
             if hasher is not None:
                 hasher.close()
 
     def _no_tokens(self) -> CorpusError:
-        partial, source = self._state.partial, self.corpus.source
+        partial, source = self._partial, self.corpus.source
         if partial.empty and self.corpus.kind == "chat" and source.roles == "assistant":
-            hint = f"None of its conversations ({partial.empty:,}) has an assistant turn; count them with --roles all."
+            hint = f"None of its conversations ({partial.empty:,}) has an assistant turn; count them with roles=all."
         else:
             hint = f"Empty documents: {partial.empty:,}; records skipped: {partial.skipped:,}."
         return CorpusError(
@@ -74,10 +78,10 @@ class SourceRun:
             skipped=partial.skipped,
         )
 
-    def _run(self, reached: Callable[[int, int], None]) -> None:
-        found = self.workers.corpus(
-            self.position, self.corpus, self._state.cursor, lambda: self._state.partial.candidates.bound
-        )
+    def _run(self, reached: Callable[[int, int], None]) -> bool:
+        """Take up the results in order; returns whether a limit ended the source."""
+        limited = False
+        found = self.workers.corpus(self.position, self.corpus, lambda: self._partial.candidates.bound)
         with contextlib.closing(found) as results:  # type: ignore[type-var]
             for task, result in results:
                 allowed = self._documents_allowed(result)
@@ -87,25 +91,19 @@ class SourceRun:
                     ((_, result),) = self.workers.map(iter([replace(task, limit=allowed)]))
                 if result.bad:
                     self._report(result.bad)
-                state = SourceState(
-                    merge_partial(self._state.partial, result.partial, self.plan.held_out),
-                    cursor=(task.block.shard, task.block.stop),
-                    done=limited,
-                    limited=limited,
-                )
+                self._partial = merge_partial(self._partial, result.partial, self.plan.held_out)
                 reached(task.block.shard, task.block.stop)
-                self.states.update(self.position, state)
                 self.bar.moved(task.block.size, result.partial.tokens)
                 if limited:
                     break
-        self.states.update(self.position, replace(self._state, done=True))
-        skipped = self._state.partial.skipped
+        skipped = self._partial.skipped
         if skipped:
             self.say(f"{self.corpus.source.name}: {skipped:,} records skipped in total")
+        return limited
 
     def _documents_allowed(self, result: BlockCounts) -> int | None:
         """Return how many of a block's documents the limits let in; None when no limit falls in this block."""
-        source, partial = self.corpus.source, self._state.partial
+        source, partial = self.corpus.source, self._partial
         limits = []
         if source.max_documents is not None and partial.documents + len(result.doc_tokens) >= source.max_documents:
             limits.append(source.max_documents - partial.documents)
@@ -119,7 +117,8 @@ class SourceRun:
         if not self.plan.skip_bad:
             place = self.corpus.place_of(bad[0])
             raise CorpusError(
-                f"{place}: {bad[0].reason}. Mend the record, or leave such records out with --on-error skip.",
+                f"{place}: {bad[0].reason}. Mend the record, or leave such records out with `eagle-vocab count "
+                "--on-error skip`.",
                 place=place,
             )
         told = bad[: _MAX_SKIP_MESSAGES - self._told]

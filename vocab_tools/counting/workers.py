@@ -43,15 +43,13 @@ class Workers:
         """Yield tasks and their results in the order of the tasks."""
         raise NotImplementedError
 
-    def corpus(
-        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
-    ) -> Iterator[tuple[Task, BlockCounts]]:
-        """Yield the results of a corpus after the cursor `after`, in order: one per block, or per run of merged blocks.
+    def corpus(self, source: int, corpus: OpenCorpus, bound: Callable[[], int]) -> Iterator[tuple[Task, BlockCounts]]:
+        """Yield the results of a corpus in order: one per block, or per run of merged blocks.
 
         A merged result has the position of its last block and the size of all of them. A corpus with limits needs
         single blocks. `bound` returns the bound of what was counted so far, see `BlockCounter.count`.
         """
-        return self.map(Task(source, block, bound()) for block in corpus.blocks(after))
+        return self.map(Task(source, block, bound()) for block in corpus.blocks())
 
 
 class ThisProcess(Workers):
@@ -107,8 +105,7 @@ class Processes(Workers):
             return task, future.result()
         except BrokenProcessPool as error:
             raise EagleSlimError(
-                "A worker process died, perhaps because memory ran out. Run the same command again to go on from the "
-                "last saved state; fewer --workers need less memory."
+                "A worker process died, perhaps because memory ran out; fewer --workers need less memory."
             ) from error
 
 
@@ -126,7 +123,7 @@ def _start_worker(plan: CountPlan, alive: Connection) -> None:
     import signal
 
     use_one_tokenizer_thread()
-    # A terminal sends these to the whole group; the parent process saves its state and then ends the workers.
+    # A terminal sends these to the whole group; the parent process ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(alive,), daemon=True, name="parent-watch").start()

@@ -1,4 +1,4 @@
-"""What is looked at before the first token is counted, and what is kept of the counts when something else fails."""
+"""What is looked at before the first token is counted."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from eagle_slim.convert import (
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools import hub_session
 from eagle_slim.vocab_tools.corpus.source import parse_source
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, convert
@@ -49,7 +49,7 @@ def chats(tmp_path):
         for n in range(50)
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    return ("--dataset", "chat=chats.jsonl", "--workers", "0")
+    return ("--dataset", "chat=chats.jsonl")
 
 
 def never(*_):
@@ -70,10 +70,6 @@ class TestCheapChecks:
         ):
             with pytest.raises(error):
                 convert(head, vocabulary=VocabRequest(corpus=(source,), weights=weights), **common)
-        arguments = (tmp_path / "head", "--target", target, "--draft-vocab", "auto", "--cost", "compare.json")
-        code, _, err = run(convert_command, *arguments, *chats, "--held-out", "0")
-        assert code == 2
-        assert "--held-out" in err
 
     def test_weights_of_the_target_that_are_damaged_or_missing_or_of_another_width(self, tmp_path, target):
         head = write_eagle3(tmp_path / "head", lm_head=False)
@@ -277,53 +273,6 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
 
 
-class TestCountsAreKept:
-    def test_when_writing_fails(self, run, tmp_path, target, chats, monkeypatch):
-        from eagle_slim.convert.conversion import convert
-
-        head = write_eagle3(tmp_path / "head")
-        arguments = (head, "--draft-vocab", "300", "--target", target)
-
-        def full(*_):
-            raise OutputError("the disk is full")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(convert.Planned, "write", full)
-            code, _, err = run(convert_command, *arguments, *chats)
-        assert code == 1
-        kept = tmp_path / ".head-v300.counts.safetensors"
-        assert f"--counts {kept.name}" in err
-        assert run(convert_command, *arguments, "--counts", kept)[0] == 0
-        # The next run that counts for the same name leaves none.
-        assert run(convert_command, *arguments, *chats, "--force")[0] == 0
-        assert not kept.exists()
-
-    def test_when_counting_ends(self, run, tmp_path, target, chats, monkeypatch):
-        """An interruption says itself where the count goes on; after another error the conversion says it."""
-        from eagle_slim.vocab_tools.counting import count
-
-        arguments = (write_eagle3(tmp_path / "head"), "--draft-vocab", "300", "--target", target, *chats)
-        real = count.count_tokens
-        said = "the same command goes on from there"
-        for error, status, words in ((CorpusError("line 3"), 1, said), (KeyboardInterrupt(), 130, "")):
-
-            def ended(*_, error=error, **options):
-                options["resume_file"].write_bytes(b"what was counted")
-                raise error
-
-            with monkeypatch.context() as patch:
-                patch.setattr(count, "count_tokens", ended)
-                code, _, err = run(convert_command, *arguments)
-            assert code == status
-            assert words in err
-        # A state that is of another count, or none, does not stand in the way of this one.
-        assert count.count_tokens is real
-        code, _, err = run(convert_command, *arguments)
-        assert code == 0, err
-        assert "starting over" in err
-        assert not list(tmp_path.glob(".head-v300*"))
-
-
 class TestPush:
     # huggingface_hub uploads with an argument that its HTTP library calls old.
     @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -351,7 +300,7 @@ class TestPush:
     @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
     def test_only_what_the_manifest_names_is_uploaded(self, run, tmp_path, target):
         head = write_eagle3(tmp_path / "head")
-        made = convert(head, draft_vocab=270, keep_rows=280, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        made = convert(head, draft_vocab=270, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
         own = {path.name: path.read_bytes() for path in made.folder.iterdir()}
         for name in (".env", "secret.txt", "pytorch_model.bin"):
             (made.folder / name).write_text("HF_TOKEN=hf_secret")
@@ -367,13 +316,12 @@ class TestPush:
             assert "secret.txt is not uploaded" in err
             assert hub.repo("tester/slim").files == own
 
-    @pytest.mark.parametrize("file", ["model.safetensors", "kept_rows.eagle_slim"])
-    def test_a_damaged_artifact_is_not_uploaded(self, run, tmp_path, target, file):
+    def test_a_damaged_artifact_is_not_uploaded(self, run, tmp_path, target):
         head = write_eagle3(tmp_path / "head")
-        made = convert(head, draft_vocab=270, keep_rows=280, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
-        content = bytearray((made.folder / file).read_bytes())
+        made = convert(head, draft_vocab=270, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        content = bytearray((made.folder / "model.safetensors").read_bytes())
         content[-1] ^= 1
-        (made.folder / file).write_bytes(content)
+        (made.folder / "model.safetensors").write_bytes(content)
         with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
             for more in ((), ("--dry-run",)):
                 code, _, err = run(convert_command, "--push", "slim", "--push-to-hub", "tester/slim", *more)

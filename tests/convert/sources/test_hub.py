@@ -13,8 +13,8 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
 from eagle_slim.convert.hub.push import upload_files
+from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.sources.source import open_head_source, target_files
-from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
 from support.heads import eagle3_tensors

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
-from eagle_slim.convert.weights.checkpoint import open_checkpoint
+from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from safetensors.torch import load_file, save
 from support.hub_server import Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
@@ -243,7 +243,7 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from eagle_slim.convert.lm_head.target import open_target_lm_head
+from eagle_slim.convert.rows.target import open_target_lm_head
 from eagle_slim.convert.sources.source import target_files
 head = open_target_lm_head(target_files(sys.argv[1]))
 print(head.checkpoint.files[0].path)

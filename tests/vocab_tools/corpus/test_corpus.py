@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.corpus import file_blocks
 from eagle_slim.vocab_tools.corpus.blocks import BadRecord, Block, cut_text, document_index, text_documents
 from eagle_slim.vocab_tools.corpus.open import open_corpus
 from eagle_slim.vocab_tools.corpus.packed import PACKED
-from eagle_slim.vocab_tools.corpus.source import CorpusSource, parse_source, with_unique_names
+from eagle_slim.vocab_tools.corpus.source import CorpusSource, amount, parse_source, with_unique_names
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -387,13 +387,21 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CorpusSource(tmp_path / "b.txt") == CorpusSource(str(tmp_path / "b.txt"))  # type: ignore[arg-type]
     assert parse_source("x.jsonl,column=body,shuffle=yes").shuffle is True
     assert parse_source("a,b.jsonl,column=body").location == "a,b.jsonl"
-    defaults = {"split": "test", "column": "body", "max_tokens": 7}
-    assert parse_source("x.jsonl", defaults) == CorpusSource("x.jsonl", column="body", max_tokens=7)
-    assert parse_source("org/x,max-tokens=9", defaults) == CorpusSource(
-        "org/x", split="test", column="body", max_tokens=9
-    )
     (tmp_path / "k=v.jsonl").write_bytes(b"")
     assert parse_source("k=v.jsonl").location == "k=v.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("5", 5), ("500k", 500_000), ("10M", 10_000_000), ("1.5B", 1_500_000_000), ("1_000", 1000)]
+)
+def test_amounts(text: str, number: int) -> None:
+    assert amount(text) == number
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "k", "ten"])
+def test_no_amounts(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number above 0"):
+        amount(text)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""count_tokens: right, the same however it is run, and resumable after kill -9."""
+"""count_tokens: right, and the same however it is run."""
 
 import gzip
 import json
-import os
 import random
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.corpus import file_blocks
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting.count import count_tokens
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
@@ -235,43 +234,6 @@ def test_the_bar_shows_share_tokens_and_rate(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-# Resuming
-
-RUN = """
-    import os, signal, sys
-    from pathlib import Path
-    sys.path.insert(0, {tests!r})
-    from eagle_slim.vocab_tools.corpus import file_blocks
-    from eagle_slim.vocab_tools.corpus.source import CorpusSource
-    from eagle_slim.vocab_tools.counting import resume
-    from eagle_slim.vocab_tools.counting.count import count_tokens
-    from support.tokenizers import llama3_like
-
-    def main():
-        file_blocks.BLOCK_BYTES, resume.SAVE_SECONDS = 4000, 0
-        folder, workers, die_after = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-        blocks = 0
-
-        def progress(tokens):
-            nonlocal blocks
-            blocks += 1
-            if blocks == die_after:
-                children = Path(f"/proc/self/task/{{os.getpid()}}/children").read_text()
-                (folder / "children").write_text(children)
-                os.kill(os.getpid(), signal.Signals(int(sys.argv[4])))
-
-        count_tokens(
-            [CorpusSource(str(folder / "*.jsonl*"), name="a"), CorpusSource(str(folder / "b.txt"))],
-            llama3_like(), workers=workers, resume_file=folder / "check",
-            save_to=folder / "counts", progress=progress,
-        )
-        (folder / "blocks").write_text(str(blocks))
-
-    if __name__ == "__main__":
-        main()
-"""
-
-
 @pytest.mark.parametrize("second", ["a.jsonl", "sub/../a.jsonl", "link.jsonl", "*.jsonl", "sub"])
 def test_a_file_that_is_named_twice(tmp_path: Path, second: str) -> None:
     (tmp_path / "sub").mkdir()
@@ -295,48 +257,48 @@ def test_two_columns_of_a_file_are_two_sources(tmp_path: Path) -> None:
     assert [source.provenance["documents"] for source in counts.sources] == [9, 9]
 
 
-@pytest.fixture
-def corpus_folder(tmp_path: Path) -> Path:
-    write_jsonl(tmp_path / "1.jsonl", some_texts(120))
-    (tmp_path / "2.jsonl.gz").write_bytes(
-        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in some_texts(120, 1)).encode())
-    )
-    (tmp_path / "b.txt").write_text("\n\n".join(some_texts(200, 2)))
-    return tmp_path
+def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\nbroken\n')
+    with pytest.raises(CorpusError, match=r"Empty documents: 1; records skipped: 1"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, on_error="skip")
 
 
-def _run(folder: Path, workers: int, die_after: int, by: signal.Signals = signal.SIGKILL) -> int:
-    script = folder / "run.py"
+RUN = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from eagle_slim.vocab_tools.corpus import file_blocks
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
+    from eagle_slim.vocab_tools.counting.count import count_tokens
+    from support.tokenizers import llama3_like
+
+    def progress(tokens):
+        children = Path("/proc/self/task", str(os.getpid()), "children").read_text()
+        print(children, flush=True)
+        sys.stdin.read()
+
+    if __name__ == "__main__":
+        import os
+        file_blocks.BLOCK_BYTES = 4000
+        count_tokens([CorpusSource(sys.argv[1])], llama3_like(), workers=2, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: signal.Signals) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
+    script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[2]))))
-    command = [sys.executable, str(script), str(folder), str(workers), str(die_after), str(int(by))]
-    with (folder / "stderr").open("wb") as stderr:
-        return subprocess.run(
-            command, check=False, stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        ).returncode
-
-
-def test_after_kill_the_same_command_ends_with_the_same_bytes(corpus_folder: Path) -> None:
-    assert _run(corpus_folder, 0, -1) == 0
-    expected = (corpus_folder / "counts").read_bytes()
-    all_blocks = int((corpus_folder / "blocks").read_text())
-    assert all_blocks > 12
-    (corpus_folder / "counts").unlink()
-    # Killed once in each file, with and without workers.
-    for workers, die_after in ((2, 3), (0, all_blocks // 4), (0, all_blocks // 4)):
-        assert _run(corpus_folder, workers, die_after) == -signal.SIGKILL
-        assert (corpus_folder / "check").exists()
-        assert not (corpus_folder / "counts").exists()
-        if workers:
-            _wait_for_the_end_of((corpus_folder / "children").read_text().split())
-    # Ctrl-C ends the workers, too.
-    assert _run(corpus_folder, 2, 2, signal.SIGINT) == 1
-    assert "tokens. The same command goes on from there" in (corpus_folder / "stderr").read_text()
-    _wait_for_the_end_of((corpus_folder / "children").read_text().split())
-    assert _run(corpus_folder, 0, -1) == 0
-    assert (corpus_folder / "counts").read_bytes() == expected
-    assert int((corpus_folder / "blocks").read_text()) < all_blocks // 3
-    assert not (corpus_folder / "check").exists()
-    assert not list(corpus_folder.glob(".*"))
+    command = [sys.executable, str(script), str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        children = process.stdout.readline().split()
+        process.send_signal(by)
+        process.wait()
+        _wait_for_the_end_of(children)
 
 
 def _wait_for_the_end_of(pids: list[str]) -> None:
@@ -352,90 +314,6 @@ def _alive(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _stop_after(blocks: int) -> Any:
-    left = blocks
-
-    def progress(tokens: int) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    return progress
-
-
-def test_a_saved_state_is_never_taken_by_another_count(tmp_path: Path, small_blocks: None) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
-    check = tmp_path / "check"
-    arguments: dict[str, Any] = {"workers": 0, "resume_file": check}
-    with pytest.raises(CountingInterruptedError):
-        count_tokens([CorpusSource(str(path))], llama3_like(), progress=_stop_after(2), **arguments)
-    with raises(UsageError, path=check, differences=["sources[0].max_tokens was null, is 5"]):
-        count_tokens([CorpusSource(str(path), max_tokens=5)], llama3_like(), **arguments)
-    with raises(UsageError, differences=["seed was 0, is 1"]):
-        count_tokens([CorpusSource(str(path))], llama3_like(), seed=1, **arguments)
-    write_jsonl(path, some_texts(200, seed=3))
-    with raises(UsageError, changed=[str(path)]):
-        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
-    assert check.exists()
-    counts = count_tokens([CorpusSource(str(path))], llama3_like(), restart=True, **arguments)
-    assert everything(counts) == naive(some_texts(200, seed=3))
-
-
-def test_a_source_without_tokens_leaves_no_state(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\nbroken\n'.replace('"x"', '""'))
-    check = tmp_path / "check"
-    with raises(CorpusError, tokens=0, empty=1, skipped=1):
-        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, resume_file=check, on_error="skip")
-    assert not check.exists()
-
-
-def test_a_count_that_stopped_at_a_bad_record_goes_on_without_it(tmp_path: Path, small_blocks: None) -> None:
-    lines = [json.dumps({"text": text}) for text in some_texts(200)]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join([*lines[:150], "broken", *lines[150:]]))
-    check = tmp_path / "check"
-    arguments: dict[str, Any] = {"workers": 0, "resume_file": check}
-    with pytest.raises(CorpusError, match=r"a\.jsonl, line 151: not JSON.*--on-error skip"):
-        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
-    told: list[str] = []
-    with pytest.raises(CountingInterruptedError):
-        count_tokens(
-            [CorpusSource(str(path))],
-            llama3_like(),
-            on_error="skip",
-            notify=told.append,
-            progress=_stop_after(3),
-            **arguments,
-        )
-    assert any(message.startswith("going on") for message in told)
-    with raises(UsageError, path=check, skipped=1):
-        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
-    counts = count_tokens([CorpusSource(str(path))], llama3_like(), on_error="skip", **arguments)
-    fresh = count_tokens([CorpusSource(str(path))], llama3_like(), on_error="skip", workers=0)
-    assert counts.to_bytes() == fresh.to_bytes()
-    assert everything(counts) == naive(some_texts(200))
-    # Nothing was counted before the fault: nothing is kept.
-    path.write_text("broken\n" + lines[0])
-    with raises(CorpusError, place=f"{path}, line 1"):
-        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
-    assert not check.exists()
-
-
-def test_a_damaged_state_is_named(tmp_path: Path, small_blocks: None) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
-    check = tmp_path / "check"
-    with pytest.raises(CountingInterruptedError):
-        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, resume_file=check, progress=_stop_after(2))
-    flipped = bytearray(check.read_bytes())
-    flipped[-1] ^= 1
-    for data in (b"\0" * 100, bytes(flipped)):
-        check.write_bytes(data)
-        with raises(CorpusError, path=check):
-            count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, resume_file=check)
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, small_blocks: None) -> None:

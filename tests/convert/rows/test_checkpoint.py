@@ -1,0 +1,600 @@
+"""Reading weights: bit-identical tensors and rows from every format; refusals of all that is damaged or unsafe."""
+
+import hashlib
+import json
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert.rows import safetensors_file, stream
+from eagle_slim.convert.rows.checkpoint import open_checkpoint
+from eagle_slim.convert.rows.paths import choose_weights
+from eagle_slim.convert.rows.target import find_lm_head, open_local_lm_head, ties_embedding
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from support.lm_heads import values
+from support.raising import raises
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern, NaN and infinity among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def write_sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> None:
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    write_index(folder, {tensor: shard for shard, tensors in shards.items() for tensor in tensors})
+
+
+def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
+    tensors = {
+        "matrix": random_bits((37, 5), dtype),
+        "cube": random_bits((4, 3, 2), dtype, 1),
+        "vector": random_bits((9,), dtype, 2),
+        "scalar": random_bits((1,), dtype, 3)[0],
+        "empty": random_bits((0, 4), dtype),
+    }
+    if suffix == "safetensors":
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.names) == set(tensors)
+    for name, expected in tensors.items():
+        assert checkpoint.shape(name) == tuple(expected.shape)
+        assert checkpoint.dtype(name) == dtype
+        assert same_bits(checkpoint.tensor(name), expected)
+    for name, ids in [("matrix", [36, 0, 1, 2, 2, 35]), ("cube", [3, 1]), ("vector", [8, 0]), ("matrix", [])]:
+        wanted = tensors[name].view(torch.uint8) if dtype.itemsize == 1 else tensors[name]
+        expected = wanted[torch.tensor(ids, dtype=torch.int64)].view(dtype)
+        assert same_bits(checkpoint.rows(name, ids), expected), (name, ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rows = data.draw(st.sampled_from([0, 1, 3, 64, 333]))
+    shape = data.draw(st.sampled_from([(), (rows,), (rows, 3), (rows, 2, 5), (rows, 0)]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int64, torch.bool]))
+    tensor = random_bits((1,), dtype)[0] if shape == () else random_bits(shape, dtype)
+    ids = None
+    if shape and rows and data.draw(st.booleans()):
+        ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=400))
+    piece_bytes = data.draw(st.sampled_from([1, 8, 100, 1 << 20]))
+    zipped = data.draw(st.booleans())
+    folder = tmp_path_factory.mktemp("pieces")
+    if zipped:
+        torch.save({"t": tensor}, folder / "pytorch_model.bin")
+    else:
+        save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, folder / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_file, "_SHARE_BYTES", data.draw(st.sampled_from([1, 50, 1 << 20])))
+        patch.setattr(stream, "PIECE_BYTES", piece_bytes)
+        checkpoint = open_checkpoint(folder)
+        at_once = checkpoint.tensor("t") if ids is None else checkpoint.rows("t", np.array(ids, dtype=np.int64))
+        found, held = b"", []
+        for piece in checkpoint.pieces("t", ids, piece_bytes):
+            assert piece.dtype == np.uint8
+            assert piece.shape[1] == checkpoint.info("t").row_bytes
+            # Looked at as late as is promised to be possible: when the next one is there already.
+            held.append(piece)
+            found += held[-2].tobytes() if len(held) > 1 else b""
+        found += held[-1].tobytes() if held else b""
+    expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
+    assert same_bits(at_once, expected)
+    assert found == raw(expected)
+    # What is recorded, of either way, is the hash of exactly these bytes.
+    for record in checkpoint.files[0].reads:
+        assert (record.tensor, record.rows) == ("t", None if ids is None else len(ids))
+        assert (record.size_bytes, record.sha256) == (expected.nbytes, hashlib.sha256(raw(expected)).hexdigest())
+    assert checkpoint.files[0].reads
+
+
+def test_pieces_of_a_damaged_tensor(tmp_path: Path) -> None:
+    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+    checkpoint = open_checkpoint(tmp_path)
+    with raises(CheckpointError, tensor="t2d", found=2):
+        list(checkpoint.pieces("t2d"))
+    with raises(CheckpointError, tensor="t2d", row=3, rows=3):
+        list(checkpoint.pieces("t2d", [3]))
+    # Broken off in the middle: nothing is recorded, nothing hangs.
+    pieces = checkpoint.pieces("t2d", [0, 1], piece_bytes=1)
+    assert next(pieces).tolist() == [[0]]
+    pieces.close()
+    assert checkpoint.files[0].reads == ()
+
+
+def test_a_reading_that_is_left_joins_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The garbage collector may end it in a thread that is being started, where joining another waits forever.
+    save_file({"t": torch.arange(64)}, tmp_path / "model.safetensors")
+    reading = open_checkpoint(tmp_path).pieces("t", piece_bytes=8)
+    assert next(reading).tobytes() == bytes(8)
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("a thread was joined"))
+    reading.close()
+
+
+def test_rows_read_only_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random_bits((1000, 16), torch.bfloat16)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    reads: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        reads.append((offset, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", counted)
+    checkpoint.rows("t", [4, 5, 6, 900])
+    start = 1000 * 32
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert sorted(reads) == [(size - start + 4 * 32, 3 * 32), (size - start + 900 * 32, 32)]
+
+
+def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(6, 4)
+    tensors = {"base": base, "shared": base, "turned": base.t(), "slice": base[2:4], "wide": base[0].expand(3, 4)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    for name, expected in tensors.items():
+        assert torch.equal(checkpoint.tensor(name), expected), name
+        assert torch.equal(checkpoint.rows(name, [1, 0]), expected[[1, 0]]), name
+    assert checkpoint.tensor("turned").is_contiguous()
+    copy = checkpoint.tensor("base")
+    copy.zero_()
+    assert torch.equal(checkpoint.tensor("shared"), base)
+
+
+def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
+    header = {"packed": entry("F4", (4,), (0, 2)), "plain": entry("U8", (3,), (2, 5))}
+    write_raw(tmp_path / "model.safetensors", header, b"\x12\x34abc")
+    checkpoint = open_checkpoint(tmp_path)
+    assert bytes(checkpoint.tensor("plain").tolist()) == b"abc"
+    with raises(CheckpointError, found="F4"):
+        checkpoint.tensor("packed")
+
+
+# -- which files ------------------------------------------------------------------------------------------------------
+
+
+def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
+    one, two = {"a": torch.ones(2), "b": torch.zeros(3)}, {"lm_head.weight": torch.randn(4, 2)}
+    write_sharded(tmp_path, {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two})
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.names) == {"a", "b", "lm_head.weight"}
+    assert torch.equal(checkpoint.tensor("a"), one["a"])
+    assert torch.equal(checkpoint.rows("lm_head.weight", [3]), two["lm_head.weight"][[3]])
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with raises(CheckpointError, found="not there"):
+        open_checkpoint(tmp_path)
+    head = open_local_lm_head(tmp_path, "target")
+    assert (head.name, head.shape) == ("lm_head.weight", (4, 2))
+    assert head.file == "model-00002-of-00002.safetensors"
+    assert torch.equal(values(head), two["lm_head.weight"])
+
+
+def test_sharded_bin(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.arange(4)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    index = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tensor("b").tolist() == [0, 1, 2, 3]
+    assert checkpoint.file_of("b").path.name == "pytorch_model-00002-of-00002.bin"
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"], "model.safetensors"),
+        (["pytorch_model.bin", "model.safetensors.index.json"], "model.safetensors.index.json"),
+        (["training_args.bin", "eagle3.safetensors", "consolidated.safetensors"], "eagle3.safetensors"),
+        (["consolidated.safetensors"], "consolidated.safetensors"),
+        (["pytorch_model.bin.index.json", "rng.pt"], "pytorch_model.bin.index.json"),
+    ],
+)
+def test_choice_of_weights(names: list[str], chosen: str) -> None:
+    assert choose_weights(names, "here") == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "facts"),
+    [
+        ([], {"found": []}),
+        (["config.json"], {"found": ["config.json"]}),
+        (["a.safetensors", "b.safetensors"], {"found": ["a.safetensors", "b.safetensors"]}),
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            {"found": "model-00001-of-00002.safetensors"},
+        ),
+    ],
+)
+def test_no_choice_of_weights(names: list[str], facts: dict[str, Any]) -> None:
+    with raises(CheckpointError, **facts):
+        choose_weights(names, "here")
+
+
+def test_target() -> None:
+    assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == "lm_head.weight"
+    assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == "model.embed_tokens.weight"
+    name = "language_model.model.embed_tokens.weight"
+    assert find_lm_head(["vision.embed_tokens.weight", name], "t") == name
+    with raises(CheckpointError, found=["my_head.weight"]):
+        find_lm_head(["my_head.weight"], "t")
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ("{}", False),
+        ('{"tie_word_embeddings": true}', True),
+        ('{"tie_word_embeddings": false}', False),
+        ('{"tie_word_embeddings": null, "text_config": {"tie_word_embeddings": true}}', True),
+        ('{"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}', False),
+        ("[1]", False),
+        ("{", False),
+    ],
+)
+def test_whether_a_target_ties_its_lm_head(tmp_path: Path, config: str, tied: bool) -> None:
+    assert not ties_embedding(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    assert ties_embedding(tmp_path) is tied
+
+
+def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> None:
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    assert find_lm_head(names, "t", tied=True) == "model.embed_tokens.weight"
+    assert find_lm_head(names[:1], "t", tied=True) == "lm_head.weight"
+    embedding, stale = torch.randn(5, 2), torch.randn(5, 2)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    for stored, unused in (
+        (stale, "lm_head.weight"),
+        (embedding[:4].clone(), "lm_head.weight"),
+        (embedding.clone(), None),
+    ):
+        save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": stored}, tmp_path / "model.safetensors")
+        head = open_local_lm_head(tmp_path, "target")
+        assert (head.name, head.unused) == ("model.embed_tokens.weight", unused)
+        assert [record.reads for record in head.checkpoint.files] == [()]
+        assert torch.equal(values(head), embedding)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    head = open_local_lm_head(tmp_path, "target")
+    assert (head.name, head.unused) == ("lm_head.weight", None)
+
+
+def test_a_stale_lm_head_in_a_shard_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    embedding = torch.randn(5, 2)
+    one, two = {"model.embed_tokens.weight": embedding}, {"lm_head.weight": embedding.clone()}
+    write_sharded(tmp_path, {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two})
+    assert open_local_lm_head(tmp_path, "target").unused is None
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    head = open_local_lm_head(tmp_path, "target")
+    assert (head.name, head.unused) == ("model.embed_tokens.weight", "lm_head.weight")
+    assert torch.equal(values(head), embedding)
+
+
+def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.ones(4, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with raises(CheckpointError, tensor="lm_head.weight", found="I8"):
+        open_local_lm_head(tmp_path, "target")
+
+
+# -- refusals: safetensors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "facts"),
+    [
+        ({"a": entry()}, b"1234567", {"found": 76, "expected": 77}),
+        ({"a": entry()}, b"123456789", {"found": 78, "expected": 77}),
+        ({"a": entry(offsets=(0, 7))}, b"1234567", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": entry(shape=(3,))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": entry(offsets=(8, 0))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": entry(offsets=(8, 16))}, b"1" * 16, {"tensor": "a", "found": 8, "expected": 0}),
+        ({"a": entry(), "b": entry(offsets=(4, 12))}, b"1" * 12, {"tensor": "b", "found": 4, "expected": 8}),
+        ({"a": entry(), "b": entry()}, b"1" * 8, {"tensor": "b", "found": 0, "expected": 8}),
+        ({"a": entry(), "b": entry(offsets=(12, 20))}, b"1" * 20, {"tensor": "b", "found": 12, "expected": 8}),
+        ({"a": entry("F31")}, b"12345678", {"tensor": "a", "key": "dtype"}),
+        ({"a": entry("F4", (3,), (0, 1))}, b"1", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": entry(shape=(-2, -1))}, b"12345678", {"tensor": "a", "key": "shape"}),
+        ({"a": entry(shape=(2.0,))}, b"12345678", {"tensor": "a", "key": "shape"}),
+        ({"a": entry(shape=(True, 2))}, b"12345678", {"tensor": "a", "key": "shape"}),
+        ({"a": entry(shape=(1 << 62, 1 << 62))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": entry(shape=[1] * 70)}, b"1234", {"tensor": "a", "key": "shape"}),
+        ({"a": entry("F6_E2M3", [2**62 - 1] * 64, (0, 1))}, b"1", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": entry(shape=["x" * 10**5] * 10)}, b"", {"tensor": "a", "key": "shape"}),
+        (b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", b"", {}),
+        ({"a": entry(offsets=(0, 1 << 64))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
+        ({"a": {"dtype": "F32", "shape": [2]}}, b"12345678", {"tensor": "a"}),
+        ({"a": {**entry(), "strides": [1]}}, b"12345678", {"tensor": "a"}),
+        ({"a": 7}, b"", {"tensor": "a"}),
+        ({"__metadata__": {"a": 1}}, b"", {"key": "__metadata__"}),
+        (b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), b"12345678", {"tensor": "a"}),
+        (b'{"\\ud800":%b}' % json.dumps(entry()).encode(), b"12345678", {"tensor": "\ud800"}),
+        (b"[]", b"", {"found": b"[]", "expected": "{"}),
+        (b"{", b"", {"found": "invalid JSON"}),
+        (b'{"a":' * 100_000, b"", {"found": "invalid JSON"}),
+        (b'{"a":' + b"1" * 5000 + b"}", b"", {"found": "invalid JSON"}),
+        (b"{\xff}", b"", {"found": "invalid JSON"}),
+    ],
+)
+def test_a_header_that_lies(tmp_path: Path, header: Any, data: bytes, facts: dict[str, Any]) -> None:
+    path = write_raw(tmp_path / "model.safetensors", header, data)
+    with raises(CheckpointError, **facts) as caught:
+        open_checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_lengths_that_lie(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for content, facts in [
+        (b"", {"found": 0}),
+        (b"1234567", {"found": 7}),
+        (struct.pack("<Q", 1 << 63) + b"{}", {"header_bytes": 9223372036854775808}),
+        (struct.pack("<Q", 3) + b"{}", {"found": 10, "header_bytes": 3}),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", {"found": "Git LFS pointer"}),
+        (b"<!DOCTYPE html><html>" + b" " * 100, {"header_bytes": 5789751444030890300}),
+    ]:
+        path.write_bytes(content)
+        with raises(CheckpointError, **facts):
+            open_checkpoint(tmp_path)
+
+
+def test_a_header_of_many_names_with_a_pair_at_the_end(tmp_path: Path) -> None:
+    names = [f'"{index}":0' for index in range(300_000)] + ['"twice":0', '"twice":0']
+    write_raw(tmp_path / "model.safetensors", ("{" + ",".join(names) + "}").encode())
+    with raises(CheckpointError, tensor="twice"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_that_changes_after_opening(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000)}, path)
+    checkpoint = open_checkpoint(path)
+    with open(path, "r+b") as file:
+        file.truncate(500)
+    with raises(CheckpointError, found=500, expected=4072):
+        checkpoint.tensor("a")
+    path.unlink()
+    with raises(CheckpointError, path=str(path)):
+        checkpoint.rows("a", [1])
+
+
+def test_wrong_rows_and_names(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3, 2), "scalar": torch.tensor(1.0)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    for ids, facts in [
+        ([3], {"tensor": "a", "row": 3, "rows": 3}),
+        ([-1], {"tensor": "a", "row": -1, "rows": 3}),
+        ([[0]], {"tensor": "a", "found": "int64"}),
+        ([0.5], {"tensor": "a", "found": "float64"}),
+    ]:
+        with raises(CheckpointError, **facts):
+            checkpoint.rows("a", ids)
+    with raises(CheckpointError, tensor="scalar"):
+        checkpoint.rows("scalar", [0])
+    with raises(CheckpointError, tensor="b"):
+        checkpoint.tensor("b")
+
+
+def test_not_a_file_or_folder(tmp_path: Path) -> None:
+    with raises(CheckpointError, path=str(tmp_path / "nothing")):
+        open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "model.safetensors").mkdir()
+    with raises(CheckpointError, found=[]):
+        open_checkpoint(tmp_path)
+    os.mkfifo(tmp_path / "pytorch_model.bin")
+    with raises(CheckpointError, path=str(tmp_path / "pytorch_model.bin")):
+        open_checkpoint(tmp_path)
+
+
+# -- refusals: indexes and links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "", ".", "x\0.safetensors",
+     "a\\b.safetensors", "./x.safetensors", 7, None, ["x.safetensors"], "config.json", "a//x.safetensors"],
+)  # fmt: skip
+def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
+    write_index(tmp_path, {"a": shard})
+    with raises(CheckpointError, shard=shard):
+        open_checkpoint(tmp_path)
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    folder = tmp_path / "model"
+    outside.mkdir()
+    folder.mkdir()
+    save_file({"a": torch.ones(1)}, outside / "secret.safetensors")
+    (folder / "model.safetensors").symlink_to(outside / "secret.safetensors")
+    with raises(CheckpointError, found=str(outside / "secret.safetensors")):
+        open_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to("../outside/secret.safetensors")
+    write_index(folder, {"a": "model-1.safetensors"})
+    with raises(CheckpointError, found=str(outside / "secret.safetensors")):
+        open_checkpoint(folder)
+    (folder / "model-1.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to("model-1.safetensors")
+    with raises(CheckpointError, found="a link to nothing"):
+        open_checkpoint(folder)
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    cache = tmp_path / "hub"
+    repo = cache / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    for folder in (snapshot, repo / "blobs", cache / "blobs" / "ab"):
+        folder.mkdir(parents=True)
+    save_file({"a": torch.tensor([5.0])}, repo / "blobs" / "abc123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc123")
+    assert open_checkpoint(snapshot).tensor("a").item() == 5.0
+    # Newer caches share blobs between repositories.
+    (repo / "blobs" / "abc123").rename(cache / "blobs" / "ab" / "cd")
+    (repo / "blobs" / "abc123").symlink_to("../../blobs/ab/cd")
+    checkpoint = open_checkpoint(snapshot)
+    assert checkpoint.tensor("a").item() == 5.0
+    assert checkpoint.files[0].path == snapshot / "model.safetensors"
+    # But not into another repository, or out of the cache.
+    (cache / "models--org--other").mkdir()
+    save_file({"a": torch.ones(1)}, cache / "models--org--other" / "x.safetensors")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../../models--org--other/x.safetensors")
+    with raises(CheckpointError, path=str(snapshot / "model.safetensors")):
+        open_checkpoint(snapshot)
+
+
+def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / one)
+    save_file({"c": torch.ones(1)}, tmp_path / two)
+    for weight_map, facts in [
+        ({"a": one, "b": one, "c": two, "d": two}, {"tensor": "d", "shard": "model-00002-of-00002.safetensors"}),
+        ({"a": one, "c": two}, {"tensor": "b", "shard": "model-00001-of-00002.safetensors"}),
+        ({"a": one, "b": two, "c": two}, {"tensor": "b", "shard": "model-00002-of-00002.safetensors"}),
+    ]:
+        write_index(tmp_path, weight_map)
+        with raises(CheckpointError, **facts):
+            open_checkpoint(tmp_path)
+    save_file({"c": torch.ones(1), "b": torch.ones(1)}, tmp_path / two)
+    write_index(tmp_path, {"a": one, "b": one, "c": two})
+    with raises(
+        CheckpointError,
+        tensor="b",
+        shard="model-00002-of-00002.safetensors",
+        claimed="model-00001-of-00002.safetensors",
+    ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":',
+     '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'])  # fmt: skip
+def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with raises(CheckpointError, path=str(tmp_path / "model.safetensors.index.json")):
+        open_checkpoint(tmp_path)
+
+
+# -- refusals: pickles ------------------------------------------------------------------------------------------------
+
+
+class _Attack:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    proof = tmp_path / "was-run"
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1), "b": _Attack(f"touch {proof}")}, path)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: refused.*would call .*system") as caught:
+        open_checkpoint(tmp_path)
+    assert "safetensors" in str(caught.value)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "facts"),
+    [
+        ([torch.ones(1)], {"found": "list"}),
+        ({}, {"found": "dict"}),
+        ({"step": 3, "a": torch.ones(1)}, {"tensor": "step", "found": "int"}),
+        ({"state_dict": {"a": torch.ones(1)}}, {"tensor": "state_dict", "found": "dict"}),
+        ({3: torch.ones(1)}, {"tensor": 3, "found": "Tensor"}),
+        ({"a": torch.ones(3).to_sparse()}, {"tensor": "a"}),
+        ({"a": torch.ones(1).expand(1 << 40)}, {"tensor": "a", "found": 4398046511104}),
+    ],
+)
+def test_pickles_of_other_things(tmp_path: Path, value: Any, facts: dict[str, Any]) -> None:
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    with raises(CheckpointError, **facts):
+        open_checkpoint(tmp_path)
+
+
+def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    values = torch.arange(1000, dtype=torch.int64)
+    torch.save({"a": values}, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(values.numpy().tobytes()) + 4000
+    content[at] ^= 1
+    path.write_bytes(content)
+    with raises(CheckpointError, path=str(path), record="pytorch_model/data/0"):
+        open_checkpoint(tmp_path)
+
+
+def test_truncated_bin(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.randn(100)}, path)
+    content = path.read_bytes()
+    for size in (0, 1, 10, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match="damaged"):
+            open_checkpoint(tmp_path)
+    # As torch wrote them before 1.6: one stream of pickles.
+    torch.save({"a": torch.randn(100)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_checkpoint(tmp_path)

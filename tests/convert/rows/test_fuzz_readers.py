@@ -1,0 +1,135 @@
+"""Whatever the bytes of a weights file: tensors no larger than it, or our own error; no crash, no huge allocation."""
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert.rows import dtypes, stream
+from eagle_slim.convert.rows.checkpoint import open_weights_file
+from eagle_slim.convert.rows.paths import parse_index
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+TENSORS = {
+    "a": torch.arange(12.0).reshape(4, 3),
+    "b": torch.arange(6),
+    "c": torch.tensor([True, False]),
+    "d": torch.ones(2, 2, 2, dtype=torch.bfloat16),
+    "e": torch.tensor(1.0),
+}
+
+
+def torch_bytes() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(TENSORS, buffer)
+    return buffer.getvalue()
+
+
+SOURCES = {".safetensors": save(TENSORS), ".bin": torch_bytes()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def read_everything(path: Path) -> bool:
+    """Open a file and read all of it; True if it was accepted. Asserts the bounds that hold for any content."""
+    size = path.stat().st_size
+    real = stream.allocate
+
+    def bounded(rows: int, row_bytes: int) -> stream.Bytes:
+        # Rows are asked for at most twice each, so nothing needs more than twice the file.
+        assert rows * row_bytes <= 2 * size, f"{rows * row_bytes} bytes allocated for a file of {size}"
+        return real(rows, row_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "allocate", bounded)
+        try:
+            file = open_weights_file(path)
+            for name, info in file.tensors.items():
+                value, _ = stream.read(file, name)
+                assert value.shape == (info.num_rows, info.row_bytes)
+                assert value.nbytes == info.size_bytes <= size
+                if info.shape and info.shape[0]:
+                    rows, _ = stream.read(file, name, np.array([0, info.shape[0] - 1]))
+                    assert rows.shape[0] == 2
+        except CheckpointError as error:
+            message = str(error)
+            assert message.encode().startswith(bytes(path))
+            return False
+    return True
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_mutated_bytes(folder: Path, data: st.DataObject) -> None:
+    suffix = data.draw(st.sampled_from(sorted(SOURCES)))
+    raw = bytearray(SOURCES[suffix])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(raw) - 1)))
+        # The head of a file is where its claims are.
+        at = at if data.draw(st.booleans()) else at % min(600, max(1, len(raw)))
+        kind = data.draw(st.sampled_from(["set", "delete", "insert", "cut", "grow"]))
+        if kind == "set" and raw:
+            raw[at] = data.draw(st.integers(0, 255))
+        elif kind == "delete":
+            del raw[at : at + data.draw(st.integers(1, 16))]
+        elif kind == "insert":
+            raw[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+        elif kind == "cut":
+            del raw[at:]
+        else:
+            raw += data.draw(st.binary(min_size=1, max_size=20))
+    path = folder / f"mutated{suffix}"
+    path.write_bytes(raw)
+    read_everything(path)
+
+
+def test_a_record_that_begins_beyond_the_end(folder: Path) -> None:
+    raw = bytearray(SOURCES[".bin"])
+    raw[29] = 200  # high byte of the length of the first record's extra field
+    path = folder / "beyond.bin"
+    path.write_bytes(raw)
+    assert not read_everything(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.tuples(st.sampled_from(["F32", "BF16", "I64", "U8"]), st.integers(0, 5)), max_size=5))
+def test_true_headers_are_accepted(folder: Path, parts: list[tuple[str, int]]) -> None:
+    """The other side of the fuzzing: what the format allows is read, whatever the order and number of tensors."""
+    header, end = {}, 0
+    for index, (dtype, count) in enumerate(parts):
+        size = count * dtypes.BITS[dtype] // 8
+        header[f"t{index}"] = {"dtype": dtype, "shape": [count], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(dict(reversed(header.items()))).encode()
+    path = folder / "true.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    assert read_everything(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=JSON | st.fixed_dictionaries({"weight_map": st.dictionaries(st.text(max_size=4), JSON, max_size=3)}))
+def test_invented_indexes(value: Any) -> None:
+    try:
+        index = parse_index(json.dumps(value).encode(), "index")
+    except CheckpointError:
+        return
+    for shard in index.shards:
+        assert not shard.startswith("/")
+        assert ".." not in shard.split("/")

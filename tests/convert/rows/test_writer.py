@@ -1,0 +1,126 @@
+"""The streaming writer gives the bytes of the reference writer, and refuses to write what was not planned."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert.artifact.checksums import decode_checksums, encode_checksums, row_checksums
+from eagle_slim.convert.rows.dtypes import all_finite, rounded, safetensors_dtype
+from eagle_slim.convert.rows.writer import TensorPlan, array_plan, whole, write_safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+
+def raw(tensor):
+    """The bytes of a tensor, uint8 [rows, row_bytes]."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return flat.reshape(rows, -1).numpy() if tensor.numel() else np.empty((rows, 0), np.uint8)
+
+
+def plan_of(name, tensor):
+    return TensorPlan(name, safetensors_dtype(tensor.dtype), tuple(tensor.shape), whole(raw(tensor)))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.dictionaries(
+        st.text("abcdefghij.é0", min_size=1, max_size=8),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_same_bytes_as_the_reference(tmp_path_factory, layout):
+    folder = tmp_path_factory.mktemp("writer")
+    tensors = {name: (torch.randn(shape) * 3).to(dtype) for name, (dtype, shape) in layout.items()}
+    save_file(tensors, folder / "reference", {"format": "pt"})
+    plans = [plan_of(name, tensor) for name, tensor in reversed(list(tensors.items()))]
+    written = write_safetensors(folder / "ours", plans, {"format": "pt"})
+    data = (folder / "ours").read_bytes()
+    assert data == (folder / "reference").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert written.size_bytes == len(data)
+    assert written.header_sha256 == hashlib.sha256(data[:start]).hexdigest()
+    for name, tensor in tensors.items():
+        assert written.tensors[name] == hashlib.sha256(raw(tensor).tobytes()).hexdigest()
+
+
+def split(matrix, sha256):
+    for piece in matrix.split(3):
+        yield raw(piece)
+    return sha256
+
+
+def test_chunks_and_given_digests(tmp_path):
+    matrix = torch.arange(40.0).reshape(10, 4)
+    chunked = TensorPlan("m", "F32", (10, 4), lambda: split(matrix, "known"))
+    written = write_safetensors(tmp_path / "file", [chunked, array_plan("ids", np.arange(3))], {"format": "pt"})
+    save_file({"m": matrix, "ids": torch.arange(3)}, tmp_path / "reference", {"format": "pt"})
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "reference").read_bytes()
+    assert written.tensors["m"] == "known"
+
+
+def test_broken_plans(tmp_path):
+    plan = TensorPlan("m", "F32", (4,), whole(raw(torch.ones(3))))
+    with pytest.raises(ValueError, match="planned 16 bytes, got 12"):
+        write_safetensors(tmp_path / "file", [plan], {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_finite(dtype):
+    limits, name = torch.finfo(dtype), safetensors_dtype(dtype)
+    fine = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, -1.5], dtype=dtype)
+    assert all_finite(raw(fine), name)
+    assert all_finite(raw(fine[:0]), name)
+    for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        for position in range(len(fine)):
+            spoilt = fine.clone()
+            spoilt[position] = bad
+            assert not all_finite(raw(spoilt), name)
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("found", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_is_torchs(found, wanted):
+    bits = torch.randint(0, 1 << 15, (4000,), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    values = torch.cat([bits.view(torch.float16).float(), bits.view(torch.bfloat16).float(), torch.randn(4000)])
+    # Halfway between two numbers of bf16 and of fp16, on both sides of an even one.
+    values = torch.cat([values, 1 + torch.arange(64) * 2.0**-9, 1 + torch.arange(64) * 2.0**-12]).to(found)
+    values = values[torch.isfinite(values)]
+    ours = rounded(raw(values), safetensors_dtype(found), safetensors_dtype(wanted))
+    assert ours.tobytes() == raw(values.to(wanted)).tobytes()
+
+
+def test_row_checksums_follow_their_rows():
+    rows = torch.randn(7, 33).to(torch.bfloat16)
+    sums = row_checksums(raw(rows))
+    assert sums.shape == (7, 8)
+    order = [3, 1, 6, 0, 2, 5, 4]
+    assert np.array_equal(row_checksums(raw(rows[order])), sums[order])
+    changed = rows.clone()
+    changed[4, 32] += 1
+    assert np.flatnonzero((row_checksums(raw(changed)) != sums).any(axis=1)).tolist() == [4]
+    assert np.array_equal(decode_checksums(encode_checksums(sums), 7), sums)
+    with pytest.raises(ValueError, match="expected 6"):
+        decode_checksums(encode_checksums(sums), 6)
+
+
+def test_a_disk_error_while_flushing_is_not_lost(tmp_path, monkeypatch):
+    from eagle_slim.convert.rows import writer as tensor_writer
+
+    monkeypatch.setattr(tensor_writer, "_FLUSH_BYTES", 8)
+
+    def broken(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tensor_writer.os, "fdatasync", broken)
+    matrix = torch.arange(40.0).reshape(10, 4)
+    plan = TensorPlan("m", "F32", (10, 4), lambda: split(matrix, ""))
+    with pytest.raises(OSError, match="Input/output"):
+        write_safetensors(tmp_path / "file", [plan], {"format": "pt"})

@@ -1,0 +1,286 @@
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary, source_shares, tokens_for_sizing
+from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from hypothesis import given
+from hypothesis import strategies as st
+from support.raising import raises
+from support.small_tokenizers import byte_level_bpe, with_reserved, write_folder
+from support.token_counts import source, token_counts
+
+
+def test_the_worked_example() -> None:
+    ranked = rank_vocabulary(token_counts([5, 9, 9, 0, 7]), forced=[3])
+    assert ranked.target_ids.tolist() == [3, 1, 2, 4, 0]
+    assert ranked.num_forced == 1
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    counts = draw(st.lists(st.integers(0, 5), min_size=3, max_size=60))
+    ids = st.integers(0, len(counts) - 1)
+    forced = draw(st.lists(ids, unique=True, max_size=len(counts) - 2))
+    size = draw(st.integers(max(1, len(forced)), len(counts) - 1))
+    return counts, forced, size
+
+
+@given(cases())
+def test_invariants(case: tuple[list[int], list[int], int]) -> None:
+    counts, forced, size = case
+    ranked = rank_vocabulary(token_counts(counts), size=size, forced=forced)
+    ids = ranked.target_ids.tolist()
+    assert len(ids) == len(set(ids)) == size
+    assert set(forced) == set(ids[: len(forced)])
+    for part in (ids[: len(forced)], ids[len(forced) :]):
+        assert part == sorted(part, key=lambda i: (-counts[i], i))
+    left_out = set(range(len(counts))) - set(ids)
+    chosen = ids[len(forced) :]
+    if chosen and left_out:
+        worst = (-counts[chosen[-1]], chosen[-1])
+        assert worst < min((-counts[i], i) for i in left_out)
+
+
+@given(cases(), st.data())
+def test_nesting(case: tuple[list[int], list[int], int], data: st.DataObject) -> None:
+    counts, forced, size = case
+    smaller = data.draw(st.integers(max(1, len(forced)), size))
+    large = rank_vocabulary(token_counts(counts), size=size, forced=forced)
+    small = rank_vocabulary(token_counts(counts), size=smaller, forced=forced)
+    assert large.prefix(smaller).target_ids.tolist() == small.target_ids.tolist()
+
+
+def test_weights_decide_between_sources() -> None:
+    counts = TokenCounts((source([0, 10, 0, 0], name="chat"), source([0, 0, 1000, 0], name="code")), None)
+    even = rank_vocabulary(counts, size=2, forced=[])
+    assert even.target_ids.tolist() == [1, 2]
+    assert rank_vocabulary(counts, size=1, forced=[], weights={"code": 3}).target_ids.tolist() == [2]
+    assert rank_vocabulary(counts, size=1, forced=[], weights={"chat": 3}).target_ids.tolist() == [1]
+
+
+def test_size_errors_name_both_numbers() -> None:
+    counts = token_counts([1, 2, 3, 4])
+    with pytest.raises(UsageError, match="of 1 is smaller than the 2 forced ids"):
+        rank_vocabulary(counts, size=1, forced=[0, 1])
+    with pytest.raises(UsageError, match="of 4 is not smaller than the 4 real"):
+        rank_vocabulary(counts, size=4, forced=[])
+    with raises(UsageError, option="--coverage"):
+        rank_vocabulary(counts, size=2, coverage=0.9)
+    with pytest.raises(UsageError, match="of 0 is too small"):
+        rank_vocabulary(counts, size=0, forced=[])
+    with raises(UsageError, option="--force-id"):
+        rank_vocabulary(counts, size=2, forced=[4])
+    with raises(UsageError, option="--target-vocab"):
+        rank_vocabulary(counts, size=2, forced=[], target_vocab=-3)
+    with pytest.raises(TypeError, match="float"):
+        rank_vocabulary(counts, size=2, forced=[1.5])
+
+
+def test_ids_are_integers() -> None:
+    with pytest.raises(VocabularyError, match="integers"):
+        rank_vocabulary(token_counts([5, 9, 9, 0]), candidates=[1.5, 2.0])
+    with pytest.raises(UsageError, match="source text"):
+        rank_vocabulary(token_counts([5, 9, 9, 0]), weights={"text": "3"})  # type: ignore[dict-item]
+
+
+def test_a_size_off_64_is_kept_with_a_warning() -> None:
+    counts = token_counts([1] * 300)
+    odd = rank_vocabulary(counts, size=100, forced=[])
+    assert odd.size == 100
+    assert "not a multiple of 64" in odd.warnings[0]
+    assert "128" in odd.warnings[0]
+    assert rank_vocabulary(counts, size=128, forced=[]).warnings == ()
+
+
+def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
+    # 20 rows beyond the tokenizer, with the largest counts of all: a broken corpus must not bring them in.
+    counts = token_counts([1] * tokenizer.vocab_size + [1000] * 20, tokenizer_hash=tokenizer.tokenizer_hash)
+    ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
+    assert ranked.target_ids.max() < tokenizer.vocab_size
+    assert ranked.target_vocab == tokenizer.vocab_size + 20
+    with pytest.raises(UsageError, match="is not smaller"):
+        rank_vocabulary(counts, size=tokenizer.vocab_size, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
+    fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
+    assert fewer.target_ids.max() == 279
+    assert any("20,020 counted tokens have ids beyond" in warning for warning in fewer.warnings)
+
+
+def test_forced_ids_beyond_the_target_are_warned_about(tmp_path: Path) -> None:
+    # As with Gemma-3, whose last token lies outside the embedding rows of the text-only model.
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", with_reserved(byte_level_bpe(300), 1)))
+    forced = forced_ids(tokenizer, extra=[300])
+    ranked = rank_vocabulary(token_counts([1] * 301), tokenizer=tokenizer, forced=forced, target_vocab=300)
+    assert 300 not in ranked.target_ids
+    assert any("300" in warning and "outside" in warning for warning in ranked.warnings)
+
+
+def test_coverage_finds_the_smallest_size_on_the_held_out_part() -> None:
+    # Ranked 0, 1, 2, ... by counts; the held-out text has 90 tokens in the first 100 ids and 10 beyond them.
+    counts = token_counts(list(range(400, 0, -1)), [list(range(90)), list(range(110, 120))])
+    found = rank_vocabulary(counts, coverage=0.9, forced=[])
+    assert found.size == 128
+    account = found.provenance["size_from_coverage"]
+    assert account["smallest"] == 90
+    assert account["measured_on"] == "held-out"
+    assert account["reached"] == pytest.approx(1.0)
+    assert rank_vocabulary(counts, coverage=0.901, forced=[]).provenance["size_from_coverage"]["smallest"] == 111
+
+
+def test_coverage_without_a_held_out_part_says_so() -> None:
+    found = rank_vocabulary(token_counts([80, 10, 6, 4, 0]), coverage=0.9, forced=[])
+    assert found.provenance["size_from_coverage"] == {
+        "asked": 0.9,
+        "measured_on": "counted",
+        "smallest": 2,
+        "reached": pytest.approx(1.0),
+    }
+    # 64 would be the rounded size; there are five tokens, so four can be had.
+    assert found.size == 4
+
+    assert any("nothing was held out" in warning for warning in found.warnings)
+    held_out = rank_vocabulary(token_counts([80, 10, 6, 4, 0], [[0] * 9 + [1]]), coverage=0.9, forced=[])
+    assert not any("nothing was held out" in warning for warning in held_out.warnings)
+
+
+def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
+    # 100 ids occur in the text; of the three forced ids one does.
+    counts = token_counts([9] * 100 + [0] * 300)
+    ranked = rank_vocabulary(counts, size=256, forced=[5, 200, 201])
+    assert (ranked.num_forced, ranked.num_uncounted) == (3, 256 - 3 - 99)
+    assert ["154 of the 256 ids" in warning for warning in ranked.warnings] == [True]
+    assert DraftVocab.from_json(ranked.to_json(), "").num_uncounted == 154
+    assert (ranked.prefix(103).num_uncounted, ranked.prefix(102).num_uncounted) == (1, 0)
+    # 1 of 103 ids is less than 1%, 2 of 104 are more.
+    assert not any(
+        "never occur" in warning for warning in rank_vocabulary(counts, size=103, forced=[5, 200, 201]).warnings
+    )
+    assert any("never occur" in warning for warning in rank_vocabulary(counts, size=104, forced=[5, 200, 201]).warnings)
+    # All ids are ranked to be cut later, and an order without counts counts nothing.
+    assert not any("never occur" in warning for warning in rank_vocabulary(counts, forced=[]).warnings)
+    assert rank_by_order(size=64, forced=[], target_vocab=400).num_uncounted is None
+    weighed = TokenCounts((source([5, 0, 0, 0], name="a"), source([0, 5, 0, 0], name="b")), None)
+    assert rank_vocabulary(weighed, size=3, forced=[], weights={"b": 0}).num_uncounted == 2
+
+
+def test_unreachable_coverage_names_the_best() -> None:
+    with pytest.raises(UsageError, match=r"2 ids, covers 0\.666667"):
+        rank_vocabulary(token_counts([1, 1, 1]), coverage=1.0, forced=[])
+    with raises(UsageError, option="--coverage"):
+        rank_vocabulary(token_counts([1, 1, 1]), coverage=99, forced=[])
+
+
+def test_a_found_size_holds_the_forced_ids() -> None:
+    found = rank_vocabulary(token_counts([100, *[0] * 299]), coverage=0.5, forced=list(range(200, 300)))
+    assert found.size == 128
+    assert found.num_forced == 100
+
+
+def test_repruning_chooses_only_trained_ids() -> None:
+    trained = [1, 3, 5, 7]
+    forced = ForcedIds(np.array([0, 3]), {0: "eos", 3: "bos"})
+    ranked = rank_vocabulary(token_counts([9, 1, 9, 2, 9, 3, 9, 4]), forced=forced, candidates=trained)
+    assert ranked.target_ids.tolist() == [3, 7, 5, 1]
+    assert ranked.provenance["forced_but_untrained"] == [0]
+    assert any("never trained" in warning and "0" in warning for warning in ranked.warnings)
+    whole = rank_vocabulary(token_counts([9] * 8), size=4, forced=forced, candidates=trained)
+    assert whole.ascending_ids.tolist() == trained
+    with pytest.raises(UsageError, match="of 5 was asked for, but the head has rows for 4 ids only"):
+        rank_vocabulary(token_counts([9] * 8), size=5, forced=[], candidates=trained)
+    with pytest.raises(VocabularyError, match="id 1 appears again"):
+        rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
+
+
+def test_order_by_ids_is_the_first_ids_and_the_forced_ones() -> None:
+    ranked = rank_by_order(size=4, forced=[7, 5], target_vocab=10)
+    assert ranked.target_ids.tolist() == [5, 7, 0, 1]
+    with raises(UsageError, option="--tokenizer"):
+        rank_by_order(size=4)
+
+
+def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
+    added = rank_by_order([4, 2, 8, 6], forced=[9], target_vocab=10)
+    assert added.target_ids.tolist() == [9, 4, 2, 8]
+    assert any("lacks 1 forced ids" in warning for warning in added.warnings)
+    with pytest.raises(UsageError, match="of 5 was asked for, but only 4"):
+        rank_by_order([4, 2, 8, 6], size=5, forced=[], target_vocab=10)
+    with pytest.raises(VocabularyError, match="id 12"):
+        rank_by_order([4, 12], forced=[], target_vocab=10)
+
+
+def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    one, other = (load_tokenizer(write_folder(tmp_path / str(size), byte_level_bpe(size))) for size in (300, 310))
+    vocab = rank_by_order(tokenizer=one, forced=[], target_vocab=320)
+    assert np.array_equal(rank_by_order(vocab, 8, one, [], 320).target_ids, vocab.target_ids[:8])
+    with pytest.raises(TokenizerError, match="the vocabulary"):
+        rank_by_order(vocab, 8, other, [], 320)
+    counts = token_counts([1] * 310, tokenizer_hash=other.tokenizer_hash)
+    assert len(rank_vocabulary(counts, None, None, None, [], 320, candidates=vocab)) == len(vocab)
+    for rank in (partial(rank_vocabulary, counts), partial(rank_by_order, None)):
+        with pytest.raises(TokenizerError, match="the candidates"):
+            rank(tokenizer=other, forced=[], target_vocab=320, candidates=vocab)
+
+
+def test_only_ids_that_would_have_been_taken_are_missed() -> None:
+    """A ranking of the whole vocabulary has ids that a head with fewer rows lacks, and says nothing of the first."""
+    for size, told in ((4, False), (6, True), (None, True)):
+        ranked = rank_by_order([4, 2, 8, 6, 1, 3, 5], size, forced=[], target_vocab=10, candidates=[2, 4, 6, 8, 3, 5])
+        assert ranked.target_ids.tolist()[:4] == [4, 2, 8, 6]
+        assert any("left out" in warning for warning in ranked.warnings) == told
+
+
+def test_the_beginning_of_ids_that_ascend_is_doubted() -> None:
+    def doubted(order: list[int], size: int | None) -> bool:
+        ranked = rank_by_order(order, size=size, forced=[], target_vocab=100)
+        return any("ascend" in warning for warning in ranked.warnings)
+
+    ascending = list(range(0, 40, 2))
+    assert doubted(ascending, 10)
+    assert not doubted(ascending, None)
+    assert not doubted(ascending, 20)
+    assert not doubted([38, *ascending[:-1]], 10)
+    assert not doubted([1, 3, 5], 2)
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11), max_size=5))
+def test_order_and_forced_ids(order: list[int], forced: set[int]) -> None:
+    ids = rank_by_order(order, size=11, forced=sorted(forced), target_vocab=12).target_ids.tolist()
+    expected = [i for i in order if i in forced] + [i for i in order if i not in forced]
+    assert ids == expected[:11]
+
+
+def test_provenance_tells_sources_and_reasons(tmp_path: Path) -> None:
+    tokenizer: LoadedTokenizer = load_tokenizer(
+        write_folder(tmp_path / "t", byte_level_bpe(300), eos_token="<|im_end|>")
+    )
+    counts = replace(token_counts([1] * 300), tokenizer_hash=tokenizer.tokenizer_hash)
+    ranked = rank_vocabulary(counts, size=290, tokenizer=tokenizer)
+    assert ranked.provenance["sources"] == [
+        {"name": "text", "weight": 1.0, "tokens": 300, "provenance": {"made": "by hand"}}
+    ]
+    assert ranked.provenance["tokenizer_hash"] == tokenizer.tokenizer_hash
+    assert "eos" in ranked.provenance["forced"]["2"]
+
+
+def test_shares_of_the_text_that_a_size_is_found_on() -> None:
+    counts = TokenCounts(
+        (source([8, 2], [[0]], name="a", weight=1), source([0, 5], [[1, 1]], name="b", weight=3)), None
+    )
+    assert source_shares(counts).tolist() == [0.25, 0.75]
+    found, part = tokens_for_sizing(counts)
+    assert (found.tolist(), part) == (pytest.approx([0.25, 0.75]), "held-out")
+    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b", weight=3)), None)
+    found, part = tokens_for_sizing(partly)
+    assert (found.tolist(), part) == (pytest.approx([0.2, 0.8]), "counted")
+    # A source that weighs nothing need not have a held-out part.
+    assert tokens_for_sizing(partly, {"b": 0})[1] == "held-out"
+    with pytest.raises(UsageError, match="weight 0"):
+        source_shares(counts, {"a": 0, "b": 0})

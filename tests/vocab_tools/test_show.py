@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools.show import readable_token, show_vocabulary
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
+from support.token_counts import token_counts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
+    added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a\u200bb\x1b[31m"]
+    return load_tokenizer(
+        write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        ("Ġ", " "),
+        ("Ċ", "\\n"),
+        ("Ġagain", " again"),
+        ("ä", "\\xe4"),
+        ("\\", "\\\\"),
+        ("Ā", "\\x00"),
+        ("<|im_end|>", "<|im_end|>"),
+        ("a\u200bb\x1b[31m", "a\\u200bb\\x1b[31m"),
+    ],
+)
+def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer, token: str, shown: str) -> None:
+    assert readable_token(tokenizer, tokenizer.vocab[token]) == shown
+
+
+def test_sentencepiece_spelling(tmp_path: Path) -> None:
+    backend = byte_fallback_bpe()
+    # As Gemma-3 has them: runs of spaces among the added tokens, spelled with the space mark.
+    backend.add_tokens(["▁▁▁"])
+    backend.add_special_tokens(["<end▁of▁turn>"])
+    tokenizer = load_tokenizer(write_folder(tmp_path / "g", backend))
+    shown = {"▁hell": " hell", "<0xE4>": "\\xe4", "▁▁▁": "   ", "<end▁of▁turn>": "<end▁of▁turn>"}
+    assert {token: readable_token(tokenizer, tokenizer.vocab[token]) for token in shown} == shown
+
+
+def test_listing(tokenizer: LoadedTokenizer) -> None:
+    counts = token_counts([0] * 300 + list(range(60, 0, -1)))
+    vocab = rank_vocabulary(counts, size=300, tokenizer=tokenizer)
+    listing = show_vocabulary(vocab, tokenizer, counts, limit=3)
+    assert (listing.size, listing.num_forced, listing.real_tokens) == (300, len(listing.forced), 360)
+    assert [row.token_id for row in listing.held] == [300, 301, 302]
+    assert [row.rank for row in listing.held] == [vocab.num_forced, vocab.num_forced + 1, vocab.num_forced + 2]
+    assert [row.count for row in listing.held] == [60.0, 59.0, 58.0]
+    assert listing.last[-1].rank == 299
+    first_out = 300 + (300 - vocab.num_forced)
+    assert [row.token_id for row in listing.left_out] == [first_out, first_out + 1, first_out + 2]
+    assert listing.left_out[0].rank is None
+    reasons = {row.text: row.reason for row in listing.forced}
+    assert reasons["<|im_end|>"] == "eos, end of turn, chat template"
+    assert json.loads(json.dumps(listing.to_json()))["held"][0]["token_id"] == 300
+    assert "\x1b" not in listing.text()
+
+
+def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
+    listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
+    assert [row.token_id for row in listing.left_out] == [2, 3, 4, 6]
+    assert [(row.token_id, row.count) for row in listing.held] == [(0, None), (5, None), (1, None)]
+    assert listing.last == ()
+
+
+def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:
+    vocab = DraftVocab(np.array([1]), 0, 400)
+    with pytest.raises(TokenizerError, match="Id 380"):
+        show_vocabulary(DraftVocab(np.array([380]), 0, 400), tokenizer)
+    with pytest.raises(TokenizerError, match="the vocabulary"):
+        show_vocabulary(DraftVocab(np.array([1]), 0, 400, {"tokenizer_hash": "sha256:0"}), tokenizer)
+    with pytest.raises(TokenizerError, match="the counts"):
+        show_vocabulary(vocab, tokenizer, token_counts([1], None, "sha256:0"))

@@ -1,0 +1,242 @@
+"""A draft vocabulary: target ids in rank order, and where they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import UsageError, VocabularyError, errors_of
+from .files import read_json, write_file
+
+TARGET_VOCAB_FROM = "target_vocab_from"
+"""Provenance key, there if the size of the target's vocabulary was not given: what it was taken from."""
+
+COUNTED_IDS = "counted_ids"
+"""Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
+
+_MAX_UNCOUNTED_SHARE = 0.01
+_FORMAT = "eagle-slim draft vocabulary"
+_VERSION = 1
+# This many ids in order of frequency never ascend by chance.
+_LONG = 8
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """Target ids in rank order. Forced ids come first, so any prefix with all of them is a valid vocabulary.
+
+    For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows ascend,
+    (0, 2, 7, 9).
+
+    Attributes:
+        target_ids: rank order, unique, int64 [draft_vocab].
+        num_forced: how many of the first ids every prefix must keep.
+        target_vocab: size of the target's vocabulary, padding included.
+        provenance: JSON-ready account of how the ids were chosen; "warnings" lists what the user should know.
+        ranked: False when the order carries no rank (read from an ascending map): then no smaller prefix exists.
+
+    Raises:
+        VocabularyError: empty, duplicate or out-of-range ids.
+    """
+
+    target_ids: NDArray[np.int64]
+    num_forced: int
+    target_vocab: int
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    ranked: bool = True
+
+    def __post_init__(self) -> None:
+        ids = check_ids(self.target_ids, self.target_vocab, "draft vocabulary")
+        if not 0 <= self.num_forced <= len(ids):
+            raise VocabularyError(f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.")
+        ids.setflags(write=False)
+        object.__setattr__(self, "target_ids", ids)
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+    @property
+    def size(self) -> int:
+        """Number of ids, N."""
+        return len(self.target_ids)
+
+    @property
+    def ascending_ids(self) -> NDArray[np.int64]:
+        """The ids in ascending order, which is that of a head's rows, int64 [draft_vocab]."""
+        return np.sort(self.target_ids)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know about this vocabulary."""
+        return tuple(self.provenance.get("warnings", ()))
+
+    @property
+    def num_uncounted(self) -> int | None:
+        """Number of ids that never occur in the counted text, forced ids aside; None where that is not known."""
+        counted = self.provenance.get(COUNTED_IDS)
+        return None if counted is None else max(0, self.size - self.num_forced - counted)
+
+    def prefix(self, size: int) -> DraftVocab:
+        """Return the first `size` ids as a vocabulary.
+
+        Raises:
+            UsageError: fewer than the forced ids, more than there are, or the order carries no rank.
+        """
+        if size == self.size:
+            return self
+        if size > self.size:
+            reason = f"only {self.size} ids are ranked."
+        elif not self.ranked:
+            reason = (
+                f"these {self.size} ids come from a map in ascending order, which does not tell which matter most. "
+                "Rank them with counts (`eagle-vocab rank --candidates`)."
+            )
+        elif size < max(self.num_forced, 1):
+            reason = f"{self.num_forced} ids are forced."
+        else:
+            return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+        raise UsageError(f"A draft vocabulary of {size} was asked for, but {reason}")
+
+    def for_target(self, target_vocab: int) -> DraftVocab:
+        """Return the vocabulary for a target of that many rows.
+
+        A size that was only inferred (from a tokenizer or the largest id) gives way to the real one, which padding
+        makes larger; one that was stated must agree.
+
+        Raises:
+            VocabularyError: the stated sizes differ, or an id is out of range.
+        """
+        if target_vocab == self.target_vocab:
+            return self
+        if TARGET_VOCAB_FROM not in self.provenance:
+            raise VocabularyError(
+                f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}."
+            )
+        provenance = {key: value for key, value in self.provenance.items() if key != TARGET_VOCAB_FROM}
+        return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
+
+    def save(self, path: str | Path) -> None:
+        """Write the vocabulary as JSON, whole or not at all."""
+        write_file(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the JSON file: readable account, then all ids on one line."""
+        account = self.to_json()
+        ids = account.pop("target_ids")
+        head = json.dumps(account, indent=1, ensure_ascii=False).removesuffix("\n}")
+        return f'{head},\n "target_ids": {json.dumps(ids)}\n}}\n'.encode()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form that `load` reads."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "target_vocab": self.target_vocab,
+            "num_forced": self.num_forced,
+            "ranked": self.ranked,
+            "provenance": dict(self.provenance),
+            "target_ids": self.target_ids.tolist(),
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> DraftVocab:
+        """Read what `save` wrote.
+
+        Raises:
+            VocabularyError: not such a file, of a later version, or its ids break a rule.
+        """
+        return cls.from_json(read_json(path, VocabularyError), str(path))
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> DraftVocab:
+        """Build from the JSON form; `where` names the file in messages."""
+        if not is_native(value):
+            raise VocabularyError(f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).")
+        if value.get("version") != _VERSION:
+            raise VocabularyError(
+                f"{where}: format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it."
+            )
+        expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
+        for key, kind in expected.items():
+            found = type(value.get(key))
+            if found is not kind:
+                raise VocabularyError(f"{where}: {key}: expected {kind.__name__}, found {found.__name__}.")
+        with errors_of(where):
+            ids = whole_numbers(value["target_ids"], "target_ids")
+            return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
+
+
+def is_native(value: Any) -> bool:
+    """Whether a JSON value claims to be a draft vocabulary of ours."""
+    return isinstance(value, dict) and value.get("format") == _FORMAT
+
+
+def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
+    """Turn a flat list or array of integers into int64 [n]; floats, booleans and nested lists are refused.
+
+    Raises:
+        VocabularyError: it is none, or an integer does not fit 64 bits.
+    """
+    if isinstance(values, (list, tuple)) and all(type(value) is int for value in values):
+        try:
+            return np.array(values, np.int64)
+        except OverflowError as error:
+            raise VocabularyError(f"{where}: an integer does not fit 64 bits.") from error
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+        ids: NDArray[np.int64] = values.astype(np.int64)
+        return ids
+    found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else f"{values!r:.60}"
+    raise VocabularyError(f"{where}: expected a flat list of integers, found {found}.")
+
+
+def uncounted_warning(vocab: DraftVocab) -> list[str]:
+    """Warn if more than 1% of the ids, forced ids aside, never occur in the counted text: nothing ranks them."""
+    uncounted = vocab.num_uncounted
+    if not uncounted or uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
+        return []
+    return [
+        f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
+        f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
+    ]
+
+
+def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
+    """Warn if the first `size` of ascending ids are taken: many maps are stored sorted, not in rank order."""
+    if size >= len(ids) or len(ids) < _LONG or bool((np.diff(ids) <= 0).any()):
+        return []
+    return [
+        f"the {len(ids)} ids of the token map ascend, as in a map that was sorted: if they are not in rank order, its "
+        f"first {size} are only the lowest ids. Rank them with counts instead"
+    ]
+
+
+def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.int64]:
+    """Return ids as int64 [n]; refuse what is no list of integers, an empty one, duplicates, and ids out of range.
+
+    Raises:
+        VocabularyError: naming the first offender.
+    """
+    array = np.asarray(values)
+    if array.size == 0:
+        raise VocabularyError(f"{where}: there are no ids.")
+    ids = whole_numbers(array, where)
+    outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
+    if len(outside):
+        raise VocabularyError(
+            f"{where}: id {int(ids[outside[0]])} at position {int(outside[0])} is outside the target's vocabulary of "
+            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?"
+        )
+    order = np.argsort(ids, kind="stable")
+    repeated = order[1:][ids[order][1:] == ids[order][:-1]]
+    if len(repeated):
+        position = int(repeated.min())
+        raise VocabularyError(
+            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates)."
+        )
+    return ids
