@@ -73,7 +73,6 @@ FLOORS = {
         step/kernels
         step
         model
-        miss_log
         compare options_cli
         safeailab
         compare/cli generate_cli tune
