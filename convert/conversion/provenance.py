@@ -67,7 +67,7 @@ def manifest_of(
         lm_head=None if lm_head is None else _lm_head(head, lm_head),
         tokenizer=tokenizer,
         vocabulary=None if vocab is None else _vocabulary(vocab),
-        tap_layers=head.tap_layers,
+        tap_layers=head.taps(None if inputs.target is None else inputs.target.num_layers),
         coverage=None
         if measured is None
         else {**measured[0].to_json(), "shown": list(measured[0].shown), "note": measured[1]},
