@@ -4,7 +4,7 @@
 
 A synthetic EAGLE-3 head of Llama-3.1-8B's dimensions (128,256 rows, bf16) without an LM head of its own, and a target
 of which only the LM head is there. Timed is the call `convert_head`, against `cp` plus fsync of the bytes that it must
-read (the head, and the kept rows of the target's LM head), interleaved in the same run, all of it in the page cache.
+read (the head, and the wanted rows of the target's LM head), interleaved in the same run, all of it in the page cache.
 Takes 5 GB of disk.
 """
 
@@ -49,7 +49,7 @@ def make_files(folder: Path, dims: Dims, draft_vocab: int) -> None:
     _save(folder / "target", {"lm_head.weight": head.lm_head}, config | {"num_hidden_layers": 32})
     tensors = outer | {f"midlayer.{name}": tensor for name, tensor in inner.items()}
     _save(folder / "head", tensors, config | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None})
-    # Frequent tokens have low ids in BPE vocabularies, so the kept rows are dense at first and thin out.
+    # Frequent tokens have low ids in BPE vocabularies, so the wanted rows are dense at first and thin out.
     weights = 1.0 / (np.arange(dims.vocab) + 1000.0)
     rng = np.random.default_rng(0)
     ranked = rng.choice(dims.vocab, draft_vocab, replace=False, p=weights / weights.sum())

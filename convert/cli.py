@@ -53,26 +53,15 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
-    """Read `32000`, `8192,16384,32000`, `full` or `auto`."""
+    """Read `32000`, `8192,16384,32000`, or `full`."""
     if value is None:
         return None
-    if value.strip() == "auto":
-        return ("auto",)
     parts = [part.strip() for part in value.split(",")]
     if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
         raise click.BadParameter(
-            f"expected sizes such as 32000 or 8192,16384,32000, `full`, or `auto` alone, found {value!r}", ctx, param
+            f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}", ctx, param
         )
     return tuple("full" if part == "full" else int(part) for part in parts)
-
-
-def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    """Read `32000` or `full`."""
-    if value is None or value == "full":
-        return value
-    if not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise click.BadParameter(f"expected a number of rows such as 32000, or `full`, found {value!r}", ctx, param)
-    return int(value)
 
 
 def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -93,7 +82,6 @@ def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     epilog="""\b
 Examples:
   eagle-convert --draft-vocab 32000
-  eagle-convert --draft-vocab 2048 --keep-rows 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
   eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0
@@ -104,22 +92,10 @@ Examples:
     "--draft-vocab",
     callback=_sizes,
     metavar="N",
-    help="Rows to keep: one or several sizes, `full` to only normalise, or `auto`: the fastest according to --cost.",
+    help="Rows to keep: one or several sizes, or `full` to only normalise.",
 )
-@click.option(
-    "--cost",
-    metavar="FILE",
-    help="For --draft-vocab auto: the compare.json that eagle-compare --out wrote on your device.",
-)
-@click.option("--accept-doubts", is_flag=True, help="Accept a --cost whose comparison was disturbed or undecided.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover, such as 0.99."
-)
-@click.option(
-    "--keep-rows",
-    callback=_keep_rows,
-    metavar="K",
-    help="Keep K rows in total, those beyond N in a file that engines do not read. `full` keeps all.",
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -309,16 +285,11 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
         emit_json(plans if len(plans) > 1 else plans[0])
         return
     for plan in prepared.plans:
-        rows = "as many as --coverage or --cost asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
+        rows = "as many as --coverage asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
         click.echo(f"would write {plan.folder}")
-        click.echo(f"  rows of the LM head   {prepared.inputs.rows_before:,} → {rows}")
+        click.echo(f"  rows of the LM head   {prepared.inputs.head.draft_vocab:,} → {rows}")
         click.echo(f"  forced ids            {plan.manifest.num_forced:,}")
         click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {_bytes_if_known(plan.bytes_after)}")
-        if plan.num_kept != 0:
-            kept = "as many as the ranking tells"
-            if plan.num_kept is not None and plan.kept_bytes is not None:
-                kept = f"{plan.num_kept:,} more, {_bytes(plan.kept_bytes)}"
-            click.echo(f"  kept rows             {kept}")
         _print_coverage(plan.manifest)
     needed = [plan.disk_bytes for plan in prepared.plans]
     in_all = None if None in needed else sum(size or 0 for size in needed)
@@ -333,19 +304,12 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
 
 
 def _print(conversion: Conversion) -> None:
-    from .head.kept_rows import KEPT_ROWS_NAME
-
     click.echo(f"wrote {conversion.folder}")
     click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")
     ratio = conversion.bytes_after / conversion.bytes_before
     click.echo(
         f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
     )
-    if conversion.num_kept:
-        click.echo(
-            f"  kept rows             {conversion.num_kept:,} more, {conversion.draft_vocab + conversion.num_kept:,} "
-            f"in all: {_bytes(conversion.kept_bytes)} in {KEPT_ROWS_NAME}, which no engine reads"
-        )
     for name, entry in conversion.manifest.files.items():
         if name.endswith(".gguf"):
             click.echo(f"  for llama.cpp         {name}, {_bytes(entry['size_bytes'])}")

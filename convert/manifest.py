@@ -28,23 +28,6 @@ Flavour = Literal["default", "sglang", "lmdeploy"]
 
 
 @dataclass(frozen=True)
-class KeptRows:
-    """LM-head rows beyond the draft vocabulary, in the file `kept_rows.KEPT_ROWS_NAME`, which no engine reads.
-
-    Attributes:
-        rank_order_ids: int64 [kept], target ids of the rows in the order of the file; their ranks go on where those of
-            the draft vocabulary end.
-        row_checksums: uint8 [kept, 8], of each row as written.
-    """
-
-    rank_order_ids: NDArray[np.int64]
-    row_checksums: NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.rank_order_ids)
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The manifest as Python values.
 
@@ -68,7 +51,6 @@ class Manifest:
         dropped: tensors of the source that are left out, with the reason.
         warnings: what a user should know.
         files: every other file of the folder: size, and checksums (of safetensors: of the header and each tensor).
-        kept_rows: rows that may join the draft vocabulary; None where the artifact holds no more than its own.
     """
 
     kind: HeadKind
@@ -89,7 +71,6 @@ class Manifest:
     dropped: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    kept_rows: KeptRows | None = None
 
     @property
     def ranks(self) -> DraftVocab | None:
@@ -98,16 +79,6 @@ class Manifest:
             return None
         provenance = self.vocabulary or {"method": "manifest"}
         return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, provenance)
-
-    @property
-    def ranks_with_kept(self) -> DraftVocab | None:
-        """`ranks`, followed by the ids of the kept rows; what the provenance says of counted ids is left out."""
-        ranks = self.ranks
-        if ranks is None or self.kept_rows is None:
-            return ranks
-        ids = np.concatenate([ranks.target_ids, self.kept_rows.rank_order_ids])
-        provenance = {key: value for key, value in ranks.provenance.items() if key != COUNTED_IDS}
-        return DraftVocab(ids, self.num_forced, self.target_vocab, provenance)
 
     @property
     def num_uncounted(self) -> int | None:
@@ -125,9 +96,6 @@ class Manifest:
         }
         found = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION}
         found |= {key: arrays[key] if key in arrays else getattr(self, key) for key in _TYPES}
-        if self.kept_rows is not None:
-            ids, checksums = self.kept_rows.rank_order_ids, self.kept_rows.row_checksums
-            found["kept_rows"] = {"rank_order_ids": ids.tolist(), "row_checksums": encode_checksums(checksums)}
         return found
 
     def to_bytes(self) -> bytes:
@@ -185,7 +153,7 @@ class Manifest:
         return cls(
             **{key: value[key] for key in _TYPES}
             | {"rank_order_ids": ids, "row_checksums": rows, "tap_layers": None if taps is None else tuple(taps)}
-            | {"warnings": tuple(value["warnings"]), "kept_rows": _kept_rows(value.get("kept_rows"), where)}
+            | {"warnings": tuple(value["warnings"])}
         )
 
 
@@ -240,20 +208,6 @@ def _is_record(entry: dict[str, Any]) -> bool:
 
 def _are_integers(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
-
-
-def _kept_rows(value: Any, where: str) -> KeptRows | None:
-    """Read the part about kept rows, which an artifact without them lacks."""
-    if value is None:
-        return None
-    ids = value.get("rank_order_ids") if isinstance(value, Mapping) else None
-    checksums = value.get("row_checksums") if isinstance(value, Mapping) else None
-    if not isinstance(ids, list) or not ids or not isinstance(checksums, str):
-        raise _broken(where, "kept_rows: expected rank_order_ids and row_checksums")
-    return KeptRows(
-        _ids(ids, len(ids), where, "kept_rows: rank_order_ids"),
-        _checksums(checksums, len(ids), where, "kept_rows: row_checksums"),
-    )
 
 
 def _ids(values: list[Any], count: int, where: str, key: str) -> NDArray[np.int64]:

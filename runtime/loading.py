@@ -27,7 +27,7 @@ from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
-from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
+from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
@@ -101,7 +101,7 @@ class OpenedHead:
         elif self.is_embedded:
             ranked = self._rank_by_builtin_counts().target_ids
         else:
-            ranked = None if self.rank_order is None else rank_with_kept(self.head, self.rank_order)
+            ranked = self.rank_order
         if ranked is None:
             return None
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
@@ -124,7 +124,7 @@ class OpenedHead:
         known: FollowRows | JoinableRows | None = weights.follow
         if known is None:
             ids = base.cpu().numpy()
-            known = load_joinable_rows(self.head, target, ids, weights.dtype, weights.device, self.offline)
+            known = load_joinable_rows(self.head, target, ids, weights.dtype, weights.device)
         if rank_order is None:
             rank_order = known.rank_order
         if rank_order is None and self.is_embedded:

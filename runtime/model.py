@@ -163,8 +163,8 @@ class SpeculativeModel:
             draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
                 converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
             follow: "prompt" lets ids of each prompt join its draft vocabulary: those that ``draft_vocab`` leaves out
-                and the head was trained on. Needs their rows: a head with more rows than ``draft_vocab``, one that
-                drafts with the target's LM head, or one converted with ``--keep-rows``.
+                and the head was trained on. Needs their rows: a head with more rows than ``draft_vocab``, or one
+                that drafts with the target's LM head.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
                 by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
@@ -241,7 +241,7 @@ class SpeculativeModel:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
-        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device, offline)
+        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
@@ -267,9 +267,7 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
-        rows = gather_lm_head_rows(
-            self.opened.head, self.target, ids, weights.dtype, weights.device, self.opened.offline
-        )
+        rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)

@@ -156,8 +156,7 @@ def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:
             continue
         forms = {key: options[key] for key in ("d2t_form", "tap_layers")} if source.manifest is None else {}
         head = open_head(source, **forms)
-        kept = None if source.manifest is None else source.manifest.kept_rows
-        most = head.draft_vocab + len(kept or ())
+        most = head.draft_vocab
         if max(sizes) > most:
             raise UsageError(
                 f"A draft vocabulary of {max(sizes)} is larger than {head.location}, which has {most} rows. Ask "

@@ -1,7 +1,6 @@
 """The artifact: a folder with a slim head, its manifest and its side files; how it is loaded and what its files are.
 
-    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png  kept_rows.eagle_slim
-    screen.eagle_slim
+    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png
 
 FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
 weights; `verify_artifact` reads everything.
@@ -130,8 +129,6 @@ class Artifact:
 
 def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
     ranked = manifest.rank_order_ids
-    if (problem := kept_problem(manifest)) is not None:
-        return problem
     if head.kind != manifest.kind:
         return f"the manifest says {manifest.kind}, the tensors are {head.kind}"
     if head.target_vocab != manifest.target_vocab:
@@ -149,21 +146,6 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
         return "there is a map but no ranks, or ranks but no map"
     if ids is not None and ranked is not None and not np.array_equal(ids, np.sort(ranked)):
         return "d2t and rank_order_ids name different ids"
-    return None
-
-
-def kept_problem(manifest: Manifest) -> str | None:
-    """What is wrong with the ids of the kept rows, in words; None if nothing is, or none are kept."""
-    ranked, kept = manifest.rank_order_ids, manifest.kept_rows
-    if kept is None:
-        return None
-    if ranked is None or manifest.kind == "eagle":
-        return "there are kept rows beside a head that has no reduced LM head of its own"
-    everything = np.concatenate([ranked, kept.rank_order_ids])
-    if len(np.unique(everything)) != len(everything):
-        return "an id is ranked and kept, or kept twice"
-    if everything.min() < 0 or everything.max() >= manifest.target_vocab:
-        return "ids are ranked or kept that are outside the vocabulary"
     return None
 
 

@@ -18,7 +18,6 @@ from ..engines.registry import flavoured_architecture
 from ..head import config as head_config
 from ..head import names
 from ..head.draft_head import DraftHead
-from ..head.kept_rows import KEPT_IDS
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, all_ids
 from ..rows.rows import GatheredRows, refuse_nonfinite
@@ -47,18 +46,6 @@ def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]
     """`d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab], of int64 [draft_vocab] ascending ids."""
     mask = t2d_from_ids(target_ids, head.target_vocab)
     return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", mask)]
-
-
-def plan_kept_rows(
-    head: DraftHead, lm_head: LmHead, kept_ids: NDArray[np.int64]
-) -> tuple[list[TensorPlan], GatheredRows]:
-    """The tensors of the file of kept rows (`head/kept_rows.py`), and the gathered rows among them.
-
-    `kept_ids` int64 [kept], in rank order. Raises as `rows_of_ids`.
-    """
-    gathered = lm_head.gather(head, kept_ids)
-    rows = TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks)
-    return [rows, array_plan(KEPT_IDS, kept_ids)], gathered
 
 
 def zero_output_bias(head: DraftHead) -> list[TensorPlan]:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..head.kept_rows import KEPT_ROWS_NAME
 from ..manifest import Manifest
 
 UNKNOWN_LICENCE = "unknown"
@@ -31,7 +30,7 @@ def model_card(
     """The text of README.md.
 
     Args:
-        manifest: of the artifact (of its `files` only the size of the kept rows is read).
+        manifest: of the artifact.
         title: name of the artifact.
         rows_before: rows of the LM head that was cut.
         bytes_before, bytes_after: weights that one draft step reads, LM head included.
@@ -48,7 +47,6 @@ def model_card(
         f"# {title}\n",
         _summary(manifest, rows_before),
         _table(("", "before", "after"), sizes),
-        _kept_rows(manifest),
         _coverage(manifest.coverage, plot),
         _serving(manifest, refused),
         _making(manifest),
@@ -84,26 +82,10 @@ def _summary(manifest: Manifest, rows_before: int) -> str:
         what = (
             f"normalised to the layout that serving engines share, with its draft vocabulary of {rows_before:,} tokens"
         )
-    elif manifest.draft_vocab > rows_before:
-        what = f"with its draft vocabulary grown from {rows_before:,} to {manifest.draft_vocab:,} tokens by kept rows"
     else:
         what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
     lossless = "The target still verifies every token over its whole vocabulary, so its output does not change."
     return f"The {kind} draft head {name} for {target}, {what}. {lossless}\n"
-
-
-def _kept_rows(manifest: Manifest) -> str:
-    if manifest.kept_rows is None:
-        return ""
-    count = len(manifest.kept_rows)
-    size_bytes = manifest.files[KEPT_ROWS_NAME]["size_bytes"]
-    total = manifest.draft_vocab + count
-    return (
-        f"`{KEPT_ROWS_NAME}` ({size_bytes / 1e6:,.1f} MB) keeps the LM-head rows of the next {count:,} tokens by rank. "
-        "No engine reads it. With it eagle-slim's own runtime lets the words of a prompt join the draft "
-        'vocabulary (`follow="prompt"`), and `eagle-convert HEAD --draft-vocab N` makes any size '
-        f"up to {total:,} without the original head.\n"
-    )
 
 
 def _coverage(coverage: Mapping[str, Any] | None, plot: str | None) -> str:

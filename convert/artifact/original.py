@@ -10,7 +10,6 @@ from typing import Any
 from ..errors import ConvertError
 from ..head import names
 from ..head.draft_head import DraftHead
-from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
 from ..manifest import Manifest
 from ..rows.lm_head import rows_of_ids
@@ -66,7 +65,6 @@ def original_at_hand(head: DraftHead) -> DraftHead | None:
         found = open_original(manifest, None if beside is None else str(beside))
         if found is None or not found.has_lm_head:
             return None
-        found = with_kept_rows(found, offline=True)
         if found.draft_vocab <= head.draft_vocab or found.dtype_name != head.dtype_name:
             return None
         rows, own = found.tensors.rows(names.LM_HEAD, rows_of_ids(found, ids)), head.tensors.get(names.LM_HEAD)

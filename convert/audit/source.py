@@ -21,7 +21,6 @@ from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
 from ..head import names
 from ..head.draft_head import DraftHead
-from ..head.kept_rows import with_kept_rows
 from ..manifest import Manifest
 from ..rows.checkpoint import Checkpoint
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
@@ -104,8 +103,7 @@ class SourceChecks:
         """The rows of target ids `ids` where those of the artifact came from; raises SkipCheck as `compare_rows`."""
         provenance = self.found.need_manifest().lm_head or {}
         if provenance.get("from") == "head":
-            # An artifact that was slimmed again may have lent rows that it kept.
-            source = with_kept_rows(self._source_head, self.offline or self.head_name is None)
+            source = self._source_head
             refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
             lm_head = own_lm_head(source)
         else:

@@ -19,9 +19,7 @@ from ..engines.registry import ENGINES, check_engine, require_engines
 from ..errors import ArtifactError
 from .files import FileChecks
 from .findings import Doubt, Findings, SkipCheck, refuse
-from .kept import KeptChecks
 from .rules import RuleChecks
-from .screen import ScreenChecks
 from .source import SourceChecks
 
 Status = Literal["ok", "warning", "failed", "skipped"]
@@ -113,8 +111,7 @@ def verify_artifact(
     named = (None if value is None else str(value) for value in (head, target, tokenizer))
     head_name, target_name, tokenizer_name = named
     sources = SourceChecks(found, head_name, target_name, tokenizer_name, offline)
-    own = (FileChecks(found), RuleChecks(found))
-    for group in (*own, sources, KeptChecks(found, sources), ScreenChecks(found, sources)):
+    for group in (FileChecks(found), RuleChecks(found), sources):
         for name, check in group.all():
             run(name, check)
     for engine in engines:

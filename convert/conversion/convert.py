@@ -13,17 +13,12 @@ from pathlib import Path
 
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from ..atomic import check_output, require_space
-from ..head.screen_file import has_screen
 from ..manifest import MANIFEST_NAME
 from ..rows.lm_head import all_ids
 from .inputs import Inputs, open_inputs
-from .kept_choice import check_keep_rows, choose_kept_ids
 from .options import ConvertOptions
 from .result import Conversion
 from .vocab_choice import Ranking, Say, default_corpus, make_ranking
@@ -64,13 +59,11 @@ class PreparedConversion:
     """A conversion of which everything but the counting and the writing is done and checked.
 
     Attributes:
-        cost: that finds the size, for the size "auto".
         titles, folders: of each artifact.
     """
 
     inputs: Inputs
     options: ConvertOptions
-    cost: StepCost | None
     titles: Sequence[str]
     folders: Sequence[Path]
     say: Say
@@ -124,7 +117,7 @@ class PreparedConversion:
         """Read what would be written and refuse what writing would; before text is counted, every token's row."""
         ranking, plans = self._ranking, self.plans
         if ranking is not None and self.text is not None:
-            plans = (plan_slim(self.inputs, ranking, ranking.cut(None), None, self.folders[0], self.titles[0]),)
+            plans = (plan_slim(self.inputs, ranking, ranking.cut(None), self.folders[0], self.titles[0]),)
         for plan in plans:
             plan.check_values()
 
@@ -149,25 +142,16 @@ class PreparedConversion:
         return None
 
     def _planned(self, ranking: Ranking | None) -> tuple[Planned, ...]:
-        found, keep = [], self.options.keep_rows
+        found = []
         # All of them before the first is written: a size that does not fit leaves nothing behind.
         for size, title, folder in zip(self.options.sizes, self.titles, self.folders, strict=True):
-            vocab = kept = None
+            vocab = None
             if size == "full":
                 all_ids(self.inputs.head)
             elif ranking is not None:
-                vocab = self._cut(ranking, size)
-                if keep is not None and not (ranking.is_guess and size is None):
-                    kept = choose_kept_ids(keep, ranking, vocab)
-            found.append(plan_slim(self.inputs, ranking, vocab, kept, folder, title))
+                vocab = ranking.cut(size, None if ranking.is_guess else self.options.coverage)
+            found.append(plan_slim(self.inputs, ranking, vocab, folder, title))
         return tuple(found)
-
-    def _cut(self, ranking: Ranking, size: int | None) -> DraftVocab:
-        if self.cost is None or ranking.is_guess:
-            return ranking.cut(size, None if ranking.is_guess else self.options.coverage)
-        vocab = ranking.cut_by_cost(self.cost)
-        self.say(f"the measured cost and the coverage of the ranking are fastest at {len(vocab):,} rows")
-        return vocab
 
 
 def prepare_conversion(
@@ -178,31 +162,12 @@ def prepare_conversion(
     Whatever can end a conversion is looked at here: the output, the head, the target's LM head, the tokenizer, the
     sizes, the weights of sources, and the space on the disk. `check_values` reads the tensors, which writing does too.
     """
-    cost = None if options.cost is None else StepCost.load(options.cost)
-    if cost is not None and cost.doubts and not options.accept_doubts:
-        raise UsageError(
-            "\n".join([
-                f"--cost {options.cost}: does not tell which size is fastest:", *cost.doubts,
-                "Compare again, with more prompts and on a quiet machine, or take it as it is with --accept-doubts.",
-            ]),
-            option="--cost",
-            doubts=cost.doubts,
-        )  # fmt: skip
     head = None if head is None else str(head)
     titles = [options.name_of(head, size) for size in options.sizes]
     folders = [options.folder_of(title) for title in titles]
     for folder in folders:
         check_output(folder, options.force, MANIFEST_NAME)
     inputs = open_inputs(head, options, say)
-    if options.keep_rows is not None:
-        check_keep_rows(options.keep_rows, inputs)
-    elif (own := inputs.head.manifest) is not None and own.kept_rows is not None:
-        say(f"the {len(own.kept_rows):,} rows that {inputs.head.location} keeps are not kept again without --keep-rows")
-    prepared = PreparedConversion(inputs, options, cost, titles, folders, say)
+    prepared = PreparedConversion(inputs, options, titles, folders, say)
     require_space(folders[0], sum(plan.disk_bytes or 0 for plan in prepared.plans))
-    if has_screen(inputs.head) and any(plan.screen is None and not plan.is_guess for plan in prepared.plans):
-        say(
-            f"the screen of {inputs.head.location} lacks rows that are asked for and is left out: make another with "
-            "eagle-screen"
-        )
     return prepared

@@ -10,7 +10,6 @@ from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from ..artifact.gguf_file import GgufChoice
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
-from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
 from ..rows.lm_head import LmHead, fitting
 from ..rows.target import open_target_lm_head
@@ -20,7 +19,7 @@ from ..sources.source import ResolvedSource, open_head_source
 from . import target as targets
 from .gguf import choose_gguf
 from .options import ConvertOptions
-from .vocab_choice import Say, VocabRequest, ranked_manifest
+from .vocab_choice import Say, ranked_manifest
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Inputs:
         target: the target, where it is needed or was named.
         lm_head: the target's LM head, where the rows come from it.
         tokenizer: of the target, where it is at hand.
-        rows_before: rows that the head drafted over before, kept ones left out.
         gguf: the GGUF files to write; None for none.
     """
 
@@ -45,7 +43,6 @@ class Inputs:
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
-    rows_before: int
     gguf: GgufChoice | None = None
 
     @property
@@ -82,9 +79,6 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         )
     if head.kind == "eagle3" and options.flavour == "sglang":
         say("--for sglang changes nothing of an EAGLE-3 head: SGLang reads it as every artifact is written")
-    rows_before = head.draft_vocab
-    if _needs_kept_rows(head, options):
-        head = with_kept_rows(head, options.offline)
     _refuse_to_grow(head, options)
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
@@ -123,11 +117,11 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         assert opened is not None
         # Checked now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, gguf)
+    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, gguf)
 
 
 def _refuse_to_grow(head: DraftHead, options: ConvertOptions) -> None:
-    """Refuse more rows than an artifact holds, kept ones included; UsageError."""
+    """Refuse more rows than an artifact holds; UsageError."""
     manifest = head.manifest
     if (
         manifest is None
@@ -136,23 +130,13 @@ def _refuse_to_grow(head: DraftHead, options: ConvertOptions) -> None:
     ):
         return
     sizes = [head.target_vocab if size == "full" else size for size in options.sizes]
-    wanted = [size for size in (*sizes, options.keep_rows) if isinstance(size, int)]
+    wanted = [size for size in sizes if isinstance(size, int)]
     if wanted and max(wanted) > head.draft_vocab:
         original = manifest.head.get("repo_id") or manifest.head.get("name")
         raise UsageError.at(
             head.location,
             f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: "
-            f"{max(wanted)} were asked for.\nConvert {original}, which it was made from; an artifact made with "
-            "--keep-rows can grow by the rows that it keeps.",
+            f"{max(wanted)} were asked for.\nConvert {original}, which it was made from.",
             size=max(wanted),
             rows=head.draft_vocab,
         )
-
-
-def _needs_kept_rows(head: DraftHead, options: ConvertOptions) -> bool:
-    """Whether a conversion of a head may want rows that its artifact keeps beyond the draft vocabulary.
-
-    A prefix of the artifact's own ranks needs none; another ranking, or more rows, does.
-    """
-    is_prefix = all(isinstance(size, int) and size <= head.draft_vocab for size in options.sizes)
-    return options.keep_rows is not None or options.vocabulary != VocabRequest() or not is_prefix

@@ -21,8 +21,6 @@ from .gguf import GgufRequest
 from .vocab_choice import VocabRequest
 
 DraftVocabSize = int | Literal["full"]
-KeepRows = int | Literal["full"]
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,8 @@ class ConvertOptions:
     """Options of a conversion.
 
     Attributes:
-        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it; "auto" takes the
-            size that is fastest by ``cost`` and the coverage of the ranking.
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it.
         coverage: instead of a size, the share of the counted text that must be covered.
-        cost: for "auto", the compare.json of a comparison on the device that will serve the head.
-        keep_rows: rows to have in total, those of the draft vocabulary among them, or "full" for all: the ones
-            beyond it are kept in a file of their own that engines do not read, so that they may join the draft
-            vocabulary while a text is followed, or a larger one be made without the original head. None keeps none.
         vocabulary: where the ranking comes from; by default the built-in counts for the built-in head, else
             `vocab_choice.DEFAULT_DATASET_NOTE`.
         target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
@@ -53,16 +46,13 @@ class ConvertOptions:
         gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
             write, too, which llama.cpp reads.
         offline: use only local files and the Hub cache.
-        accept_doubts: take a size from a ``cost`` that was disturbed, not completed, or decided nothing.
 
     Raises:
         UsageError: options that contradict each other, or a value that means nothing.
     """
 
-    draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize | Literal["auto"]] | None = None
+    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None
     coverage: float | None = None
-    cost: str | Path | None = None
-    keep_rows: KeepRows | None = None
     vocabulary: VocabRequest = field(default_factory=VocabRequest)
     target: str | Path | None = None
     tokenizer: str | Path | None = None
@@ -78,19 +68,12 @@ class ConvertOptions:
     tap_layers: Sequence[int] | None = None
     gguf: Sequence[GgufRequest] = ()
     offline: bool = False
-    accept_doubts: bool = False
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.coverage is not None:
             raise UsageError(
                 "--draft-vocab and --coverage exclude each other: give a size, or let it be found.",
                 options=["--draft-vocab", "--coverage"],
-            )
-        if self.is_auto != (self.cost is not None):
-            raise UsageError(
-                "--draft-vocab auto and --cost go together: run eagle-compare with --out DIR on the device that will "
-                "serve the head, and give --cost DIR/compare.json.",
-                option="--cost",
             )
         if self.coverage is not None:
             check_coverage(self.coverage)
@@ -101,14 +84,9 @@ class ConvertOptions:
             raise UsageError("--draft-vocab: no size given.", option="--draft-vocab")
 
     @property
-    def is_auto(self) -> bool:
-        """Whether the measured cost finds the size."""
-        return isinstance(self.draft_vocab, str | tuple | list) and self.draft_vocab in (AUTO, (AUTO,), [AUTO])
-
-    @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:
-        """Rows of each artifact, in the order given; None where a coverage or a cost finds them."""
-        if self.coverage is not None or self.is_auto:
+        """Rows of each artifact, in the order given; None where a coverage finds them."""
+        if self.coverage is not None:
             return (None,)
         if self.draft_vocab is None:
             raise UsageError(
@@ -123,8 +101,7 @@ class ConvertOptions:
         """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
         base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
         base = "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts])
-        found = AUTO if self.coverage is None else f"coverage{self.coverage}"
-        endings: dict[DraftVocabSize | None, str] = {None: found, "full": "full"}
+        endings: dict[DraftVocabSize | None, str] = {None: f"coverage{self.coverage}", "full": "full"}
         return f"{base}-{endings.get(size, f'v{size}')}" + ("" if self.flavour == "default" else f"-{self.flavour}")
 
     def folder_of(self, name: str) -> Path:

@@ -8,7 +8,6 @@ from typing import Any
 
 from eagle_slim.vocab_tools.ranking.report import CoverageReport
 
-from ..head.kept_rows import KEPT_ROWS_NAME
 from ..manifest import Manifest
 
 
@@ -39,16 +38,6 @@ class Conversion:
         """What a user should know."""
         return self.manifest.warnings
 
-    @property
-    def num_kept(self) -> int:
-        """Rows that are kept beyond the draft vocabulary."""
-        return 0 if self.manifest.kept_rows is None else len(self.manifest.kept_rows)
-
-    @property
-    def kept_bytes(self) -> int:
-        """What they add to the artifact: bytes of their file, 0 without one."""
-        return int(self.manifest.files.get(KEPT_ROWS_NAME, {}).get("size_bytes", 0))
-
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-convert --json` prints it."""
         return {
@@ -58,7 +47,6 @@ class Conversion:
             "target_vocab": self.manifest.target_vocab,
             "rows": {"before": self.rows_before, "after": self.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
-            "kept_rows": {"rows": self.num_kept, "size_bytes": self.kept_bytes},
             "never_counted": self.manifest.num_uncounted,
             "coverage": None if self.manifest.coverage is None else coverage_summary(self.manifest),
             "warnings": list(self.warnings),

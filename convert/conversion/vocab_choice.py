@@ -18,7 +18,6 @@ from eagle_slim.vocab_tools.files import check_named
 from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.ranking.report import CoverageReport
-from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost, choose_size
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -136,27 +135,6 @@ class Ranking:
             vocab = replace(vocab, target_ids=np.concatenate([vocab.target_ids, rest]))
         return vocab
 
-    def cut_by_cost(self, cost: StepCost) -> DraftVocab:
-        """The vocabulary of the size that is fastest by a measured cost and this ranking's coverage.
-
-        Raises:
-            UsageError: there are no counts to measure a coverage on.
-        """
-        whole = self.cut(None)
-        measured = self.coverage(whole)
-        if measured is None:
-            raise UsageError(
-                "--draft-vocab auto needs counted text to measure a coverage on. Give --counts or --dataset.",
-                option="--draft-vocab",
-            )
-        report = measured[0]
-        # A vocabulary as large as the target's has no map: `full` is the word for it.
-        largest = len(whole) if self.head.trained_ids is not None else (len(whole) - 1) // 64 * 64
-        size, why = choose_size(cost, report.sizes, list(report.sources[-1].coverage), whole.num_forced, largest)
-        vocab = self.cut(size)
-        warnings = [*vocab.warnings, *(f"--cost: {doubt}" for doubt in cost.doubts)]
-        return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why, "warnings": warnings})
-
     def _cut(self, counts: TokenCounts | None, size: int | None, coverage: float | None) -> DraftVocab:
         trained = self.head.trained_ids
         if size is not None and trained is not None and size == len(trained):
@@ -232,11 +210,9 @@ def make_ranking(
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")
-        # Kept rows are of use to a head that was opened with them.
-        own = manifest.ranks_with_kept if head.draft_vocab > manifest.draft_vocab else manifest.ranks
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
-        return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
+        return Ranking(head, replace(request, token_map=manifest.ranks), tokenizer, None, None, manifest.tokenizer)
     if tokenizer is None and (request.token_map is None or request.force_added == "all"):
         why = "the vocabulary cannot be ranked without one"
         if request.token_map is not None:

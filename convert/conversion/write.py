@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from eagle_slim.vocab_tools.ranking.report import CoverageReport
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from numpy.typing import NDArray
 
 from ..artifact import dflash, eagle1, eagle3
 from ..artifact.artifact import (
@@ -33,10 +32,7 @@ from ..engines.facts import HeadFacts
 from ..engines.registry import Finding, conversion_findings
 from ..head import names
 from ..head.draft_head import DraftHead
-from ..head.kept_rows import KEPT_ROWS_NAME
-from ..head.open import open_head
-from ..head.screen_file import SCREEN_NAME, has_screen
-from ..manifest import MANIFEST_NAME, KeptRows, Manifest
+from ..manifest import MANIFEST_NAME, Manifest
 from ..rows.dtypes import item_size
 from ..rows.lm_head import LmHead, fitting, own_lm_head
 from ..rows.rows import GatheredRows
@@ -45,7 +41,6 @@ from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
-from .screen import Screen, cut_screen
 from .vocab_choice import Ranking
 
 
@@ -61,10 +56,8 @@ class Planned:
         config: config.json.
         findings: what engines make of it.
         tensors, gathered: of the weights file, and the LM-head rows among them (None for EAGLE-1/2).
-        kept: the same of the file of kept rows; None without one.
-        screen: tensors and metadata of the screen, of an artifact that has one; None without one.
         coverage: on held-out text; None where there was none.
-        is_guess: text must be counted first: the ids, and with a coverage or a cost the size, stand in for others.
+        is_guess: text must be counted first: the ids, and with a coverage the size, stand in for others.
     """
 
     folder: Path
@@ -77,8 +70,6 @@ class Planned:
     findings: Sequence[Finding]
     tensors: Sequence[TensorPlan]
     gathered: GatheredRows | None
-    kept: tuple[Sequence[TensorPlan], GatheredRows] | None
-    screen: Screen | None
     coverage: CoverageReport | None
     is_guess: bool
 
@@ -88,21 +79,9 @@ class Planned:
         return None if self.is_guess and self.inputs.options.sizes == (None,) else self.manifest.draft_vocab
 
     @property
-    def num_kept(self) -> int | None:
-        """Rows that are kept beyond them; None as `draft_vocab`."""
-        if self.draft_vocab is None and self.inputs.options.keep_rows is not None:
-            return None
-        return 0 if self.kept is None else len(self.kept[1].row_ids)
-
-    @property
-    def kept_bytes(self) -> int | None:
-        """Bytes of these, which take disk space and no time of a draft step; None as `num_kept`."""
-        return None if self.num_kept is None else sum(plan.size_bytes for plan in self.kept[0]) if self.kept else 0
-
-    @property
     def bytes_before(self) -> int:
         """Weights that one draft step of the head reads, LM head included."""
-        return bytes_per_draft_step(self.head, self.inputs.rows_before)
+        return bytes_per_draft_step(self.head, self.head.draft_vocab)
 
     @property
     def bytes_after(self) -> int | None:
@@ -114,35 +93,29 @@ class Planned:
         """Bytes that will be written, but for the plot and what only reading tells; None as `draft_vocab`."""
         if self.draft_vocab is None:
             return None
-        ranked, kept = self.manifest.rank_order_ids, None if self.kept is None else self.kept[1].target_ids
-        manifest = replace(
-            self.manifest,
-            row_checksums=None if self.gathered is None else _blank(self.gathered.row_ids),
-            kept_rows=None if kept is None else KeptRows(kept, _blank(kept)),
-            files={KEPT_ROWS_NAME: {"size_bytes": self.kept_bytes}},
-        )
+        ranked = self.manifest.rank_order_ids
+        checksums = None if self.gathered is None else np.zeros((len(self.gathered.row_ids), 8), np.uint8)
+        manifest = replace(self.manifest, row_checksums=checksums)
         small = [self._config_bytes(), manifest.to_bytes(), self._card(manifest)]
         small += [] if ranked is None else [freq_bytes(ranked)]
         gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
-        screen = 0 if self.screen is None else sum(plan.size_bytes for plan in self.screen[0])
-        tensors = sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0)
-        return tensors + screen + gguf + sum(map(len, small))
+        return sum(plan.size_bytes for plan in self.tensors) + gguf + sum(map(len, small))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `eagle-convert --dry-run --json` prints it."""
-        shown = ("draft_vocab", "bytes_before", "bytes_after", "num_kept", "kept_bytes", "disk_bytes")
+        shown = ("draft_vocab", "bytes_before", "bytes_after", "disk_bytes")
         return {
             "folder": str(self.folder),
             **{name: getattr(self, name) for name in shown},
             "num_forced": self.manifest.num_forced,
-            "rows_before": self.inputs.rows_before,
+            "rows_before": self.head.draft_vocab,
             "free_bytes": free_bytes(self.folder),
             "warnings": list(self.manifest.warnings),
         }
 
     def check_values(self) -> None:
         """Read all that would be written, and refuse what writing would: NaN, and values that overflow a dtype."""
-        for plan in (*self.tensors, *(self.kept[0] if self.kept else ())):
+        for plan in self.tensors:
             deque(plan.chunks(), maxlen=0)
 
     def write(self) -> Conversion:
@@ -151,7 +124,7 @@ class Planned:
         require_space(self.folder, self.disk_bytes or 0)
         small = self._side_files()
         with atomic_directory(self.folder, force=self.inputs.options.force, marker=MANIFEST_NAME) as folder:
-            files = self._write_tensors(folder)
+            files = {WEIGHTS_NAME: record_of(write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA))}
             # Before the GGUF files, which are made of it.
             (folder / CONFIG_NAME).write_bytes(self._config_bytes())
             if self.inputs.gguf is not None:
@@ -159,7 +132,6 @@ class Planned:
             manifest = replace(
                 self.manifest,
                 row_checksums=None if self.gathered is None else self.gathered.checksums,
-                kept_rows=None if self.kept is None else KeptRows(self.kept[1].target_ids, self.kept[1].checksums),
                 files=dict(files),
                 **what_was_read(self.manifest, self.head, self.lm_head),
             )
@@ -168,7 +140,7 @@ class Planned:
                 files[name] = record_of_bytes(data)
             manifest = replace(manifest, files=dict(sorted(files.items())))
             (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
-        return Conversion(self.folder, manifest, self.coverage, self.inputs.rows_before, self.bytes_before, after)
+        return Conversion(self.folder, manifest, self.coverage, self.head.draft_vocab, self.bytes_before, after)
 
     def _config_bytes(self) -> bytes:
         return (json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -179,7 +151,7 @@ class Planned:
             title=self.title,
             bytes_before=self.bytes_before,
             bytes_after=bytes_per_draft_step(self.head, manifest.draft_vocab),
-            rows_before=self.inputs.rows_before,
+            rows_before=self.head.draft_vocab,
             licence=self.inputs.licence,
             plot=None if self.coverage is None else PLOT_NAME,
             refused={found.engine for found in self.findings if found.severity == "error"},
@@ -195,27 +167,15 @@ class Planned:
             found[PLOT_NAME] = render_coverage(self.coverage)
         return found
 
-    def _write_tensors(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write the safetensors files; returns their entries for the manifest."""
-        files: dict[str, tuple[Sequence[TensorPlan], Mapping[str, str]]] = {WEIGHTS_NAME: (self.tensors, METADATA)}
-        if self.kept is not None:
-            files[KEPT_ROWS_NAME] = (self.kept[0], METADATA)
-        if self.screen is not None:
-            files[SCREEN_NAME] = self.screen
-        return {name: record_of(write_safetensors(folder / name, *parts)) for name, parts in files.items()}
-
 
 def plan_slim(
     inputs: Inputs,
     ranking: Ranking | None,
     vocab: DraftVocab | None,
-    kept_ids: NDArray[np.int64] | None,
     folder: Path,
     title: str,
 ) -> Planned:
     """Work out one artifact; without ranking and vocabulary, one of all ids.
-
-    `kept_ids` int64 [kept] are further ids in rank order whose rows are kept in a file of their own.
 
     Raises:
         MismatchError: an id that the head has no row for.
@@ -232,19 +192,13 @@ def plan_slim(
         assert lm_head is not None
         plan_tensors = eagle3.plan_tensors if head.kind == "eagle3" else dflash.plan_tensors
         plans, gathered = plan_tensors(head, lm_head, None if vocab is None else vocab.ascending_ids)
-        kept = None if kept_ids is None else eagle3.plan_kept_rows(head, lm_head, kept_ids)
     else:
-        plans, gathered, kept = eagle1.plan_tensors(head), None, None
+        plans, gathered = eagle1.plan_tensors(head), None
     return Planned(
-        folder, title, inputs, head, lm_head, manifest, config, findings, plans, gathered, kept, _screen(inputs, vocab),
+        folder, title, inputs, head, lm_head, manifest, config, findings, plans, gathered,
         coverage=None if measured is None else measured[0],
         is_guess=ranking is not None and vocab is not None and ranking.is_guess,
     )  # fmt: skip
-
-
-def _blank(ids: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """As large as the checksums of rows that are not read yet."""
-    return np.zeros((len(ids), 8), np.uint8)
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
@@ -255,12 +209,6 @@ def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     total += rows * sum(head.tensors.info(name).row_bytes for name in head.row_tensors)
     dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
     return total + rows * head.hidden_size * item_size(dtype)
-
-
-def _screen(inputs: Inputs, vocab: DraftVocab | None) -> Screen | None:
-    if not has_screen(inputs.head):
-        return None
-    return cut_screen(open_head(inputs.source), None if vocab is None else vocab.ascending_ids, inputs.options.offline)
 
 
 def _lm_head(head: DraftHead, inputs: Inputs) -> LmHead | None:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from eagle_slim.convert.conversion.vocab_choice import Ranking, VocabRequest, make_ranking
-from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from numpy.typing import NDArray
 
 from ..drafter.follow import DEFAULT_FOLLOW_ROWS
-from ..drafter.weights import rank_with_kept
 from ..errors import UsageError
 from ..loading import OpenedHead
 from ..model import SpeculativeModel
@@ -128,8 +126,6 @@ class RankedHead:
                 "--sizes full needs no ranking.",
                 option="--sizes", missing="ranking",
             )  # fmt: skip
-        if not request.is_default or any(size != "full" and size > head.draft_vocab for size in options.sizes or ()):
-            head = with_kept_rows(head, opened.offline)
         # A head's own ranking begins with the ids that its tokenizer forced.
         is_own = request.is_default and not embedded
         source = None if is_own else embedded_target_folder() if embedded else model.tokenizer_source
@@ -150,11 +146,9 @@ class RankedHead:
         if wanted is None:
             smallest = self.ranking.cut(None).num_forced
             wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
-        # With kept rows, another ranking may take other ids than the artifact's own, as many as it drafts over.
-        whole = ("full", everything) if self.ranking.head.draft_vocab == everything else ("full",)
         found: list[SpeculativeModel] = []
         for size in wanted:
-            cut = self.model.with_draft_vocab(None if size in whole else self.ranking.cut(int(size)))
+            cut = self.model.with_draft_vocab(None if size in ("full", everything) else self.ranking.cut(int(size)))
             if not any(_has_same_ids(cut, other) for other in found):
                 found.append(cut)
         return [self._named(cut) for cut in found]
@@ -207,7 +201,6 @@ class RankedHead:
         order, own = self.ranking.cut(None).target_ids, self.opened.rank_order
         if own is None:
             return order
-        own = rank_with_kept(self.opened.head, own)
         return np.concatenate([order, own[~np.isin(own, order)]])
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.original import original_at_hand
-from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
 
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
     from ..target.wrapper import TargetModel
 
-_SUGGESTED_ROWS = 32000
 # Half a unit in the last place of bfloat16, the coarsest type that rows are in.
 _ROUNDING = 2**-8
 
@@ -33,7 +30,7 @@ class JoinableRows:
     Attributes:
         rows: [rows, hidden]; where they are the target's LM head in its own dtype and place, that tensor itself.
         row_of_id: int32 [target_vocab] on the same device: the row of each target id, -1 where there is none, since the
-            head was never trained on it or its row was not kept.
+            head has no row for it.
         rank_order: target ids, best first, int64 [ranked], as far as the head's manifest ranks them; None without one.
     """
 
@@ -48,27 +45,24 @@ def load_joinable_rows(
     draft_ids: NDArray[np.int64],
     dtype: torch.dtype,
     device: torch.device,
-    offline: bool = False,
 ) -> JoinableRows:
     """Load the rows that may join a draft vocabulary.
 
-    In order: the target's LM head where the head drafts with its rows; those that the artifact keeps; the head's own
-    beyond the draft vocabulary; those of the head that the artifact was made from, where it is at hand.
+    In order: the target's LM head where the head drafts with its rows; the head's own beyond the draft vocabulary;
+    those of the head that the artifact was made from, where it is at hand.
 
     Args:
-        head: as opened; an artifact's kept rows are fetched now where it is on the Hub.
+        head: as opened.
         target: the target that the head drafts for.
         draft_ids: int64 [draft_vocab], ids of the draft vocabulary.
         dtype, device: of the rows.
-        offline: fetch nothing.
 
     Raises:
-        UsageError: there are no rows but those of `draft_ids`; the message names the command that keeps some.
-        ArtifactError, CheckpointError, SourceError: the file of kept rows is missing, damaged, or cannot be fetched.
+        UsageError: there are no rows but those of `draft_ids`; the message says what to do.
         UnsupportedModelError: the rows are the target's, and quantised there.
     """
     manifest = head.manifest
-    ranks = None if manifest is None else manifest.ranks_with_kept
+    ranks = None if manifest is None else manifest.ranks
     rank_order = None if ranks is None else ranks.target_ids
     if not head.has_lm_head or _has_rows_of(head, target):
         every = np.arange(target.lm_head.shape[0], dtype=np.int64)
@@ -76,9 +70,7 @@ def load_joinable_rows(
         if rows.dtype != dtype or rows.device != device:
             rows = gather_target_rows(head, target, every, dtype, device)
         return JoinableRows(rows, _places(every, len(every), device), rank_order)
-    if manifest is not None and manifest.kept_rows is not None:
-        head = with_kept_rows(head, offline)
-    elif head.draft_vocab <= len(draft_ids):
+    if head.draft_vocab <= len(draft_ids):
         original = original_at_hand(head)
         if original is None:
             raise _no_rows(head, len(draft_ids))
@@ -112,10 +104,10 @@ def _no_rows(head: DraftHead, draft_vocab: int) -> UsageError:
     trained = draft_vocab if manifest is None else (manifest.vocabulary or {}).get("trained_ids", head.target_vocab)
     advice = "Give a smaller draft_vocab, so that the others can join."
     if manifest is not None and trained > draft_vocab:
-        source = shlex.quote(str(manifest.head.get("repo_id") or manifest.head["name"]))
-        keep = _SUGGESTED_ROWS if draft_vocab < _SUGGESTED_ROWS < trained else "full"
-        command = f"eagle-convert {source} --draft-vocab {draft_vocab} --keep-rows {keep}"
-        advice = f"Convert the original again with rows kept: {command}. Or give a smaller draft_vocab."
+        advice = (
+            f"Convert the original, {manifest.head.get('repo_id') or manifest.head['name']}, with a larger "
+            "--draft-vocab, and give a smaller draft_vocab here."
+        )
     return UsageError(
         f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
         f"text is followed. {advice}",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from eagle_slim.convert.head.config import sliding_window
-from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
 from eagle_slim.convert.rows.lm_head import rows_of_ids
 from torch import Tensor
@@ -154,15 +153,12 @@ def choose_draft_ids(
     """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
 
     ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
-    first, from the manifest) and after it of the rows that the artifact keeps, never fewer than its ``num_forced``; a
-    `DraftVocab` names them itself.
+    first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself.
     Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:
         return available if rank_order is None else np.sort(rank_order)
-    if rank_order is not None and (ranked := rank_with_kept(head, rank_order)) is not rank_order:
-        rank_order, available = ranked, np.sort(ranked)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
             raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
@@ -201,24 +197,16 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
         )  # fmt: skip
 
 
-def rank_with_kept(head: DraftHead, rank_order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A head's ``rank_order``, and after it the ids whose rows its artifact keeps; the same where it keeps none."""
-    kept = None if head.manifest is None else head.manifest.kept_rows
-    return rank_order if kept is None else np.concatenate([rank_order, kept.rank_order_ids])
-
-
 def load_head_weights(
     head: DraftHead,
     target: TargetModel,
     draft_ids: NDArray[np.int64],
     dtype: torch.dtype,
     device: torch.device,
-    offline: bool = False,
 ) -> HeadWeights:
     """Read a head's tensors for a target; `check_computable` and `check_pairing` have passed before.
 
     ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
-    ``offline``: fetch nothing.
     """
     config = head.config
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
@@ -243,7 +231,7 @@ def load_head_weights(
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
         embedding = target.embedding.detach().to(device, dtype)
-    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device, offline)
+    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device)
     _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(
         kind=head.kind,
@@ -282,17 +270,9 @@ def gather_lm_head_rows(
     draft_ids: NDArray[np.int64],
     dtype: torch.dtype,
     device: torch.device,
-    offline: bool = False,
 ) -> Tensor:
-    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden].
-
-    Rows that an artifact keeps beyond its draft vocabulary are read where ids ask for them, and fetched from the Hub
-    unless ``offline``.
-    """
+    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden]."""
     if head.has_lm_head:
-        own = head.draft_ids_to_target
-        if own is not None and head.manifest is not None and not np.isin(draft_ids, own).all():
-            head = with_kept_rows(head, offline)
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
     return gather_target_rows(head, target, draft_ids, dtype, device)
 

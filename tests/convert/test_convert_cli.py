@@ -47,28 +47,6 @@ def test_convert_then_verify(run, head, token_map, tmp_path):
     assert [check["name"] for check in result["checks"] if check["status"] == "failed"] == ["stray files"]
 
 
-def test_rows_that_are_kept_are_planned_written_and_reported(run, head, token_map, tmp_path):
-    args = (convert_command, head, "--draft-vocab", "8", "--token-map", token_map, "--out", "out")
-    code, out, _ = run(*args, "--keep-rows", "10", "--dry-run")
-    assert code == 0
-    assert "kept rows             2 more, 0.1 kB" in out
-    assert not (tmp_path / "out").exists()
-    code, out, _ = run(*args, "--keep-rows", "10")
-    assert code == 0
-    assert "kept rows             2 more, 10 in all" in out
-    size = (tmp_path / "out" / "kept_rows.eagle_slim").stat().st_size
-    code, out, _ = run(*args, "--keep-rows", "full", "--force", "--json")
-    assert code == 0
-    assert json.loads(out)["kept_rows"] == {"rows": 2, "size_bytes": size}
-    code, out, _ = run(verify_command, "out", "--head", head)
-    assert code == 0
-    assert "kept rows of the source" in out
-    for value in ("8", "some", "0", "385"):
-        code, _, err = run(*args, "--keep-rows", value, "--force")
-        assert code == 2
-        assert "--keep-rows" in err
-
-
 def test_dataset_to_artifact_in_one_command(run, tmp_path):
     head, target = write_eagle3(tmp_path / "head", lm_head=False), write_target(tmp_path / "target")
     chats = [
@@ -121,7 +99,7 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8,9", "--token-map", token_map, "--push-to-hub", "me/x"), "one size"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
-        ((head, "--draft-vocab", "full,auto"), "`auto`"),
+        ((head, "--draft-vocab", "full,auto"), "`full`"),
         ((head, "--unknown"), "--unknown"),
         ((head, "--draft-vocb", "8"), "'--draft-vocab'? Try"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),

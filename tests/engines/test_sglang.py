@@ -12,7 +12,6 @@ pytestmark = pytest.mark.engine("sglang")
 
 EAGLE3_CASES = {
     "full head to 640": ("full", 640, None),
-    "full head to 640 with kept rows beside it": ("full", 640, None, "--keep-rows", "900"),
     "full head to 100, padded to 128 rows": ("full", 100, None),
     "frequency order, int32, layers.0., to 320": ("mapped_by_frequency", 320, 640),
     "rows from the target, to 640": ("target_rows", 640, None),

@@ -23,7 +23,6 @@ RARE_PROMPT = oracle.prompt(100)
 CASES = {
     "full head": ("full", "full"),
     "full head to 640": ("full", 640),
-    "full head to 640 with kept rows beside it": ("full", 640, "--keep-rows", "900"),
     "full head to 100, not a multiple of 64": ("full", 100),
     "mapped head to 320": ("mapped", 320),
     "frequency order, int32, no t2d, layers.0., to 320": ("mapped_by_frequency", 320),

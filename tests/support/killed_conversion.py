@@ -53,7 +53,7 @@ def main() -> None:
         setattr(os, call, ticking)
 
     def convert() -> None:
-        sizes = ["--draft-vocab", "8", "--keep-rows", "10"]
+        sizes = ["--draft-vocab", "8"]
         command([head, *sizes, "--token-map", token_map, "--out", out, "--force", "--json"])
 
     # Once beforehand, so that no moment falls into the loading of modules.

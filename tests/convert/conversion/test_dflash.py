@@ -95,17 +95,6 @@ def test_dspark_in_speculators_form_is_cut_too(tmp_path: Path, target: Path) -> 
     assert failed(slim, head=draft, target=target) == []
 
 
-def test_kept_rows_make_a_larger_draft_without_the_target(tmp_path: Path, target: Path) -> None:
-    draft = write_dflash(tmp_path / "draft")
-    kept = convert(draft, draft_vocab=300, keep_rows=340, target=target, out=tmp_path / "kept", vocabulary=BY_ID)
-    grown = convert(kept.folder, draft_vocab=340, out=tmp_path / "grown")
-    direct = convert(draft, draft_vocab=340, target=target, out=tmp_path / "direct", vocabulary=BY_ID)
-    assert (grown.folder / "model.safetensors").read_bytes() == (direct.folder / "model.safetensors").read_bytes()
-    dspark = write_dflash(tmp_path / "dspark", "dspark")
-    with refused(UsageError, "--keep-rows", "markov_w2"):
-        convert(dspark, draft_vocab=300, keep_rows=340, target=target, out=tmp_path / "no", vocabulary=BY_ID)
-
-
 @pytest.mark.parametrize(
     ("change", "checks"),
     [

@@ -6,7 +6,6 @@ import html
 import json
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from eagle_slim.runtime.compare.plan import Plan
 from eagle_slim.runtime.compare.recommend import recommend
 from eagle_slim.runtime.compare.report import build_report
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 from support.programs import headless_browser
 from support.raising import raises
 
@@ -122,15 +120,6 @@ def test_text_and_json_hold_the_same_figures() -> None:
     assert (full["mean_accepted_length"], full["missed_rate"], full["step_s"]) == (2.9, 0.333333, 0.15)
     assert data["coverage"][0]["covered"] == [0.8, 0.95, 1.0]
     json.dumps(data, allow_nan=False)
-
-
-def test_what_a_conversion_takes_a_size_from_says_whether_it_decided(tmp_path: Path) -> None:
-    undecided = made_up({**SPEEDS, "3,900": (3900, 2.8, 0.11)}, plain_s=0.03)
-    undecided = replace(undecided, recommendations=[replace(undecided.recommendations[0], is_decided=False)])
-    for result, words in ((made_up(SPEEDS, plain_s=0.03), []), (RESULT, ["disturbed"]), (undecided, ["decided"])):
-        result.write(tmp_path / "out", force=True)
-        doubts = StepCost.load(tmp_path / "out").doubts
-        assert [word in doubt for word, doubt in zip(words, doubts, strict=True)] == [True] * len(words)
 
 
 def test_a_folder_is_written_once_and_an_interrupted_comparison_is_not_lost(tmp_path: Path) -> None:
