@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from ..errors import ArtifactError, MismatchError
 from ..head import names
 from ..head.draft_head import DraftHead
 from ..rows.dtypes import first_nonfinite_row, rounded
-from ..rows.stream import Bytes
-from ..rows.writer import TensorPlan, array_plan, write_tensors
+from ..rows.safetensors_file import Bytes
+from ..rows.writer import TensorPlan, array_plan
 from .checksums import sha256_file
 from .gguf_layout import GgufLayout, gguf_layout
 
@@ -89,7 +90,15 @@ def write_gguf(folder: Path, head: DraftHead, kind: GgufType, choice: GgufChoice
     """
     plans = gguf_plans(head, kind)
     path = folder / gguf_name(kind)
-    write_tensors(path, _start(head, kind, choice, name, plans), plans, _ALIGNMENT)
+    with path.open("xb") as file:
+        file.write(_start(head, kind, choice, name, plans))
+        for plan in plans:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            for piece in plan.chunks():
+                file.write(piece.reshape(-1).data)
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+        file.flush()
+        os.fsync(file.fileno())
     return {"size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 

@@ -23,8 +23,8 @@ from ..head import names
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest
 from ..rows.checkpoint import Checkpoint
+from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
-from ..rows.rows import GatheredRows
 from ..rows.target import open_target_lm_head
 from .findings import Findings, SkipCheck, join, refuse
 

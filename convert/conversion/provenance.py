@@ -16,9 +16,9 @@ from ..engines.registry import Finding, in_words
 from ..head import names
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest
-from ..rows.checkpoint import FileRecord
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead
+from ..rows.types import FileRecord
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from .inputs import Inputs
 from .target import RECORDED

@@ -34,8 +34,8 @@ from ..head import names
 from ..head.draft_head import DraftHead
 from ..manifest import MANIFEST_NAME, Manifest
 from ..rows.dtypes import item_size
+from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, fitting, own_lm_head
-from ..rows.rows import GatheredRows
 from ..rows.writer import TensorPlan, write_safetensors
 from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs

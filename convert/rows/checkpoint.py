@@ -6,9 +6,12 @@ Opening reads headers and indexes; data is mapped, and comes into memory where i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Generator, Mapping
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..artifact.checksums import sha256_of
 from ..errors import CheckpointError
 from .bin import TorchFile
-from .dtypes import torch_dtype
+from .dtypes import long_name
 from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
 from .safetensors_file import Bytes, SafetensorsFile
 from .types import FileRecord, ReadRecord, TensorInfo, damaged, shorten
@@ -30,8 +33,21 @@ PIECE_BYTES = 2 << 20
 WeightsFile = SafetensorsFile | TorchFile
 
 
+@dataclass
+class _Read:
+    """A read that has begun; `sha256` is empty until it has ended."""
+
+    tensor: str
+    rows: int | None
+    size_bytes: int
+    sha256: str = ""
+
+    def record(self) -> ReadRecord:
+        return ReadRecord(self.tensor, self.rows, self.size_bytes, self.sha256)
+
+
 class Checkpoint:
-    """Named tensors of one or several weights files, with a record of what was read piece by piece.
+    """Named tensors of one or several weights files, with a record of what was read, in the order asked for.
 
     Made by `open_checkpoint`; `where` names it in messages.
     """
@@ -39,7 +55,7 @@ class Checkpoint:
     def __init__(self, where: str, file_of: Mapping[str, WeightsFile]) -> None:
         self.where = where
         self._file_of = dict(file_of)
-        self._reads: dict[Path, list[ReadRecord]] = {}
+        self._reads: dict[Path, list[_Read]] = {}
 
     @classmethod
     def of(cls, file: WeightsFile, where: str | None = None) -> Checkpoint:
@@ -67,7 +83,9 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor; CheckpointError for the packed 4 and 6-bit types."""
-        return torch_dtype(self.info(name).dtype, f"{self.where}: tensor {shorten(name)}")
+        import torch
+
+        return getattr(torch, self._long_name(name))  # type: ignore[no-any-return]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype.
@@ -90,6 +108,7 @@ class Checkpoint:
 
     def array(self, name: str) -> Bytes:
         """Return a whole tensor as uint8 [rows, row_bytes], read-only where it is mapped; a scalar is one row."""
+        self._long_name(name)
         return self.file_of(name).array(name)
 
     def raw(self, name: str) -> Bytes:
@@ -98,36 +117,30 @@ class Checkpoint:
         if info.dtype == "BOOL" and found.size and (largest := int(found.max())) > 1:
             problem = f"tensor {shorten(name)}: booleans must be 0 or 1, found {largest}"
             raise damaged(self.where, problem, tensor=name, found=largest)
-        self._record(name, None, sha256_of(found.reshape(-1).data))
+        self._begin(name, None).sha256 = sha256_of(found.reshape(-1).data)
         return found
 
     def pieces(self, name: str, ids: ArrayLike | None = None) -> Generator[Bytes, None, str]:
         """Yield a tensor [all_rows, ...], or its rows `ids` in that order, bit for bit, as uint8 [n, row_bytes].
 
-        A piece of a whole tensor lies in the mapped file. The read is recorded in `files` after the last piece; the
-        SHA-256 of all bytes is what the generator returns. Raises as `rows`.
+        A piece of a whole tensor lies in the mapped file. `files` lists the read once the last piece has come; the
+        SHA-256 of all bytes is what the generator returns. Raises as `rows`, at once.
         """
-        array, info = self.array(name), self.info(name)
         wanted = None if ids is None else self._row_ids(name, ids)
-        step = max(1, PIECE_BYTES // max(1, info.row_bytes))
-        digest = hashlib.sha256()
-        for start in range(0, info.num_rows if wanted is None else len(wanted), step):
-            piece = array[start : start + step] if wanted is None else array[wanted[start : start + step]]
-            digest.update(piece.reshape(-1).data)
-            yield piece
-        self._record(name, None if wanted is None else len(wanted), digest.hexdigest())
-        return digest.hexdigest()
+        read = self._begin(name, None if wanted is None else len(wanted))
+        return _pieces(self.array(name), wanted, read)
 
     def sha256(self, name: str) -> str:
         """Return the SHA-256 of the bytes of a tensor, and record that it was read."""
-        return sha256_from_pieces(self.pieces(name))
+        return Hashed(self.pieces(name)).read_all()
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
         """Every file of the checkpoint, with what was read of it so far."""
         files = {file.path: file for file in self._file_of.values()}
         return tuple(
-            FileRecord(path, file.size_bytes, tuple(self._reads.get(path, ()))) for path, file in files.items()
+            FileRecord(path, file.size_bytes, tuple(read.record() for read in self._reads.get(path, ()) if read.sha256))
+            for path, file in files.items()
         )
 
     def file_of(self, name: str) -> WeightsFile:
@@ -146,6 +159,9 @@ class Checkpoint:
         import torch
 
         return torch.from_numpy(array.reshape(-1)).view(self.dtype(name)).reshape(shape)
+
+    def _long_name(self, name: str) -> str:
+        return long_name(self.info(name).dtype, f"{self.where}: tensor {shorten(name)}")
 
     def _row_ids(self, name: str, ids: ArrayLike) -> NDArray[np.int64]:
         wanted, info = np.asarray(ids), self.info(name)
@@ -171,19 +187,41 @@ class Checkpoint:
             )
         return wanted.astype(np.int64)
 
-    def _record(self, name: str, rows: int | None, sha256: str) -> None:
+    def _begin(self, name: str, rows: int | None) -> _Read:
         info = self.info(name)
-        size_bytes = info.size_bytes if rows is None else rows * info.row_bytes
-        self._reads.setdefault(self.file_of(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
+        read = _Read(name, rows, info.size_bytes if rows is None else rows * info.row_bytes)
+        self._reads.setdefault(self.file_of(name).path, []).append(read)
+        return read
 
 
-def sha256_from_pieces(pieces: Generator[Bytes, None, str]) -> str:
-    """Use up a generator of pieces and return the SHA-256 that it returns."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return cast(str, end.value)
+def _pieces(array: Bytes, ids: NDArray[np.int64] | None, read: _Read) -> Generator[Bytes, None, str]:
+    step = max(1, PIECE_BYTES // max(1, array.shape[1]))
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(1) as hasher:
+        for start in range(0, len(array if ids is None else ids), step):
+            piece = array[start : start + step] if ids is None else array[ids[start : start + step]]
+            hashing = hasher.submit(digest.update, piece.reshape(-1).data)
+            yield piece
+            hashing.result()
+    read.sha256 = digest.hexdigest()
+    return read.sha256
+
+
+class Hashed:
+    """The pieces of a generator that returns their SHA-256, which is `sha256` once the last of them has come."""
+
+    sha256 = ""
+
+    def __init__(self, pieces: Generator[Bytes, None, str]) -> None:
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[Bytes]:
+        self.sha256 = yield from self._pieces
+
+    def read_all(self) -> str:
+        """Read the pieces for their SHA-256 alone."""
+        deque(self, maxlen=0)
+        return self.sha256
 
 
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:

@@ -31,10 +31,8 @@ FLOATS = ("BF16", "F16", "F32")
 _INFINITY_BITS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
-def torch_dtype(name: str, where: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype; CheckpointError for those torch cannot hold (F4, F6)."""
-    import torch
-
+def long_name(name: str, where: str) -> str:
+    """Return how torch spells a safetensors dtype; CheckpointError for the packed ones (F4, F6)."""
     if name not in LONG_NAMES:
         raise CheckpointError.at(
             where,
@@ -42,7 +40,7 @@ def torch_dtype(name: str, where: str) -> torch.dtype:
             "Use a checkpoint that stores this tensor in bf16, fp16, fp32 or an 8-bit type.",
             found=name,
         )
-    return getattr(torch, LONG_NAMES[name])  # type: ignore[no-any-return]
+    return LONG_NAMES[name]
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str | None:

@@ -47,7 +47,7 @@ class SafetensorsFile:
         header = json.loads(mapped[8 : self.data_offset])
         header.pop("__metadata__", None)
         self._data = np.frombuffer(mapped, np.uint8)[self.data_offset :]
-        self._begin = {name: entry["data_offsets"][0] for name, entry in header.items()}
+        self._begin: dict[str, int] = {name: entry["data_offsets"][0] for name, entry in header.items()}
         self.tensors = {
             name: TensorInfo(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - self._begin[name])
             for name, entry in header.items()

@@ -55,14 +55,14 @@ class ReadRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One weights file: its size on disk, and every read of it in the order in which they happened."""
+    """One weights file: its size on disk, and every finished read of it in the order in which they began."""
 
     path: Path
     size_bytes: int
     reads: tuple[ReadRecord, ...]
 
 
-def damaged(where: object, problem: str, **facts: Any) -> CheckpointError:
+def damaged(where: str | Path, problem: str, **facts: Any) -> CheckpointError:
     """Build the error for a file that is not what it claims to be."""
     advice = "The download may have been cut short or the file damaged: delete it and fetch it again."
     return CheckpointError.at(where, f"{problem}.\n{advice}", **facts)

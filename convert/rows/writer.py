@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
 from ..artifact.checksums import sha256_of
-from .checkpoint import sha256_from_pieces
+from .checkpoint import Hashed
 from .dtypes import LONG_NAMES, item_size
 from .safetensors_file import Bytes, SafetensorsFile
 
@@ -91,6 +91,9 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
         ValueError: a plan yielded another number of bytes than it declared.
         OSError: the disk refused.
     """
+    # In the order of the file, in which a manifest lists what was read.
+    plans = sorted(plans, key=lambda plan: (-item_size(plan.dtype), plan.name))
+    streams = {plan.name: Hashed(plan.chunks()) for plan in plans}
     # Memory that is only read stays the one page of zeros that the kernel has.
     data = {plan.name: np.zeros(plan.size_bytes, np.uint8) if plan.array is None else plan.array for plan in plans}
     specs = {plan.name: _spec(plan, data[plan.name]) for plan in plans}
@@ -98,44 +101,32 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
     mode = path.stat().st_mode
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(serialize_file, specs, path, dict(metadata))
-        digests = {plan.name: sha256_from_pieces(plan.chunks()) for plan in plans if plan.array is not None}
+        digests = {plan.name: streams[plan.name].read_all() for plan in plans if plan.array is not None}
         writing.result()
         # The library makes a file that only its owner may read.
         path.chmod(mode)
+        written = SafetensorsFile(path)
         with path.open("r+b") as file:
-            # What is there already goes to the disk meanwhile.
-            flushing = pool.submit(os.fdatasync, file.fileno())
-            written = SafetensorsFile(path)
             for plan in plans:
                 if plan.array is None:
                     file.seek(written.offset(plan.name))
-                    digests[plan.name] = _fill(file, plan)
-            flushing.result()
+                    digests[plan.name] = _fill(file, plan, streams[plan.name])
             file.flush()
             os.fsync(file.fileno())
             file.seek(0)
             start = file.read(written.data_offset)
-    return WrittenFile(written.size_bytes, sha256_of(start), digests)
+    return WrittenFile(written.size_bytes, sha256_of(start), {plan.name: digests[plan.name] for plan in plans})
 
 
 def _spec(plan: TensorPlan, data: Bytes) -> TensorSpec:
     if data.nbytes != plan.size_bytes:
         raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {data.nbytes}")
-    return TensorSpec(
-        dtype=LONG_NAMES[plan.dtype], shape=plan.shape, data_ptr=data.ctypes.data, data_len=data.nbytes
-    )
+    return TensorSpec(dtype=LONG_NAMES[plan.dtype], shape=plan.shape, data_ptr=data.ctypes.data, data_len=data.nbytes)
 
 
-def _fill(file: BinaryIO, plan: TensorPlan) -> str:
+def _fill(file: BinaryIO, plan: TensorPlan, chunks: Hashed) -> str:
     """Write the chunks of a plan from the file's position on and return the SHA-256 of its bytes."""
-    num_bytes, chunks = 0, plan.chunks()
-    while True:
-        try:
-            chunk = next(chunks)
-        except StopIteration as end:
-            digest: str = end.value
-            break
-        num_bytes += file.write(chunk.reshape(-1).data)
+    num_bytes = sum(file.write(chunk.reshape(-1).data) for chunk in chunks)
     if num_bytes != plan.size_bytes:
         raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {num_bytes}")
-    return digest
+    return chunks.sha256
