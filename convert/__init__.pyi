@@ -1,7 +1,6 @@
 from .artifact.artifact import Artifact
 from .audit.verify import Check, Verification, verify_artifact
 from .conversion.convert import PreparedConversion, convert_head, prepare_conversion
-from .conversion.gguf import add_gguf
 from .conversion.options import ConvertOptions
 from .conversion.result import Conversion
 from .conversion.vocab_choice import VocabRequest
@@ -45,7 +44,6 @@ __all__ = [
     "UnsupportedHeadError",
     "Verification",
     "VocabRequest",
-    "add_gguf",
     "convert_head",
     "embedded_head",
     "embedded_target_folder",

@@ -33,20 +33,8 @@ if TYPE_CHECKING:
     from .manifest import Manifest
     from .push import Upload
 
-# What --push takes beside it, and --gguf for an artifact that exists.
+# What --push takes beside it.
 _WITH_PUSH = ("push", "push_to_hub", "private", "dry_run", "progress", "as_json")
-_WITH_GGUF = (
-    "head",
-    "gguf",
-    "target",
-    "target_revision",
-    "tokenizer",
-    "tokenizer_revision",
-    "offline",
-    "force",
-    "progress",
-    "as_json",
-)
 _GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
 
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -84,7 +72,7 @@ Examples:
   eagle-convert --draft-vocab 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
-  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0
+  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
@@ -125,8 +113,8 @@ Examples:
     help="Target layers whose inputs the head reads, if its files are wrong.",
 )
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
-              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. With an "
-              "artifact as HEAD and no size, add them to it.")  # fmt: skip
+              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. An "
+              "artifact as HEAD may keep its size.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
@@ -154,8 +142,8 @@ def convert(head: str | None, **options: Any) -> None:
         _push_existing(options)
         return
     if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
-        _add_gguf(head, options)
-        return
+        size = _own_size(head, options)
+        options["draft_vocab"] = None if size is None else (size,)
     from eagle_slim.vocab_tools.counting.count import count_tokens, open_for_counting
 
     from .conversion.convert import prepare_conversion
@@ -259,19 +247,15 @@ def _warn(manifests: Iterable[Manifest]) -> None:
     warn(dict.fromkeys(warning for manifest in manifests for warning in manifest.warnings))
 
 
-def _add_gguf(head: str, options: dict[str, Any]) -> None:
-    from .conversion.gguf import add_gguf
+def _own_size(head: str, options: dict[str, Any]) -> int | str | None:
+    """Rows of an artifact, of which --gguf alone makes a copy with GGUF files; None of another head."""
+    from .head.open import open_head
 
-    _refuse_beside(
-        _WITH_GGUF, "--gguf without a --draft-vocab adds files to an artifact that exists, and does nothing else"
-    )
-    named = {name: options[name] for name in inspect.signature(add_gguf).parameters if name in options}
-    written = add_gguf(head, options["gguf"], **named, say=note)
-    if options["as_json"]:
-        emit_json({"folder": head, "files": written})
-        return
-    for name, entry in written.items():
-        click.echo(f"wrote {head}/{name}: {_bytes(entry['size_bytes'])}")
+    named = {name: options[name] for name in ("revision", "subfolder", "offline")}
+    found = open_head(head, **named)
+    if found.manifest is None:
+        return None
+    return "full" if found.draft_vocab == found.target_vocab else found.draft_vocab
 
 
 def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:

@@ -40,7 +40,8 @@ FLOORS = {
         corpus
         counting
         count_cli vocabulary
-        ranking
+        ranking token_maps
+        coverage show
         cli
     """,
     "convert": """
@@ -72,7 +73,6 @@ FLOORS = {
         step/kernels
         step
         model
-        miss_log
         compare options_cli
         safeailab
         compare/cli generate_cli tune

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
-from eagle_slim.vocab_tools.vocabulary.import_map import read_pickle
-from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
+from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 
 from ..artifact.artifact import freq_name
 from ..artifact.checksums import row_checksums
@@ -189,7 +188,7 @@ class RuleChecks:
         elif not head_config.uses_aux_layers(config):
             pass
         else:
-            layers, _ = head_config.tap_layers(config, None, "config.json")
+            layers = head_config.tap_layers(config, None, "config.json")
         refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
         return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
 

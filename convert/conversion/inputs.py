@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
-from ..artifact.gguf_file import GgufChoice
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
@@ -17,9 +17,11 @@ from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource, open_head_source
 from . import target as targets
-from .gguf import choose_gguf
 from .options import ConvertOptions
 from .vocab_choice import Say, ranked_manifest
+
+if TYPE_CHECKING:
+    from ..artifact.gguf import GgufChoice
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,11 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     )
     targets.check_own_tokenizer(head, loaded)
     # Before anything large is fetched or counted.
-    gguf = choose_gguf(head, options.gguf, opened, loaded) if options.gguf else None
+    gguf = None
+    if options.gguf:
+        from ..artifact.gguf import choose_gguf
+
+        gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, loaded)
     lm_head = None
     if needs_rows:
         assert opened is not None

@@ -7,18 +7,20 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.ranking.rank import check_coverage
+from eagle_slim.vocab_tools.ranking import check_coverage
 
 from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
 from ..rows.paths import clean_subfolder
 from ..sources.builtin import EMBEDDED_HEAD_NAME
-from .gguf import GgufRequest
 from .vocab_choice import VocabRequest
+
+if TYPE_CHECKING:
+    from ..artifact.gguf import GgufRequest
 
 DraftVocabSize = int | Literal["full"]
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from eagle_slim.vocab_tools.ranking.report import CoverageReport
+from eagle_slim.vocab_tools.coverage import CoverageReport
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from ..engines.registry import Finding, in_words
+from ..engines import Finding, in_words
 from ..head import names
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest

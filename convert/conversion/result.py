@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.vocab_tools.ranking.report import CoverageReport
+from eagle_slim.vocab_tools.coverage import CoverageReport
 
 from ..manifest import Manifest
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.ranking.report import CoverageReport
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.coverage import CoverageReport
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..artifact import dflash, eagle1, eagle3
 from ..artifact.artifact import (
@@ -25,11 +25,9 @@ from ..artifact.artifact import (
     record_of,
     record_of_bytes,
 )
-from ..artifact.gguf_file import gguf_bytes
 from ..artifact.model_card import model_card
 from ..atomic import atomic_directory, free_bytes, require_space
-from ..engines.facts import HeadFacts
-from ..engines.registry import Finding, conversion_findings
+from ..engines import Finding, HeadFacts, conversion_findings
 from ..head import names
 from ..head.draft_head import DraftHead
 from ..manifest import MANIFEST_NAME, Manifest
@@ -37,7 +35,6 @@ from ..rows.dtypes import item_size
 from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, fitting, own_lm_head
 from ..rows.writer import TensorPlan, write_safetensors
-from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
@@ -98,8 +95,9 @@ class Planned:
         manifest = replace(self.manifest, row_checksums=checksums)
         small = [self._config_bytes(), manifest.to_bytes(), self._card(manifest)]
         small += [] if ranked is None else [freq_bytes(ranked)]
-        gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
-        return sum(plan.size_bytes for plan in self.tensors) + gguf + sum(map(len, small))
+        tensors = sum(plan.size_bytes for plan in self.tensors)
+        gguf = 0 if self.inputs.gguf is None else len(self.inputs.gguf.kinds) * tensors
+        return tensors + gguf + sum(map(len, small))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `eagle-convert --dry-run --json` prints it."""
@@ -117,6 +115,10 @@ class Planned:
         """Read all that would be written, and refuse what writing would: NaN, and values that overflow a dtype."""
         for plan in self.tensors:
             deque(plan.chunks(), maxlen=0)
+        if self.inputs.gguf is not None:
+            from ..artifact import gguf
+
+            gguf.check_values(self.tensors, self.inputs.gguf.kinds)
 
     def write(self) -> Conversion:
         """Write the artifact, whole or not at all. Raises as `convert_head`."""
@@ -128,7 +130,10 @@ class Planned:
             # Before the GGUF files, which are made of it.
             (folder / CONFIG_NAME).write_bytes(self._config_bytes())
             if self.inputs.gguf is not None:
-                files |= gguf_writer(self.inputs.gguf, gguf_title(self.manifest))(folder)
+                from ..artifact.gguf import write_gguf
+
+                title = f"{self.manifest.head['name']} v{self.manifest.draft_vocab}"
+                files |= write_gguf(folder, self.inputs.gguf, title)
             manifest = replace(
                 self.manifest,
                 row_checksums=None if self.gathered is None else self.gathered.checksums,
@@ -162,7 +167,7 @@ class Planned:
         if self.manifest.rank_order_ids is not None:
             found[freq_name(self.manifest.draft_vocab)] = freq_bytes(self.manifest.rank_order_ids)
         if self.coverage is not None:
-            from eagle_slim.vocab_tools.ranking.plots import render_coverage
+            from eagle_slim.vocab_tools.coverage import render_coverage
 
             found[PLOT_NAME] = render_coverage(self.coverage)
         return found

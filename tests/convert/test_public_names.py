@@ -10,7 +10,7 @@ NAMES = {
     "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError",
     "ConvertOptions", "DraftHead", "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError",
     "Planned", "PreparedConversion", "SourceError", "UnsupportedHeadError", "Verification", "VocabRequest",
-    "add_gguf", "convert_head", "embedded_head", "embedded_target_folder", "export_embedded_target", "open_checkpoint",
+    "convert_head", "embedded_head", "embedded_target_folder", "export_embedded_target", "open_checkpoint",
     "open_head", "prepare_conversion", "push_folder", "verify_artifact",
 }  # fmt: skip
 
