@@ -63,7 +63,7 @@ def read_remote_header(file: HubFile) -> RemoteHeader:
         empty.write(raw[:end])
         empty.truncate(file.size_bytes)
         empty.flush()
-        found = SafetensorsFile(Path(empty.name))
+        found = SafetensorsFile(Path(empty.name), file.label)
     return RemoteHeader(found.tensors, {name: found.offset(name) for name in found.tensors})
 
 

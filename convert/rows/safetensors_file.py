@@ -23,6 +23,8 @@ Bytes = NDArray[np.uint8]
 class SafetensorsFile:
     """A safetensors file on disk, mapped read-only.
 
+    Messages name `where`, or the path.
+
     Attributes:
         tensors: every tensor by name.
         metadata: the strings under `__metadata__`.
@@ -32,14 +34,14 @@ class SafetensorsFile:
         CheckpointError: the file cannot be opened, or `safetensors` refuses its header.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, where: str = "") -> None:
         self.path = path
         refuse_pointers(path)
         try:
             with safe_open(path, framework="numpy") as file:
                 self.metadata: dict[str, str] = file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            raise damaged(path, f"not a sound safetensors file ({error})") from error
+            raise damaged(where or path, f"not a sound safetensors file ({error})") from error
         with path.open("rb") as opened:
             self.size_bytes = os.fstat(opened.fileno()).st_size
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
