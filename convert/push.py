@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .artifact.artifact import CARD_NAME
-from .audit.verify import verify_artifact
+from .artifact.format import CARD_NAME
+from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import ArtifactError
 from .hub.push import upload_files
-from .manifest import MANIFEST_NAME, Manifest
 from .rows.paths import path_inside
+from .verify.verify import verify_artifact
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
-from ..artifact.additions import Entries, add_files
-from ..artifact.artifact import Artifact
 from ..artifact.gguf_file import GgufChoice, GgufType, check_widths, gguf_name, write_gguf
 from ..artifact.gguf_layout import gguf_layout
+from ..artifact.manifest import Manifest
 from ..engines.facts import HeadFacts
 from ..engines.registry import check_engine
-from ..errors import MismatchError, OutputExistsError, UnsupportedHeadError
+from ..errors import MismatchError, UnsupportedHeadError
 from ..head.config import default_taps
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
-from ..manifest import Manifest
-from . import target as targets
-from .vocab_choice import Say
+from ..sources import target as targets
 
 GgufRequest = GgufType | Literal["auto"]
 
@@ -91,62 +88,14 @@ def _check_dflash(head: DraftHead, target: targets.Target | None) -> None:
         )
 
 
-def gguf_writer(choice: GgufChoice, name: str) -> Callable[[Path], Entries]:
+def gguf_writer(choice: GgufChoice, name: str) -> Callable[[Path], dict[str, Any]]:
     """A function that writes GGUF files beside an artifact's other files, and returns the manifest's entries."""
 
-    def write(folder: Path) -> Entries:
+    def write(folder: Path) -> dict[str, Any]:
         head = open_head(folder)
         return {gguf_name(kind): write_gguf(folder, head, kind, choice, name) for kind in choice.kinds}
 
     return write
-
-
-def add_gguf(
-    folder: str | Path,
-    kinds: Sequence[GgufRequest],
-    *,
-    target: str | Path | None = None,
-    target_revision: str | None = None,
-    tokenizer: str | Path | None = None,
-    tokenizer_revision: str | None = None,
-    offline: bool = False,
-    force: bool = False,
-    say: Say = lambda message: None,
-) -> Entries:
-    """Add GGUF files to an artifact that exists: the whole folder is replaced in one step, other files as they are.
-
-    Returns:
-        the entries of the new files in the manifest.
-
-    Args:
-        folder: the artifact.
-        kinds: types of the matrices, a file for each; "auto" is the head's own.
-        target, target_revision: of the target. Default: what the manifest records.
-        tokenizer, tokenizer_revision: of the tokenizer. Default: the target's.
-        offline: use only local files and the Hub cache.
-        force: replace GGUF files that are there.
-        say: told which target is used.
-
-    Raises as `choose_gguf`, `Artifact.load` and `open_target`; OutputExistsError where a file is there.
-    """
-    artifact = Artifact.load(folder)
-    head, manifest = artifact.head, artifact.manifest
-    choice = targets.choose_target(None if target is None else str(target), head)
-    opened = None
-    if choice is not None:
-        if choice.reason != "given":
-            say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
-        opened = targets.open_target(choice, target_revision, offline)
-        targets.check_head_fits(head, opened)
-    loaded = targets.open_tokenizer(tokenizer, tokenizer_revision, opened, head.target_vocab, offline)
-    targets.check_own_tokenizer(head, loaded)
-    files = choose_gguf(head, kinds, opened, loaded)
-    for kind in files.kinds:
-        if (there := artifact.folder / gguf_name(kind)).exists() and not force:
-            raise OutputExistsError.at(there, "exists already.\nGive --force to replace it.")
-    names = {gguf_name(kind) for kind in files.kinds}
-    written: Entries = add_files(artifact, names, gguf_writer(files, gguf_title(manifest)))
-    return written
 
 
 def gguf_title(manifest: Manifest) -> str:

@@ -58,6 +58,10 @@ class LmHead:
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         return GatheredRows(self.checkpoint, self.name, rows, self.dtype_written(head), self.where, target_ids)
 
+    def forked(self) -> LmHead:
+        """The same open matrix with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, checkpoint=self.checkpoint.fork())
+
     @property
     def warnings(self) -> list[str]:
         """What a user should know of it."""
@@ -76,7 +80,7 @@ def own_lm_head(head: DraftHead) -> LmHead:
 
 
 def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
-    """A target's LM head for the rows of a head, with a record of reads of its own (`Checkpoint.fork`).
+    """A target's LM head, named in messages by that target, if it fits the head whose rows it lends.
 
     Raises:
         MismatchError: its shape is not [vocab_size, hidden_size] of the head.
@@ -91,7 +95,7 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
                 tensor=lm_head.name,
                 found=found,
             )
-    return replace(lm_head, where=where, checkpoint=lm_head.checkpoint.fork())
+    return replace(lm_head, where=where)
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:

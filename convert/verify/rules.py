@@ -11,9 +11,9 @@ from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
 from eagle_slim.vocab_tools.vocabulary.import_map import read_pickle
 from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
-from ..artifact.artifact import freq_name
 from ..artifact.checksums import row_checksums
 from ..artifact.eagle3 import layer_class
+from ..artifact.format import freq_name
 from ..head import config as head_config
 from ..head import names
 from ..rows.dtypes import FLOATS, LONG_NAMES

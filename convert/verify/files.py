@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast, get_args
 
-from ..artifact.artifact import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..artifact.checksums import sha256_file
+from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..artifact.gguf_file import GgufType, check_gguf
+from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import ArtifactError
 from ..files import read_object
 from ..head.config import default_taps
-from ..manifest import MANIFEST_NAME, Manifest
 from ..rows.paths import TORCH_SUFFIXES
 from ..rows.safetensors_file import SafetensorsFile
 from .findings import Doubt, Findings, join, refuse, written_otherwise

@@ -15,10 +15,10 @@ import numpy as np
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
-from .artifact.checksums import decode_checksums, encode_checksums
-from .errors import ArtifactError
-from .files import read_regular
-from .head.names import HeadKind
+from ..errors import ArtifactError
+from ..files import read_regular
+from ..head.names import HeadKind
+from .checksums import decode_checksums, encode_checksums
 
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"
@@ -85,6 +85,25 @@ class Manifest:
         """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
         counted = (self.vocabulary or {}).get(COUNTED_IDS)
         return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
+
+    @property
+    def coverage_summary(self) -> list[dict[str, Any]]:
+        """Coverage at the artifact's own size, one entry a source; [] where none was measured."""
+        report = self.coverage
+        if report is None:
+            return []
+        at = report["sizes"].index(report["draft_vocab"])
+        return [
+            {
+                "source": source["name"],
+                "part": source["part"],
+                "tokens": source["tokens"],
+                "covered": source["coverage"][at],
+                "interval": None if source["low"] is None else [source["low"][at], source["high"][at]],
+                "first_ids_instead": source["baseline_first_ids"][at],
+            }
+            for source in report["sources"]
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
