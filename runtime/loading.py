@@ -20,7 +20,7 @@ from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub_errors import trouble_of
 from eagle_slim.vocab_tools.hub_session import be_patient
-from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
@@ -33,7 +33,7 @@ from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
 
     from .target.wrapper import TargetModel

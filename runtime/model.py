@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     import numpy as np
     from eagle_slim.convert.artifact.format import Artifact
     from eagle_slim.convert.head.open import DraftHead
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
     from transformers import GenerationConfig
     from typing_extensions import Unpack

@@ -40,7 +40,8 @@ FLOORS = {
         corpus
         counting
         count_cli vocabulary
-        ranking
+        ranking token_maps
+        coverage show
         cli
     """,
     "convert": """

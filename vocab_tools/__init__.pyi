@@ -1,19 +1,15 @@
 from .corpus.source import CorpusSource
 from .counting.count import count_tokens
 from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+from .coverage import CoverageReport, SourceCoverage, measure_coverage, plot_coverage
 from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
-from .ranking.coverage import measure_coverage
-from .ranking.plots import plot_coverage
-from .ranking.rank import rank_by_order, rank_vocabulary
-from .ranking.report import CoverageReport, SourceCoverage
-from .ranking.show import VocabularyListing, show_vocabulary
+from .ranking import rank_by_order, rank_vocabulary
+from .show import VocabularyListing, show_vocabulary
+from .token_maps import d2t_from_ids, export_token_map, ids_from_d2t, import_token_map, t2d_from_ids
 from .tokenizer.forced import ForcedIds, forced_ids
 from .tokenizer.load import load_tokenizer
 from .tokenizer.tokenizer import LoadedTokenizer
-from .vocabulary.draft_vocab import DraftVocab
-from .vocabulary.export_map import export_token_map
-from .vocabulary.import_map import import_token_map
-from .vocabulary.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
+from .vocabulary import DraftVocab
 
 __all__ = [
     "CorpusError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -23,13 +22,13 @@ from .base_cli import (
 from .count_cli import count, counts_to_write, tokenizer_options
 from .errors import UsageError
 from .files import refuse_existing
-from .vocabulary.formats import FORMATS
+from .token_maps import FORMATS
 
 if TYPE_CHECKING:
     from .counting.counts import TokenCounts
+    from .token_maps import D2TForm
     from .tokenizer.tokenizer import LoadedTokenizer
-    from .vocabulary.draft_vocab import DraftVocab
-    from .vocabulary.token_map import D2TForm
+    from .vocabulary import DraftVocab
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
@@ -128,7 +127,7 @@ Example:
 @json_option
 def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
-    from .ranking.rank import rank_by_order, rank_vocabulary
+    from .ranking import rank_by_order, rank_vocabulary
     from .tokenizer.load import forced_ids
 
     path = refuse_existing(out, force)
@@ -175,8 +174,6 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_counts_argument
 @click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
 @_weight_option
 @force_option
@@ -185,25 +182,18 @@ def coverage(
     vocabulary: str,
     counts: tuple[str, ...],
     sizes: tuple[int, ...] | None,
-    bootstrap: int,
-    seed: int,
     plot: str | None,
     weights: tuple[str, ...],
     force: bool,
     as_json: bool,
 ) -> None:
     """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
-    from .ranking.coverage import measure_coverage
+    from .coverage import measure_coverage, plot_coverage
 
     if plot is not None and not refuse_existing(plot, force).name.lower().endswith(".png"):
         raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
-    held = _import(vocabulary, None)
-    report = measure_coverage(
-        held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
-    )
+    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), sizes, parse_weights(weights))
     if plot is not None:
-        from .ranking.plots import plot_coverage
-
         plot_coverage(report, plot)
     warn(report.warnings)
     if as_json:
@@ -229,7 +219,7 @@ Example:
 @json_option
 def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
-    from .ranking.show import show_vocabulary
+    from .show import show_vocabulary
 
     loaded = _load_tokenizer(options)
     held = _import(vocabulary, None)
@@ -255,9 +245,9 @@ Example:
 def import_command(
     token_map: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool
 ) -> None:
-    """Import a token map from another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
-    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM
-    from .vocabulary.import_map import import_token_map
+    """Import a token map from another tool (FR-Spec, SGLang, vLLM, ids as text, a head's d2t)."""
+    from .token_maps import import_token_map
+    from .vocabulary import TARGET_VOCAB_FROM
 
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form)
@@ -282,7 +272,7 @@ Example:
     "--format",
     "map_format",
     type=click.Choice(FORMATS),
-    help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. Default: by the file's ending.",
+    help="freq: FR-Spec, SGLang. vllm: draft_token_map. safetensors: d2t and t2d. Default: by the file's ending.",
 )
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @_target_vocab_option
@@ -292,15 +282,11 @@ def export(
     vocabulary: str, out: str, map_format: Any, size: int | None, target_vocab: int | None, force: bool, as_json: bool
 ) -> None:
     """Write VOCAB as a token map for another tool."""
-    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
-    from .vocabulary.export_map import export_token_map, writes_t2d
+    from .token_maps import export_token_map, format_of
+    from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
 
-    path = Path(out)
-    if map_format == "npy" or path.is_dir():
-        for name in ("d2t.npy", "t2d.npy"):
-            refuse_existing(path / name, force)
-    else:
-        refuse_existing(path, force)
+    path = refuse_existing(out, force)
+    map_format = map_format or format_of(path)
     held = _import(vocabulary, target_vocab)
     if size is not None:
         if held.provenance.get("method") == "token map":
@@ -308,7 +294,7 @@ def export(
         held = held.prefix(size)
         warn(uncounted_warning(held))
     export_token_map(held, path, map_format)
-    if TARGET_VOCAB_FROM in held.provenance and writes_t2d(path, map_format):
+    if TARGET_VOCAB_FROM in held.provenance and map_format == "safetensors":
         warn(
             [
                 f"t2d has {held.target_vocab} entries, but the target's LM head may have more (padding rows); give its "
@@ -340,7 +326,7 @@ def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
-    from .vocabulary.import_map import import_token_map
+    from .token_maps import import_token_map
 
     read = import_token_map(path, target_vocab)
     if read.provenance.get("method") == "token map":

@@ -57,6 +57,22 @@ class VocabularyError(EagleSlimError):
     """Counts, a ranking or a token map break a rule of their format."""
 
 
+def printable(text: str) -> str:
+    """Return a name or a token's text fit for one line of a terminal: what is not printable is escaped.
+
+    For example a newline becomes `\\n`, the escape that begins a colour `\\x1b`, a zero-width space `\\u200b`, and a
+    byte that `surrogateescape` kept `\\xe4`.
+    """
+    return "".join(character if character.isprintable() else _escaped(character) for character in text)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()
+
+
 @contextmanager
 def errors_of(path: str | Path) -> Iterator[None]:
     """Put the file's name before the message of a VocabularyError raised in the block, and into its fact `path`."""

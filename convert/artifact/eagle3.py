@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_ids
+from eagle_slim.vocab_tools.token_maps import d2t_from_ids, t2d_from_ids
 from numpy.typing import NDArray
 
 from ..engines.registry import flavoured_architecture

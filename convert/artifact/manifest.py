@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import COUNTED_IDS, DraftVocab
+from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError

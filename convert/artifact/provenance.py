@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..errors import ConvertError
 from ..head import names

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import VocabularyError
-from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t
 from numpy.typing import NDArray
 
 from ..errors import MismatchError

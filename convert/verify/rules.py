@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
-from eagle_slim.vocab_tools.vocabulary.import_map import read_pickle
-from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
+from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 
 from ..artifact.checksums import row_checksums
 from ..artifact.eagle3 import layer_class

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 MODES = ("greedy", "sampled")
 _SAMPLING = SamplingConfig(temperature=1.0)

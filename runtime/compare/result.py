@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.convert.atomic import atomic_directory, check_output
-from eagle_slim.vocab_tools.ranking.report import aligned
+from eagle_slim.vocab_tools.coverage import aligned
 
 from ..errors import UsageError
 from ..miss_log import MissLog

@@ -20,7 +20,7 @@ from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
 
     from ..target.wrapper import TargetModel

@@ -26,7 +26,7 @@ from .vocabulary import choose_ids
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 
 def patch_ea_model_with_triton_drafter(

@@ -15,7 +15,7 @@ from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
 from eagle_slim.runtime.model import _rank_rows
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import problem, random_head
 from support.tiny_models import VOCAB, tiny_target, write_head
 

@@ -75,7 +75,7 @@ def test_coverage_99_of_the_models_own_text(chats: TokenCounts) -> None:
     found = rank_vocabulary(chats, coverage=0.98, tokenizer=smollm2())
     assert found.size % 64 == 0
     assert found.provenance["size_from_coverage"]["measured_on"] == "held-out"
-    report = measure_coverage(found, chats, sizes=[found.size - 64, found.size], bootstrap=0)
+    report = measure_coverage(found, chats, sizes=[found.size - 64, found.size])
     assert report.at("chat") >= 0.98 > report.at("chat", found.size - 64)
 
 

@@ -15,7 +15,7 @@ from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
 from support.small_tokenizers import TEXT, byte_level_bpe, word_level, write_folder
 
@@ -153,7 +153,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     shown = run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--counts", files / "chat.counts")
     assert shown.code == 0
-    assert "and 256 single bytes" in shown.out
+    assert "256 of them single bytes" in shown.out
     assert "<|im_end|>" in shown.out
     assert run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--json").json["size"] == 320
 

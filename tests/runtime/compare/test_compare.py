@@ -15,7 +15,7 @@ from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.errors import EagleSlimError, PromptError, UsageError
 from eagle_slim.runtime.requests.stats import GenerationStats
 from eagle_slim.runtime.settings import PartialVerification, SamplingConfig, TreeConfig
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
 from support.tiny_models import tiny_target, write_head, write_pair
 
@@ -329,7 +329,7 @@ def test_what_cannot_be_compared(model: SpeculativeModel, tmp_path: Path) -> Non
     elsewhere = SpeculativeModel.from_pretrained(*write_pair(tmp_path, seed=1))
     with raises(UsageError, option="models", found=2):
         compare([model, elsewhere], prompts, greedy())
-    with raises(UsageError, size=5000):
+    with pytest.raises(UsageError, match="5000"):
         compare(model, prompts, greedy(5000))
     with raises(UsageError, missing="ranking"):
         compare(model, prompts)

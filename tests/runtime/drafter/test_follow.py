@@ -12,7 +12,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import draft, random_head, union_head, with_follow
 from support.raising import raises
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head

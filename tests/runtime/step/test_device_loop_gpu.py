@@ -18,7 +18,7 @@ from eagle_slim.runtime.requests.tree_size import TreeSizes
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]

@@ -16,7 +16,7 @@ import torch
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.conversion import convert
 from support.raising import raises
 from support.tiny_models import plain_greedy

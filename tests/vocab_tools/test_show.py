@@ -4,12 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.show import readable_token, show_vocabulary
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools.show import readable_token, show_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from support.raising import raises
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
 from support.token_counts import token_counts
 
@@ -27,7 +26,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
     [
         ("Ġ", " "),
         ("Ċ", "\\n"),
-        ("A", "A"),
         ("Ġagain", " again"),
         ("ä", "\\xe4"),
         ("\\", "\\\\"),
@@ -41,16 +39,13 @@ def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer, token: str
 
 
 def test_sentencepiece_spelling(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_fallback_bpe()))
-    assert readable_token(tokenizer, tokenizer.vocab["▁hell"]) == " hell"
-    assert readable_token(tokenizer, tokenizer.vocab["<0xE4>"]) == "\\xe4"
-    # As Gemma-3 has them: runs of spaces among the added tokens, spelled with the space mark.
     backend = byte_fallback_bpe()
+    # As Gemma-3 has them: runs of spaces among the added tokens, spelled with the space mark.
     backend.add_tokens(["▁▁▁"])
     backend.add_special_tokens(["<end▁of▁turn>"])
-    gemma = load_tokenizer(write_folder(tmp_path / "g", backend))
-    assert readable_token(gemma, gemma.vocab["▁▁▁"]) == "   "
-    assert readable_token(gemma, gemma.vocab["<end▁of▁turn>"]) == "<end▁of▁turn>"
+    tokenizer = load_tokenizer(write_folder(tmp_path / "g", backend))
+    shown = {"▁hell": " hell", "<0xE4>": "\\xe4", "▁▁▁": "   ", "<end▁of▁turn>": "<end▁of▁turn>"}
+    assert {token: readable_token(tokenizer, tokenizer.vocab[token]) for token in shown} == shown
 
 
 def test_listing(tokenizer: LoadedTokenizer) -> None:
@@ -64,28 +59,25 @@ def test_listing(tokenizer: LoadedTokenizer) -> None:
     assert listing.last[-1].rank == 299
     first_out = 300 + (300 - vocab.num_forced)
     assert [row.token_id for row in listing.left_out] == [first_out, first_out + 1, first_out + 2]
-    assert all(row.reason for row in listing.forced)
-    end = next(row for row in listing.forced if row.text == "<|im_end|>")
-    assert end.reason is not None
-    assert end.reason.startswith("eos")
-    json.dumps(listing.to_json())
-    text = listing.text()
-    assert "300 of 360 tokens" in text
-    assert "\x1b" not in text
+    assert listing.left_out[0].rank is None
+    reasons = {row.text: row.reason for row in listing.forced}
+    assert reasons["<|im_end|>"] == "eos, end of turn, chat template"
+    assert json.loads(json.dumps(listing.to_json()))["held"][0]["token_id"] == 300
+    assert "\x1b" not in listing.text()
 
 
 def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
     listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
     assert [row.token_id for row in listing.left_out] == [2, 3, 4, 6]
-    assert [row.token_id for row in listing.held] == [0, 5, 1]
+    assert [(row.token_id, row.count) for row in listing.held] == [(0, None), (5, None), (1, None)]
     assert listing.last == ()
-    assert listing.held[0].count is None
 
 
-def test_refusals(tokenizer: LoadedTokenizer) -> None:
-    with raises(TokenizerError, ids=[380]):
+def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:
+    vocab = DraftVocab(np.array([1]), 0, 400)
+    with pytest.raises(TokenizerError, match="Id 380"):
         show_vocabulary(DraftVocab(np.array([380]), 0, 400), tokenizer)
-    with raises(TokenizerError, where="the vocabulary", expected="sha256:0"):
+    with pytest.raises(TokenizerError, match="the vocabulary"):
         show_vocabulary(DraftVocab(np.array([1]), 0, 400, {"tokenizer_hash": "sha256:0"}), tokenizer)
-    with raises(TokenizerError, where="the counts", expected="sha256:0"):
-        show_vocabulary(DraftVocab(np.array([1]), 0, 400), tokenizer, token_counts([1], None, "sha256:0"))
+    with pytest.raises(TokenizerError, match="the counts"):
+        show_vocabulary(vocab, tokenizer, token_counts([1], None, "sha256:0"))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import UsageError, VocabularyError, errors_of
-from ..files import read_json, write_file
+from .errors import UsageError, VocabularyError, errors_of
+from .files import read_json, write_file
 
 TARGET_VOCAB_FROM = "target_vocab_from"
 """Provenance key, there if the size of the target's vocabulary was not given: what it was taken from."""
@@ -54,9 +54,7 @@ class DraftVocab:
     def __post_init__(self) -> None:
         ids = check_ids(self.target_ids, self.target_vocab, "draft vocabulary")
         if not 0 <= self.num_forced <= len(ids):
-            raise VocabularyError(
-                f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.", field="num_forced"
-            )
+            raise VocabularyError(f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.")
         ids.setflags(write=False)
         object.__setattr__(self, "target_ids", ids)
 
@@ -93,21 +91,17 @@ class DraftVocab:
         if size == self.size:
             return self
         if size > self.size:
-            raise self._wrong_size(size, f"only {self.size} ids are ranked.", largest=self.size)
-        if not self.ranked:
-            raise self._wrong_size(
-                size,
+            reason = f"only {self.size} ids are ranked."
+        elif not self.ranked:
+            reason = (
                 f"these {self.size} ids come from a map in ascending order, which does not tell which matter most. "
-                "Rank them with counts (`eagle-vocab rank --candidates`).",
-                ranked=False,
+                "Rank them with counts (`eagle-vocab rank --candidates`)."
             )
-        if size < max(self.num_forced, 1):
-            raise self._wrong_size(size, f"{self.num_forced} ids are forced.", smallest=self.num_forced)
-        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
-
-    @staticmethod
-    def _wrong_size(size: int, reason: str, **facts: Any) -> UsageError:
-        return UsageError(f"A draft vocabulary of {size} was asked for, but {reason}", size=size, **facts)
+        elif size < max(self.num_forced, 1):
+            reason = f"{self.num_forced} ids are forced."
+        else:
+            return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+        raise UsageError(f"A draft vocabulary of {size} was asked for, but {reason}")
 
     def for_target(self, target_vocab: int) -> DraftVocab:
         """Return the vocabulary for a target of that many rows.
@@ -122,9 +116,7 @@ class DraftVocab:
             return self
         if TARGET_VOCAB_FROM not in self.provenance:
             raise VocabularyError(
-                f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}.",
-                expected=self.target_vocab,
-                found=target_vocab,
+                f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}."
             )
         provenance = {key: value for key, value in self.provenance.items() if key != TARGET_VOCAB_FROM}
         return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
@@ -165,21 +157,16 @@ class DraftVocab:
     def from_json(cls, value: Any, where: str) -> DraftVocab:
         """Build from the JSON form; `where` names the file in messages."""
         if not is_native(value):
-            raise VocabularyError.at(
-                where, f"not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).", field="format"
-            )
+            raise VocabularyError(f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).")
         if value.get("version") != _VERSION:
-            raise VocabularyError.at(
-                where,
-                f"format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it.",
-                field="version",
+            raise VocabularyError(
+                f"{where}: format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it."
             )
         expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
         for key, kind in expected.items():
-            if type(value.get(key)) is not kind:
-                raise VocabularyError.at(
-                    where, f"{key}: expected {kind.__name__}, found {type(value.get(key)).__name__}.", field=key
-                )
+            found = type(value.get(key))
+            if found is not kind:
+                raise VocabularyError(f"{where}: {key}: expected {kind.__name__}, found {found.__name__}.")
         with errors_of(where):
             ids = whole_numbers(value["target_ids"], "target_ids")
             return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
@@ -200,16 +187,12 @@ def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
         try:
             return np.array(values, np.int64)
         except OverflowError as error:
-            raise VocabularyError(
-                f"{where}: an integer does not fit 64 bits.", field=where, expected="int64"
-            ) from error
+            raise VocabularyError(f"{where}: an integer does not fit 64 bits.") from error
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         ids: NDArray[np.int64] = values.astype(np.int64)
         return ids
     found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else f"{values!r:.60}"
-    raise VocabularyError(
-        f"{where}: expected a flat list of integers, found {found}.", field=where, expected="integers"
-    )
+    raise VocabularyError(f"{where}: expected a flat list of integers, found {found}.")
 
 
 def uncounted_warning(vocab: DraftVocab) -> list[str]:
@@ -241,24 +224,19 @@ def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.in
     """
     array = np.asarray(values)
     if array.size == 0:
-        raise VocabularyError(f"{where}: there are no ids.", found=0)
+        raise VocabularyError(f"{where}: there are no ids.")
     ids = whole_numbers(array, where)
     outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
     if len(outside):
         raise VocabularyError(
             f"{where}: id {int(ids[outside[0]])} at position {int(outside[0])} is outside the target's vocabulary of "
-            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?",
-            id=int(ids[outside[0]]),
-            position=int(outside[0]),
-            target_vocab=target_vocab,
+            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?"
         )
     order = np.argsort(ids, kind="stable")
     repeated = order[1:][ids[order][1:] == ids[order][:-1]]
     if len(repeated):
         position = int(repeated.min())
         raise VocabularyError(
-            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates).",
-            repeated=int(ids[position]),
-            position=position,
+            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates)."
         )
     return ids

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary, source_shares, tokens_for_sizing
 from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
 from support.raising import raises
@@ -70,24 +70,24 @@ def test_size_errors_name_both_numbers() -> None:
     counts = token_counts([1, 2, 3, 4])
     with pytest.raises(UsageError, match="of 1 is smaller than the 2 forced ids"):
         rank_vocabulary(counts, size=1, forced=[0, 1])
-    with raises(UsageError, size=4, real=4):
+    with pytest.raises(UsageError, match="of 4 is not smaller than the 4 real"):
         rank_vocabulary(counts, size=4, forced=[])
-    with raises(UsageError, options=["size", "coverage"]):
+    with raises(UsageError, option="--coverage"):
         rank_vocabulary(counts, size=2, coverage=0.9)
-    with raises(UsageError, size=0):
+    with pytest.raises(UsageError, match="of 0 is too small"):
         rank_vocabulary(counts, size=0, forced=[])
-    with raises(UsageError, id=4):
+    with raises(UsageError, option="--force-id"):
         rank_vocabulary(counts, size=2, forced=[4])
-    with raises(UsageError, target_vocab=-3):
+    with raises(UsageError, option="--target-vocab"):
         rank_vocabulary(counts, size=2, forced=[], target_vocab=-3)
     with pytest.raises(TypeError, match="float"):
         rank_vocabulary(counts, size=2, forced=[1.5])
 
 
 def test_ids_are_integers() -> None:
-    with raises(VocabularyError, expected="integers"):
+    with pytest.raises(VocabularyError, match="integers"):
         rank_vocabulary(token_counts([5, 9, 9, 0]), candidates=[1.5, 2.0])
-    with raises(UsageError, source="text", weight="3"):
+    with pytest.raises(UsageError, match="source text"):
         rank_vocabulary(token_counts([5, 9, 9, 0]), weights={"text": "3"})  # type: ignore[dict-item]
 
 
@@ -107,7 +107,7 @@ def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path)
     ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     assert ranked.target_ids.max() < tokenizer.vocab_size
     assert ranked.target_vocab == tokenizer.vocab_size + 20
-    with raises(UsageError, size=tokenizer.vocab_size, real=tokenizer.vocab_size):
+    with pytest.raises(UsageError, match="is not smaller"):
         rank_vocabulary(counts, size=tokenizer.vocab_size, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
     assert fewer.target_ids.max() == 279
@@ -172,9 +172,9 @@ def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
 
 
 def test_unreachable_coverage_names_the_best() -> None:
-    with raises(UsageError, coverage=1.0, size=2, reached=pytest.approx(2 / 3)):
+    with pytest.raises(UsageError, match=r"2 ids, covers 0\.666667"):
         rank_vocabulary(token_counts([1, 1, 1]), coverage=1.0, forced=[])
-    with raises(UsageError, coverage=99):
+    with raises(UsageError, option="--coverage"):
         rank_vocabulary(token_counts([1, 1, 1]), coverage=99, forced=[])
 
 
@@ -195,14 +195,14 @@ def test_repruning_chooses_only_trained_ids() -> None:
     assert whole.ascending_ids.tolist() == trained
     with pytest.raises(UsageError, match="of 5 was asked for, but the head has rows for 4 ids only"):
         rank_vocabulary(token_counts([9] * 8), size=5, forced=[], candidates=trained)
-    with raises(VocabularyError, repeated=1):
+    with pytest.raises(VocabularyError, match="id 1 appears again"):
         rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
 
 
 def test_order_by_ids_is_the_first_ids_and_the_forced_ones() -> None:
     ranked = rank_by_order(size=4, forced=[7, 5], target_vocab=10)
     assert ranked.target_ids.tolist() == [5, 7, 0, 1]
-    with raises(UsageError, missing="tokenizer"):
+    with raises(UsageError, option="--tokenizer"):
         rank_by_order(size=4)
 
 
@@ -210,9 +210,9 @@ def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
     added = rank_by_order([4, 2, 8, 6], forced=[9], target_vocab=10)
     assert added.target_ids.tolist() == [9, 4, 2, 8]
     assert any("lacks 1 forced ids" in warning for warning in added.warnings)
-    with raises(UsageError, size=5, usable=4):
+    with pytest.raises(UsageError, match="of 5 was asked for, but only 4"):
         rank_by_order([4, 2, 8, 6], size=5, forced=[], target_vocab=10)
-    with raises(VocabularyError, id=12, target_vocab=10):
+    with pytest.raises(VocabularyError, match="id 12"):
         rank_by_order([4, 12], forced=[], target_vocab=10)
 
 
@@ -220,12 +220,12 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     one, other = (load_tokenizer(write_folder(tmp_path / str(size), byte_level_bpe(size))) for size in (300, 310))
     vocab = rank_by_order(tokenizer=one, forced=[], target_vocab=320)
     assert np.array_equal(rank_by_order(vocab, 8, one, [], 320).target_ids, vocab.target_ids[:8])
-    with raises(TokenizerError, expected=one.tokenizer_hash, found=other.tokenizer_hash):
+    with pytest.raises(TokenizerError, match="the vocabulary"):
         rank_by_order(vocab, 8, other, [], 320)
     counts = token_counts([1] * 310, tokenizer_hash=other.tokenizer_hash)
     assert len(rank_vocabulary(counts, None, None, None, [], 320, candidates=vocab)) == len(vocab)
     for rank in (partial(rank_vocabulary, counts), partial(rank_by_order, None)):
-        with raises(TokenizerError, where="the candidates", expected=one.tokenizer_hash):
+        with pytest.raises(TokenizerError, match="the candidates"):
             rank(tokenizer=other, forced=[], target_vocab=320, candidates=vocab)
 
 
@@ -268,3 +268,19 @@ def test_provenance_tells_sources_and_reasons(tmp_path: Path) -> None:
     ]
     assert ranked.provenance["tokenizer_hash"] == tokenizer.tokenizer_hash
     assert "eos" in ranked.provenance["forced"]["2"]
+
+
+def test_shares_of_the_text_that_a_size_is_found_on() -> None:
+    counts = TokenCounts(
+        (source([8, 2], [[0]], name="a", weight=1), source([0, 5], [[1, 1]], name="b", weight=3)), None
+    )
+    assert source_shares(counts).tolist() == [0.25, 0.75]
+    found, part = tokens_for_sizing(counts)
+    assert (found.tolist(), part) == (pytest.approx([0.25, 0.75]), "held-out")
+    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b", weight=3)), None)
+    found, part = tokens_for_sizing(partly)
+    assert (found.tolist(), part) == (pytest.approx([0.2, 0.8]), "counted")
+    # A source that weighs nothing need not have a held-out part.
+    assert tokens_for_sizing(partly, {"b": 0})[1] == "held-out"
+    with pytest.raises(UsageError, match="weight 0"):
+        source_shares(counts, {"a": 0, "b": 0})

@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+
+
+def make(ids: list[int] | None = None, forced: int = 1, **options: object) -> DraftVocab:
+    return DraftVocab(np.array([2, 9, 0, 7] if ids is None else ids), forced, 10, {"method": "counts"}, **options)
+
+
+def test_rows_and_ranks_of_the_worked_example() -> None:
+    vocab = make()
+    assert vocab.ascending_ids.tolist() == [0, 2, 7, 9]
+    assert vocab.prefix(2).target_ids.tolist() == [2, 9]
+    assert vocab.prefix(2).num_forced == 1
+    assert vocab.prefix(4) is vocab
+
+
+@pytest.mark.parametrize(
+    ("vocab", "size"),
+    [(make(forced=2), 1), (make(forced=2), 5), (make(ranked=False), 3), (make(forced=0), 0)],
+    ids=["below the forced ids", "above all ids", "no ranks", "none"],
+)
+def test_no_prefix_of_a_size_that_there_is_not(vocab: DraftVocab, size: int) -> None:
+    with pytest.raises(UsageError, match=f"vocabulary of {size} "):
+        vocab.prefix(size)
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ([], "no ids"),
+        ([1, 2, 1], "id 1 appears again at position 2"),
+        ([1, 10], "id 10 at position 1"),
+        ([-1], "id -1 at"),
+    ],
+)
+def test_bad_ids(ids: list[int], problem: str) -> None:
+    with pytest.raises(VocabularyError, match=problem):
+        make(np.array(ids, np.int64), forced=0)
+
+
+def test_ids_cannot_be_changed_behind_its_back() -> None:
+    ids = np.array([3, 1])
+    vocab = DraftVocab(ids, 0, 10)
+    ids[0] = 1
+    assert vocab.target_ids.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        vocab.target_ids[0] = 5
+
+
+def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
+    inferred = DraftVocab(np.array([2, 9]), 1, 10, {"target_vocab_from": "tokenizer", "method": "ids"})
+    padded = inferred.for_target(64)
+    assert (padded.target_vocab, padded.num_forced, padded.target_ids.tolist()) == (64, 1, [2, 9])
+    assert padded.provenance == {"method": "ids"}
+    with pytest.raises(VocabularyError, match="id 9"):
+        inferred.for_target(9)
+    stated = make()
+    assert stated.for_target(10) is stated
+    with pytest.raises(VocabularyError, match=r"10.*64"):
+        stated.for_target(64)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.json"
+    vocab = make(forced=2)
+    vocab.save(path)
+    again = DraftVocab.load(path)
+    assert again.target_ids.tolist() == vocab.target_ids.tolist()
+    assert (again.num_forced, again.target_vocab, again.ranked) == (2, 10, True)
+    assert again.provenance == {"method": "counts"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "other"},
+        {"version": 9},
+        {"target_ids": [1, 1]},
+        {"target_ids": [1.0]},
+        {"target_ids": [True]},
+        {"target_ids": [2**70]},
+        {"num_forced": 7},
+        {"target_vocab": "10"},
+        {"provenance": None},
+    ],
+    ids=str,
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps({**make().to_json(), **change}))
+    with pytest.raises(VocabularyError, match=str(path)):
+        DraftVocab.load(path)
+
+
+@pytest.mark.parametrize("content", [None, '{"format": ', "[" * 100_000], ids=["missing", "half", "deep"])
+def test_unreadable_files(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "vocab.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(VocabularyError, match=str(path)):
+        DraftVocab.load(path)

@@ -1,0 +1,412 @@
+"""Share of text that a draft vocabulary covers, per source, measured on documents that were never counted.
+
+A token is covered at size N when its id is among the first N ranked ones. Every figure is shown with the baseline that
+needs no corpus: the same forced ids, then the first ids in id order.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .counting.counts import SourceCounts, TokenCounts
+from .errors import TokenizerError, UsageError, VocabularyError
+from .files import write_file
+from .ranking import Part, source_shares
+from .vocabulary import DraftVocab
+
+MEAN = "all sources"
+"""Name of the weighted mean beside the sources."""
+
+CONFIDENCE = 0.95
+_NORMAL_QUANTILE = 1.959964
+"""Half the width, in standard errors, of an interval that holds CONFIDENCE of a normal distribution."""
+
+_CURVE_POINTS = 64
+# The plot's axis ends here at the latest; curves that cover more run out of it at the top.
+_SMALLEST_MISS = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class SourceCoverage:
+    """Coverage of one source, by size.
+
+    Attributes:
+        name: of the source; "all sources" is their weighted mean.
+        weight: share of the source in the mean, 1 in sum.
+        part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking).
+        documents: number measured; 0 for counted text, where documents are not known.
+        tokens: number measured.
+        coverage: share of the tokens covered, float64 [sizes].
+        error: standard error of the coverage over documents, float64 [sizes]; None with fewer than two documents.
+        baseline: coverage of the first ids, float64 [sizes].
+    """
+
+    name: str
+    weight: float
+    part: Part
+    documents: int
+    tokens: int
+    coverage: NDArray[np.float64]
+    error: NDArray[np.float64] | None
+    baseline: NDArray[np.float64]
+
+    @property
+    def low(self) -> NDArray[np.float64] | None:
+        """Lower bound of the 95% interval, float64 [sizes]; None where the error is not known."""
+        return None if self.error is None else np.maximum(self.coverage - _NORMAL_QUANTILE * self.error, 0.0)
+
+    @property
+    def high(self) -> NDArray[np.float64] | None:
+        """Upper bound of the 95% interval, float64 [sizes]; None where the error is not known."""
+        return None if self.error is None else np.minimum(self.coverage + _NORMAL_QUANTILE * self.error, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class CoverageReport:
+    """Coverage of a draft vocabulary over sizes and sources.
+
+    Attributes:
+        draft_vocab: size that is to be used, one of `sizes`.
+        target_vocab: size of the target's vocabulary.
+        sizes: ascending; every one at least the number of forced ids.
+        shown: the sizes that the table shows; the others make the plot smooth.
+        sources: one entry per source, then "all sources" when there are several.
+        uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
+            text.
+        warnings: sources on which the ranking loses to the baseline, and sources measured on counted text.
+    """
+
+    draft_vocab: int
+    target_vocab: int
+    sizes: tuple[int, ...]
+    shown: tuple[int, ...]
+    sources: tuple[SourceCoverage, ...]
+    uncounted: int
+    warnings: tuple[str, ...]
+
+    def at(self, source: str, size: int | None = None) -> float:
+        """Return the coverage of a source at a size, the vocabulary's own by default."""
+        position = self.sizes.index(self.draft_vocab if size is None else size)
+        return float(next(entry for entry in self.sources if entry.name == source).coverage[position])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report JSON-ready; shares are rounded to six digits."""
+        return {
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.target_vocab,
+            "confidence": CONFIDENCE,
+            "uncounted": self.uncounted,
+            "sizes": list(self.sizes),
+            "sources": [
+                {
+                    "name": source.name,
+                    "weight": round(source.weight, 6),
+                    "part": source.part,
+                    "documents": source.documents,
+                    "tokens": source.tokens,
+                    "coverage": _rounded(source.coverage),
+                    "low": _rounded(source.low),
+                    "high": _rounded(source.high),
+                    "baseline_first_ids": _rounded(source.baseline),
+                }
+                for source in self.sources
+            ],
+            "warnings": list(self.warnings),
+        }
+
+    def table(self) -> str:
+        """Return a plain text table: one row per source and size, in percent."""
+        rows = [("source", "text", "size", "covered", "95% interval", "first ids", "difference")]
+        for source in self.sources:
+            name, text = source.name, f"{source.part}, {_thousands(source.tokens)} tokens"
+            for size in self.shown:
+                position = self.sizes.index(size)
+                covered, first = source.coverage[position], source.baseline[position]
+                interval = "-"
+                if source.low is not None and source.high is not None:
+                    interval = f"{100 * source.low[position]:.2f} – {100 * source.high[position]:.2f}"
+                percents = f"{100 * covered:.2f}%", interval, f"{100 * first:.2f}%", f"{100 * (covered - first):+.2f}"
+                rows.append((name, text, str(size), *percents))
+                name = text = ""
+        return aligned(rows, num_left=2)
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int) -> str:
+    """Return a plain text table of rows of as many cells: the first ``num_left`` columns on the left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.ljust(width) if i < num_left else cell.rjust(width) for i, (cell, width) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def measure_coverage(
+    vocab: DraftVocab,
+    counts: TokenCounts,
+    sizes: Sequence[int] | None = None,
+    weights: Mapping[str, float] | None = None,
+    draft_vocab: int | None = None,
+    candidates: NDArray[np.int64] | None = None,
+) -> CoverageReport:
+    """Measure what share of each source a vocabulary covers.
+
+    Args:
+        vocab: ranked ids.
+        counts: text with a held-out part; sources without one are measured on the counted text, with a warning.
+        sizes: draft-vocabulary sizes to measure; default a grid up to the vocabulary's own size.
+        weights: share of each source in the mean, by name.
+        draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: all of `vocab`.
+        candidates: ids that a vocabulary could hold, such as those a head was trained on; the baseline takes the first
+            of them. Default all.
+
+    Raises:
+        TokenizerError: vocabulary and counts belong to different tokenizers.
+        UsageError: a size outside what the vocabulary ranks.
+        VocabularyError: a source without tokens.
+    """
+    known = vocab.provenance.get("tokenizer_hash")
+    if known is not None and counts.tokenizer_hash is not None and known != counts.tokenizer_hash:
+        raise TokenizerError(
+            f"The vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
+            "Count with the vocabulary's tokenizer."
+        )
+    shown, grid = _sizes(vocab, sizes)
+    length = max(vocab.target_vocab, counts.vocab_size)
+    buckets = _buckets(vocab.target_ids, grid, length)
+    baseline = _buckets(_first_ids(vocab, candidates), grid, length)
+    draft_vocab = vocab.size if draft_vocab is None else draft_vocab
+    shares = source_shares(counts, weights)
+    measured = [
+        _measure_source(source, float(share), buckets, baseline, len(grid))
+        for source, share in zip(counts.sources, shares, strict=True)
+    ]
+    if len(measured) > 1:
+        measured.append(_weighted_mean(measured))
+    return CoverageReport(
+        draft_vocab=draft_vocab,
+        target_vocab=vocab.target_vocab,
+        sizes=grid,
+        shown=shown,
+        sources=tuple(measured),
+        uncounted=_uncounted(vocab, counts, draft_vocab),
+        warnings=tuple(_warnings(measured, grid.index(draft_vocab), draft_vocab)),
+    )
+
+
+def _uncounted(vocab: DraftVocab, counts: TokenCounts, size: int) -> int:
+    """Return how many of the first ids, forced ones aside, no source counted."""
+    chosen = vocab.target_ids[vocab.num_forced : size]
+    counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
+    return len(chosen) - int(counted[chosen[chosen < len(counted)]].sum())
+
+
+def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes to show and all sizes to measure, both ascending, the vocabulary's own among them."""
+    smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
+    if sizes is not None:
+        wrong = [size for size in sizes if not smallest <= size <= vocab.size]
+        if wrong:
+            raise UsageError(
+                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.", option="--sizes"
+            )
+        shown = tuple(sorted({int(size) for size in sizes}))
+    else:
+        powers = {1 << exponent for exponent in range(10, 21) if smallest <= 1 << exponent < vocab.size}
+        shown = tuple(sorted({*powers, vocab.size}))
+    start = min(max(smallest, 256), vocab.size)
+    curve = np.unique(np.geomspace(start, vocab.size, _CURVE_POINTS).round().astype(int)).tolist()
+    # geomspace may round its last point below the size it was given.
+    inside = {size for size in curve if smallest <= size <= vocab.size}
+    return shown, tuple(sorted({*inside, *shown, vocab.size}))
+
+
+def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDArray[np.int64]:
+    """Return for every id the position of the first size that covers it, int64 [length]; len(sizes) for none."""
+    rank = np.full(length, len(order) + max(sizes), np.int64)
+    rank[order] = np.arange(len(order))
+    return np.searchsorted(np.asarray(sizes), rank, side="right").astype(np.int64)
+
+
+def _first_ids(vocab: DraftVocab, candidates: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Return the order of the baseline: the vocabulary's forced ids, then all other candidates ascending."""
+    forced = vocab.target_ids[: vocab.num_forced] if vocab.ranked else vocab.target_ids[:0]
+    rest = np.full(vocab.target_vocab, candidates is None)
+    rest[[] if candidates is None else candidates] = True
+    rest[forced] = False
+    return np.concatenate([forced, np.flatnonzero(rest)])
+
+
+def _measure_source(
+    source: SourceCounts, share: float, buckets: NDArray[np.int64], baseline: NDArray[np.int64], num_sizes: int
+) -> SourceCoverage:
+    """Measure one source on its held-out documents, or else on its counts as if they were one document."""
+    part: Part = "held-out"
+    if source.held_out is not None and source.held_out.num_tokens:
+        token_ids, lengths = source.held_out.token_ids, np.diff(source.held_out.doc_offsets)
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        covered = _covered(owner, buckets[token_ids], None, len(lengths), num_sizes)
+        by_baseline = _covered(owner, baseline[token_ids], None, len(lengths), num_sizes).sum(axis=0)
+    else:
+        part, lengths = "counted", np.array([source.counts.sum()])
+        owner = np.zeros(len(source.counts), np.int64)
+        covered = _covered(owner, buckets[: len(source.counts)], source.counts, 1, num_sizes)
+        by_baseline = _covered(owner, baseline[: len(source.counts)], source.counts, 1, num_sizes)[0]
+    tokens = int(lengths.sum())
+    if tokens == 0:
+        raise VocabularyError(f"source {source.name!r}: there are no tokens to measure coverage on.")
+    return SourceCoverage(
+        name=source.name,
+        weight=share,
+        part=part,
+        documents=len(lengths) if part == "held-out" else 0,
+        tokens=tokens,
+        coverage=covered.sum(axis=0) / tokens,
+        error=_standard_error(covered, lengths),
+        baseline=by_baseline / tokens,
+    )
+
+
+def _covered(
+    owner: NDArray[np.int64],
+    buckets: NDArray[np.int64],
+    times: NDArray[np.int64] | None,
+    documents: int,
+    num_sizes: int,
+) -> NDArray[np.float64]:
+    """Return how many tokens of each document each size covers, float64 [documents, sizes].
+
+    `owner` and `buckets` [tokens] are the document of each token and the position of the first size that covers it,
+    `times` [tokens] how often it occurs (once, by default).
+    """
+    cells = owner * (num_sizes + 1) + buckets
+    hits = np.bincount(cells, times, minlength=documents * (num_sizes + 1)).reshape(documents, num_sizes + 1)
+    return np.cumsum(hits, axis=1)[:, :num_sizes].astype(np.float64)
+
+
+def _standard_error(covered: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """Return the standard error of covered tokens over all tokens, float64 [sizes]; None for fewer than two documents.
+
+    Tokens of one document resemble each other, so documents are the sample: the ratio estimator's linearised variance
+    (Cochran, Sampling Techniques, 1977, section 6.4), n / (n - 1) · Σ (covered - ratio · length)² / (Σ length)².
+
+    Args:
+        covered: tokens of each document that each size covers, float64 [documents, sizes].
+        lengths: tokens of each document, int64 [documents].
+    """
+    documents, tokens = len(lengths), lengths.sum()
+    if documents < 2:
+        return None
+    residuals = covered - covered.sum(axis=0) / tokens * lengths[:, None]
+    variance = documents / (documents - 1) * (residuals**2).sum(axis=0) / float(tokens) ** 2
+    error: NDArray[np.float64] = np.sqrt(variance)
+    return error
+
+
+def _weighted_mean(measured: Sequence[SourceCoverage]) -> SourceCoverage:
+    weights = np.array([entry.weight for entry in measured])
+    errors = [entry.error for entry in measured if entry.error is not None]
+    return SourceCoverage(
+        name=MEAN,
+        weight=1.0,
+        part="held-out" if all(entry.part == "held-out" for entry in measured) else "counted",
+        documents=sum(entry.documents for entry in measured),
+        tokens=sum(entry.tokens for entry in measured),
+        coverage=weights @ np.stack([entry.coverage for entry in measured]),
+        error=np.sqrt(weights**2 @ np.stack(errors) ** 2) if len(errors) == len(measured) else None,
+        baseline=weights @ np.stack([entry.baseline for entry in measured]),
+    )
+
+
+def _warnings(measured: Sequence[SourceCoverage], position: int, size: int) -> list[str]:
+    found = []
+    for entry in measured:
+        covered, first = entry.coverage[position], entry.baseline[position]
+        if covered < first:
+            subject = entry.name if entry.name == MEAN else f"source {entry.name!r}"
+            found.append(
+                f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of the first "
+                f"{size} ids, which need no corpus. Count text of this kind, or give it more weight"
+            )
+    counted = [entry.name for entry in measured if entry.part == "counted" and entry.name != MEAN]
+    if counted:
+        found.append(
+            f"coverage of {', '.join(repr(name) for name in counted)} is measured on the counted text itself, because "
+            "nothing was held out: it is optimistic"
+        )
+    return found
+
+
+def plot_coverage(report: CoverageReport, path: str | Path) -> None:
+    """Write the coverage plot of a report as PNG, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_file(path, render_coverage(report))
+
+
+def render_coverage(report: CoverageReport) -> bytes:
+    """Return the coverage plot as PNG bytes; the same report gives the same bytes.
+
+    One curve per source with its 95% interval, and dashed in the same colour the no-corpus baseline of the first ids.
+    Both axes are logarithmic; the vertical one is the share of tokens missed, less is higher.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.style import context
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
+
+    # The user's matplotlibrc must not change the bytes.
+    with context("default"):
+        figure = Figure(figsize=(8.0, 5.0), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for source in report.sources:
+            name = f"{source.name} ({source.part})"
+            (line,) = axes.plot(report.sizes, _miss(source.coverage), linewidth=2, label=name)
+            axes.plot(report.sizes, _miss(source.baseline), color=line.get_color(), linewidth=1, linestyle="--")
+            if source.low is not None and source.high is not None:
+                low, high = _miss(source.high), _miss(source.low)
+                axes.fill_between(report.sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.plot([], [], color="0.35", linewidth=1, linestyle="--", label="first N ids, no corpus")
+        axes.axvline(report.draft_vocab, color="0.6", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axes.set_yscale("log")
+        axes.set_ylim(1.0, max(axes.get_ylim()[0], _SMALLEST_MISS))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda miss, _: f"{100 * miss:.4g}%"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("draft vocabulary size N (ids)")
+        axes.set_ylabel("tokens missed (log scale, less is higher)")
+        axes.set_title(f"Coverage of a draft vocabulary of {report.draft_vocab:,} in {report.target_vocab:,}")
+        axes.grid(color="0.9")
+        axes.legend(loc="best")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _miss(coverage: NDArray[np.float64]) -> NDArray[np.float64]:
+    # A logarithmic axis has no zero; a value far beyond its end is drawn instead.
+    return np.maximum(1.0 - coverage, _SMALLEST_MISS / 1000)
+
+
+def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:
+    return None if values is None else [round(float(value), 6) for value in values]
+
+
+def _thousands(value: int) -> str:
+    for limit, unit in ((1_000_000, "M"), (1_000, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return str(value)

@@ -1,0 +1,406 @@
+"""Counts → DraftVocab.
+
+Forced ids come first, by count descending and then by id; after them all other ids by weighted count descending, ties
+by id. One order serves every size, so vocabularies are nested. Counts (id: count) 0: 5, 1: 9, 2: 9, 3: 0, 4: 7 with
+forced id 3 rank as 3, 1, 2, 4, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .counting.counts import TokenCounts
+from .errors import UsageError, VocabularyError
+from .tokenizer.forced import ForcedIds, forced_ids
+from .tokenizer.load import check_tokenizer
+from .tokenizer.tokenizer import LoadedTokenizer
+from .vocabulary import COUNTED_IDS, TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank, uncounted_warning
+
+ROUND_TO = 64
+"""Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
+
+Part = Literal["held-out", "counted"]
+
+
+def rank_vocabulary(
+    counts: TokenCounts,
+    size: int | None = None,
+    coverage: float | None = None,
+    tokenizer: LoadedTokenizer | None = None,
+    forced: ForcedIds | Sequence[int] | None = None,
+    target_vocab: int | None = None,
+    candidates: ArrayLike | DraftVocab | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> DraftVocab:
+    """Rank the vocabulary by counted text and cut it to a size.
+
+    Args:
+        counts: counts by target id, with or without a held-out part.
+        size: number of ids N, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
+        coverage: find the size instead: the smallest one that covers this share of the held-out tokens (of the
+            counted ones where nothing was held out; the provenance says which), sources weighted as in the ranking,
+            rounded up to a multiple of 64 and capped at what can be chosen.
+        tokenizer: the target's tokenizer; gives the real ids and, unless `forced` is given, the forced ones.
+        forced: ids that must be in, overriding the tokenizer's; a plain sequence of ids has no reasons.
+        target_vocab: rows of the target's LM head; ids from there on are never chosen. Default: `counts.vocab_size`.
+        candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
+            and never added; N may equal their number.
+        weights: share of each source by name, overriding the counts' own weights.
+
+    Raises:
+        UsageError: size and coverage together, N below the forced ids or not below the
+            real tokens, a coverage that no allowed size reaches.
+        TokenizerError: the counts or the candidates were made with another tokenizer.
+        VocabularyError: candidate ids break a rule.
+    """
+    if size is not None and coverage is not None:
+        raise UsageError("A size and a coverage exclude each other: give only one of them.", option="--coverage")
+    provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
+    if target_vocab is None:
+        target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
+    warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
+    beyond = sum(int(source.counts[target_vocab:].sum()) for source in counts.sources)
+    if beyond:
+        warnings.append(
+            f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
+        )
+    pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, warnings)
+    score = np.zeros(max(target_vocab, counts.vocab_size))
+    score[: counts.vocab_size] = counts.weighted(weights)
+    order = pool.order_by_score(score)
+    if counts.tokenizer_hash is not None:
+        provenance["tokenizer_hash"] = counts.tokenizer_hash
+    if coverage is not None:
+        size, account = _size_for_coverage(counts, weights, order, coverage, pool)
+        provenance["size_from_coverage"] = account
+        if account["measured_on"] == "counted":
+            warnings.append(
+                "the size for --coverage was found on the counted text itself, because nothing was held out: other "
+                "text will be covered less. Count with a held-out part"
+            )
+    provenance[COUNTED_IDS] = int((score[order[len(pool.forced) : size]] > 0).sum())
+    vocab = pool.cut(order, size, provenance)
+    # All ids together are ranked to be cut later: only a size that was asked for is warned about.
+    warnings.extend(uncounted_warning(vocab) if size is not None else ())
+    return vocab
+
+
+def rank_by_order(
+    order: ArrayLike | DraftVocab | None = None,
+    size: int | None = None,
+    tokenizer: LoadedTokenizer | None = None,
+    forced: ForcedIds | Sequence[int] | None = None,
+    target_vocab: int | None = None,
+    candidates: ArrayLike | DraftVocab | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> DraftVocab:
+    """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
+
+    Forced ids come first, in that order. Those that the order lacks are added, displacing its last ids, with a
+    warning. `order=None` is `--order ids`: id order, which for BPE is merge order and needs no corpus.
+
+    Args:
+        order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
+            real ids ascending.
+        size: number of ids N, kept exactly; default all of the order (all rankable ids for None).
+        tokenizer: as in `rank_vocabulary`.
+        forced: as in `rank_vocabulary`.
+        target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
+        candidates: as in `rank_vocabulary`.
+        provenance: where the order came from.
+
+    Raises:
+        UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
+        VocabularyError: ids of the order break a rule.
+        TokenizerError: the order, or the candidates, are a vocabulary that was made with another tokenizer.
+    """
+    found: dict[str, Any] = {}
+    if target_vocab is None:
+        if tokenizer is None:
+            raise UsageError(
+                "Ranking by order needs the tokenizer or the size of the target's vocabulary.", option="--tokenizer"
+            )
+        target_vocab, found[TARGET_VOCAB_FROM] = tokenizer.vocab_size, "tokenizer"
+    if tokenizer is not None:
+        found["tokenizer_hash"] = tokenizer.tokenizer_hash
+    warnings: list[str] = []
+    if isinstance(order, DraftVocab):
+        _check_made_with(order, tokenizer, "the vocabulary")
+        warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
+        order = order.target_ids
+    pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)
+    if order is None:
+        ranked = pool.order_by_score(np.zeros(target_vocab))
+        found["method"] = "ids"
+    else:
+        ranked, size = _follow(order, size, pool, warnings)
+        found["method"] = "token map"
+    return pool.cut(ranked, size, {**found, **(provenance or {})})
+
+
+def check_coverage(coverage: float) -> None:
+    """Raise UsageError for a number that is not a share of tokens."""
+    if not 0 < coverage <= 1:
+        raise UsageError(
+            f"A coverage of {coverage} is not a share of tokens: give a number above 0 and at most 1.",
+            option="--coverage",
+        )
+
+
+def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+    """Return the share of each source in a weighted mean, float64 [sources], 1 in sum."""
+    given = np.array(list(counts.source_weights(weights).values()), np.float64)
+    shares: NDArray[np.float64] = given / given.sum()
+    return shares
+
+
+def tokens_for_sizing(
+    counts: TokenCounts, weights: Mapping[str, float] | None = None
+) -> tuple[NDArray[np.float64], Part]:
+    """Return the weighted share of every id in the text that coverage is about, float64 [vocab], and which text it is.
+
+    It is the held-out text, if every source with a weight above 0 has some, else the counted one. Sources without a
+    token are left out, as in `TokenCounts.weighted`.
+    """
+    shares = source_shares(counts, weights)
+    parts = [
+        np.zeros(counts.vocab_size, np.int64)
+        if source.held_out is None
+        else np.bincount(source.held_out.token_ids, minlength=counts.vocab_size)
+        for source in counts.sources
+    ]
+    part: Part = "held-out"
+    if any(share > 0 and not held_out.any() for share, held_out in zip(shares, parts, strict=True)):
+        parts, part = [source.counts for source in counts.sources], "counted"
+    shares = shares * [bool(tokens.any()) for tokens in parts]
+    if not shares.any():
+        raise VocabularyError("No source with a weight above 0 holds a token. Count some text first.")
+    mixed = np.zeros(counts.vocab_size, np.float64)
+    for share, tokens in zip(shares / shares.sum(), parts, strict=True):
+        if share > 0:
+            mixed += share * (tokens / tokens.sum())
+    return mixed, part
+
+
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """The ids that may be chosen, and those that must be.
+
+    Attributes:
+        ids: may be chosen, int64 [pool], ascending: the tokenizer's ids that the target has rows for, and that the
+            head was trained on.
+        forced: must be, int64 [forced], ascending, all in `ids`.
+        reasons: why, by id.
+        target_vocab: rows of the target's LM head.
+        trained: how many ids the head was trained on, None for a head without a map.
+        untrained: forced ids that the head never trained.
+        warnings: for the user; more are added on the way.
+    """
+
+    ids: NDArray[np.int64]
+    forced: NDArray[np.int64]
+    reasons: Mapping[int, str]
+    target_vocab: int
+    trained: int | None
+    untrained: list[int]
+    warnings: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: LoadedTokenizer | None,
+        num_counts: int,
+        target_vocab: int,
+        candidates: ArrayLike | DraftVocab | None,
+        forced: ForcedIds | Sequence[int] | None,
+        warnings: list[str],
+    ) -> _Pool:
+        """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
+        if target_vocab < 1:
+            raise UsageError(
+                f"target_vocab: expected the number of rows of the target's LM head, found {target_vocab}.",
+                option="--target-vocab",
+            )
+        real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
+        real = real[real < target_vocab]
+        if forced is None:
+            forced = () if tokenizer is None else forced_ids(tokenizer)
+        reasons: Mapping[int, str] = {}
+        if isinstance(forced, ForcedIds):
+            reasons, wanted = forced.reasons, forced.ids
+            warnings.extend(forced.warnings)
+        else:
+            wanted = np.unique(np.array([index(token_id) for token_id in forced], np.int64))
+        outside = wanted[~np.isin(wanted, real)]
+        if len(outside) and not isinstance(forced, ForcedIds):
+            raise UsageError(
+                f"Forced id {outside[0]} is not a token of the target's vocabulary of {target_vocab}.",
+                option="--force-id",
+            )
+        if len(outside):
+            warnings.append(
+                f"{len(outside)} forced ids are outside the target's vocabulary of {target_vocab} and left out: "
+                f"{_some(outside)}"
+            )
+            wanted = wanted[np.isin(wanted, real)]
+        if candidates is None:
+            return cls(real, wanted, reasons, target_vocab, None, [], warnings)
+        if isinstance(candidates, DraftVocab):
+            _check_made_with(candidates, tokenizer, "the candidates")
+            candidates = candidates.ascending_ids
+        trained = check_ids(candidates, target_vocab, "ids the head was trained on")
+        pool = real[np.isin(real, trained)]
+        if len(pool) < len(trained):
+            warnings.append(
+                f"{len(trained) - len(pool)} of the {len(trained)} ids that the head was trained on belong to no token"
+            )
+        untrained = wanted[~np.isin(wanted, pool)]
+        if len(untrained):
+            warnings.append(
+                f"{len(untrained)} forced ids were never trained in this head and are not added: {_some(untrained)}"
+            )
+        kept = wanted[np.isin(wanted, pool)]
+        return cls(pool, kept, reasons, target_vocab, len(trained), untrained.tolist(), warnings)
+
+    def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return all ids of the pool: forced first, then by score descending, ties by id."""
+        is_other = ~np.isin(self.ids, self.forced)
+        # lexsort's last key is the first in importance.
+        ordered: NDArray[np.int64] = self.ids[np.lexsort((self.ids, -score[self.ids], is_other))]
+        return ordered
+
+    @property
+    def largest_size(self) -> int:
+        """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
+        return len(self.ids) if self.trained is not None else len(self.ids) - 1
+
+    def cut(self, order: NDArray[np.int64], size: int | None, provenance: dict[str, Any]) -> DraftVocab:
+        """Take the first N of an order and record how it came about."""
+        if size is None:
+            size = len(order)
+        else:
+            self.check_size(size)
+        # A size that was found for a coverage is a multiple, or as large as it can be.
+        if size % ROUND_TO and size < len(self.ids) and "size_from_coverage" not in provenance:
+            self.warnings.append(
+                f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving "
+                f"engines pad it, and tensor parallelism needs a multiple (the next is {_round_up(size)})"
+            )
+        provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
+        if self.trained is not None:
+            provenance["trained_ids"] = self.trained
+            provenance["forced_but_untrained"] = self.untrained
+        provenance["warnings"] = self.warnings
+        return DraftVocab(order[:size], len(self.forced), self.target_vocab, provenance)
+
+    def check_size(self, size: int) -> None:
+        """Raise UsageError for a size that no order of these ids has."""
+        if size < 1:
+            problem = "is too small: at least one id is needed."
+        elif size < len(self.forced):
+            problem = (
+                f"is smaller than the {len(self.forced)} forced ids (end of turn, chat markers, single bytes). "
+                f"Ask for at least {len(self.forced)}."
+            )
+        elif self.trained is not None and size > len(self.ids):
+            problem = (
+                f"was asked for, but the head has rows for {self.trained} ids only ({len(self.ids)} of them usable), "
+                f"and others cannot be made up. Ask for at most {len(self.ids)}."
+            )
+        elif self.trained is None and size >= len(self.ids):
+            problem = (
+                f"is not smaller than the {len(self.ids)} real tokens of the target. Ask for fewer, or convert with "
+                "`--draft-vocab full`, which writes the whole head without a map."
+            )
+        else:
+            return
+        raise UsageError(f"A draft vocabulary of {size} {problem}")
+
+
+def _size_for_coverage(
+    counts: TokenCounts, weights: Mapping[str, float] | None, order: NDArray[np.int64], coverage: float, pool: _Pool
+) -> tuple[int, dict[str, Any]]:
+    """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
+    check_coverage(coverage)
+    tokens, part = tokens_for_sizing(counts, weights)
+    held = np.zeros(max(pool.target_vocab, len(tokens)), np.float64)
+    held[: len(tokens)] = tokens
+    reached = np.cumsum(held[order])
+    # Sums of float64 shares are a few ulps off the exact figure.
+    enough = np.flatnonzero(reached >= coverage - 1e-12)
+    if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
+        raise UsageError(
+            f"A coverage of {coverage} of the {part} tokens cannot be reached: the largest draft vocabulary, "
+            f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}.",
+            option="--coverage",
+        )
+    smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
+    size = min(_round_up(smallest), pool.largest_size)
+    account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
+    return size, account
+
+
+def _follow(
+    order: ArrayLike, size: int | None, pool: _Pool, warnings: list[str]
+) -> tuple[NDArray[np.int64], int | None]:
+    """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
+    order = check_ids(order, pool.target_vocab, "token map")
+    usable = order[np.isin(order, pool.ids)]
+    # Those behind the size asked for would not be taken anyway.
+    gone = order[:size][~np.isin(order[:size], pool.ids)]
+    if len(gone):
+        why = "belong to no token" if pool.trained is None else "have no row in this head or belong to no token"
+        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {_some(gone)}")
+    missing = pool.forced[~np.isin(pool.forced, usable)]
+    if len(missing):
+        warnings.append(
+            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: {_some(missing)}"
+        )
+    is_forced = np.isin(usable, pool.forced)
+    ranked = np.concatenate([usable[is_forced], missing, usable[~is_forced]])
+    if size is None:
+        size = min(max(len(usable), len(pool.forced)), pool.largest_size)
+    elif size > len(ranked):
+        pool.check_size(size)
+        why = f" ({'; '.join(warnings)})" if warnings else ""
+        raise UsageError(
+            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}. Ask for "
+            f"at most {len(ranked)}."
+        )
+    elif size < len(usable):
+        warnings.extend(doubts_of_rank(order, size))
+    return ranked, size
+
+
+def _check_made_with(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, where: str) -> None:
+    """Raise TokenizerError for a vocabulary, named by `where`, that records another tokenizer than the one given."""
+    made_with = vocab.provenance.get("tokenizer_hash")
+    if tokenizer is not None and made_with is not None:
+        check_tokenizer(tokenizer, made_with, where)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ROUND_TO) * ROUND_TO
+
+
+def _some(ids: NDArray[np.int64]) -> str:
+    shown = ", ".join(str(token_id) for token_id in ids[:8].tolist())
+    return shown + (", ..." if len(ids) > 8 else "")
+
+
+def _describe(counts: TokenCounts, weights: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": source.name,
+            "weight": weight,
+            "tokens": int(source.counts.sum()),
+            "provenance": dict(source.provenance),
+        }
+        for source, weight in zip(counts.sources, counts.source_weights(weights).values(), strict=True)
+    ]

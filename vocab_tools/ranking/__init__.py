@@ -1,1 +1,0 @@
-"""Token counts in, a ranked draft vocabulary out, and what it covers."""

@@ -1,0 +1,420 @@
+"""Token maps: which target id a draft row stands for, in the forms of published heads and of other tools' files.
+
+    format       file                     content                                            read and written by
+    freq         freq_N.pt                list[int] or int64 tensor, ids in rank order       FR-Spec, SGLang
+    vllm         NAME.json or NAME.pt     flat list of ids in rank order                     vLLM `draft_token_map`
+    safetensors  NAME.safetensors         tensors d2t and, mostly, t2d; others are ignored   heads, SafeAILab's form
+    json         NAME.json                our own form, with provenance                      eagle-slim
+
+Read alone: ids as text (NAME.txt, NAME.csv), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt`
+file, a bare tensor in a `.pt` file whose name begins with d2t, the folder of a head, and an artifact, whose manifest
+has the rank order.
+
+d2t and t2d come in two published forms. Offset form (SafeAILab, vLLM, SGLang): `target_id = row + d2t[row]`. Absolute
+form: `target_id = d2t[row]`, which no engine reads, though files with it exist. Ids (1, 4, 5) in a vocabulary of 6:
+
+    d2t, offset form      (1, 3, 3)
+    d2t, absolute form    (1, 4, 5)
+    t2d                   (F, T, F, F, T, T)
+
+`t2d` is the membership mask over the target's vocabulary, and `nonzero(t2d) == d2t + arange` when rows ascend. d2t is
+written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a vocabulary
+read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import pickle
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import UsageError, VocabularyError, errors_of
+from .files import check_named, read_json, regular_file, write_file
+from .vocabulary import TARGET_VOCAB_FROM, DraftVocab, check_ids, is_native, whole_numbers
+
+D2TForm = Literal["offset", "absolute"]
+MapFormat = Literal["freq", "vllm", "safetensors", "json"]
+FORMATS: tuple[MapFormat, ...] = get_args(MapFormat)
+
+_PICKLES = (".pt", ".pth", ".bin")
+_ENDINGS: dict[MapFormat, tuple[str, ...]] = {
+    "freq": _PICKLES,
+    "vllm": (".json", *_PICKLES),
+    "safetensors": (".safetensors",),
+    "json": (".json",),
+}
+_MANIFEST_NAME = "eagle_slim.json"
+
+# The option of eagle-convert is about the head's own map.
+_OF_A_FILE = " (where this is a token map's own file, of eagle-vocab import)"
+
+
+def d2t_from_ids(target_ids: ArrayLike) -> NDArray[np.int64]:
+    """Return the offset form of a map, int64 [draft_vocab], for the target id of each row in row order."""
+    ids = np.asarray(target_ids, np.int64)
+    return ids - np.arange(len(ids), dtype=np.int64)
+
+
+def t2d_from_ids(target_ids: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
+    """Return the membership mask, bool [target_vocab].
+
+    Raises:
+        VocabularyError: duplicate or out-of-range ids.
+    """
+    ids = check_ids(target_ids, target_vocab, "t2d")
+    mask = np.zeros(target_vocab, np.bool_)
+    mask[ids] = True
+    return mask
+
+
+def ids_from_d2t(
+    d2t: ArrayLike, t2d: ArrayLike | None = None, form: D2TForm | None = None, *, target_vocab: int
+) -> NDArray[np.int64]:
+    """Return the target id of each row, int64 [draft_vocab], in row order.
+
+    `t2d` shows which form a map has. Without it, repeated or negative values mean offsets; values that are all distinct
+    and valid as ids look absolute, and are refused unless `form` says which it is. (Offsets of
+    ascending ids never fall, so without a repeat every step must skip an id; a map such as (0, 1, 2, ...) reads
+    either way.)
+
+    Args:
+        d2t: integers [draft_vocab].
+        t2d: mask [target_vocab], bool or 0/1 integers.
+        form: "offset" or "absolute" where the map does not show it; it must still agree with `t2d`.
+        target_vocab: size of the target's vocabulary.
+
+    Raises:
+        VocabularyError: the map is ambiguous, contradicts `t2d`, or holds duplicate or out-of-range ids.
+    """
+    values = whole_numbers(np.asarray(d2t), "d2t")
+    if len(values) == 0:
+        raise VocabularyError("d2t: there are no rows.")
+    ids = values + np.arange(len(values), dtype=np.int64)
+    if t2d is not None:
+        form = _form_by_mask(values, ids, _mask(t2d, target_vocab), form)
+    elif form is None and len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < target_vocab:
+        raise VocabularyError(
+            f"d2t: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
+            "engines expect offsets (target_id = row + d2t[row]), and there is no t2d to decide. "
+            f"Say which it is with --d2t-form absolute or --d2t-form offset{_OF_A_FILE}.",
+            option="--d2t-form",
+        )
+    return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
+
+
+def _mask(t2d: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
+    mask: NDArray[Any] = np.asarray(t2d)
+    if mask.shape != (target_vocab,):
+        raise VocabularyError(f"t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].")
+    if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
+        raise VocabularyError("t2d: expected a mask of booleans, or of 0 and 1.")
+    return mask.astype(np.bool_)
+
+
+def _form_by_mask(
+    values: NDArray[np.int64], offset_ids: NDArray[np.int64], mask: NDArray[np.bool_], form: D2TForm | None
+) -> D2TForm:
+    """Return the form in which d2t reaches just the ids that t2d marks."""
+    expected = np.flatnonzero(mask)
+    candidates: dict[D2TForm, NDArray[np.int64]] = {"offset": offset_ids, "absolute": values}
+    fitting = [name for name, ids in candidates.items() if np.array_equal(np.sort(ids), expected)]
+    if not fitting:
+        raise VocabularyError(
+            f"d2t and t2d disagree: t2d marks {len(expected)} ids, and the {len(values)} rows of d2t reach "
+            "them neither as offsets nor as absolute ids. The file is damaged, or its maps are of two models."
+        )
+    if form is not None and form not in fitting:
+        raise VocabularyError(f"--d2t-form {form} was given, but t2d shows the {fitting[0]} form.", option="--d2t-form")
+    if fitting == ["absolute"] and form is None:
+        raise VocabularyError(
+            "d2t holds absolute ids (t2d shows it), where engines expect offsets "
+            f"(target_id = row + d2t[row]). Accept it with --d2t-form absolute{_OF_A_FILE}.",
+            option="--d2t-form",
+        )
+    return form or fitting[0]
+
+
+def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form: D2TForm | None = None) -> DraftVocab:
+    """Read a token map; its content shows which format it has (see the top of this module).
+
+    Args:
+        path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
+        target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
+        d2t_form: how d2t is to be read when the file does not show it (see `ids_from_d2t`).
+
+    Returns:
+        The vocabulary, in the file's order for a list of ids and for rows that do not ascend.
+
+    Raises:
+        UsageError: the name is empty, or `d2t_form` is given for a map that is no d2t.
+        VocabularyError: missing, unreadable, a pickle that would run code, duplicates, ids out of range, a d2t in
+            absolute or undecidable form.
+    """
+    check_named(path)
+    path = Path(path)
+    source = _read(path)
+    if d2t_form is not None and (isinstance(source, DraftVocab) or source.d2t is None):
+        raise UsageError(f"{path}: --d2t-form is for a d2t, and this map lists ids. Leave it out.", option="--d2t-form")
+    with errors_of(path):
+        if isinstance(source, DraftVocab):
+            return source if target_vocab is None else source.for_target(target_vocab)
+        provenance = {"method": "token map", "file": path.name}
+        if source.d2t is None:
+            return _from_ids(whole_numbers(source.ids, "ids"), target_vocab, provenance)
+        return _from_d2t(whole_numbers(source.d2t, "d2t"), source.t2d, target_vocab, d2t_form, provenance)
+
+
+def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
+    ids, provenance["warnings"] = _without_appended(ids)
+    if target_vocab is None:
+        target_vocab = int(ids.max(initial=0)) + 1
+        provenance[TARGET_VOCAB_FROM] = "largest id"
+    return DraftVocab(ids, 0, target_vocab, {**provenance, "form": "ids in rank order"})
+
+
+def _without_appended(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
+    """Drop what FR-Spec's script repeats, and say so.
+
+    For a tokenizer that puts a BOS before what it encodes, the script takes [BOS, EOS] for the EOS and appends both to
+    a list that holds BOS, and perhaps EOS, already: asked for r ids, it writes r + 1 entries, at most r of them
+    different.
+    """
+    _, first = np.unique(ids, return_index=True)
+    repeated = np.setdiff1d(np.arange(len(ids)), first)
+    if len(ids) - 2 not in repeated or len(repeated) > 2 or repeated[0] < len(ids) - 2:
+        return ids, []
+    again = " and ".join(f"id {token_id}" for token_id in ids[repeated].tolist())
+    warning = (
+        f"the token map has {len(ids)} entries, with {again} twice, as FR-Spec's script writes it for tokenizers "
+        f"that add a BOS; the first occurrence is kept, which leaves {len(first)} ids"
+    )
+    return np.delete(ids, repeated), [warning]
+
+
+def _from_d2t(
+    rows: NDArray[np.int64],
+    t2d: NDArray[Any] | None,
+    target_vocab: int | None,
+    form: D2TForm | None,
+    provenance: dict[str, Any],
+) -> DraftVocab:
+    if target_vocab is None and t2d is not None:
+        target_vocab = len(t2d)
+    if target_vocab is None:
+        # Large enough for either form; the real range is not known, so only duplicates can be found.
+        ids = ids_from_d2t(rows, None, form, target_vocab=int(rows.max(initial=0)) + len(rows) + 1)
+        target_vocab = int(ids.max()) + 1
+        provenance[TARGET_VOCAB_FROM] = "largest id"
+    else:
+        ids = ids_from_d2t(rows, t2d, form, target_vocab=target_vocab)
+    ascending = bool(np.all(np.diff(ids) > 0))
+    provenance["form"] = "d2t, rows ascending" if ascending else "d2t, rows in rank order"
+    return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
+
+
+@dataclass(frozen=True, eq=False)
+class _Map:
+    """The content of a file: ids in rank order, or d2t with or without t2d."""
+
+    ids: Any = None
+    d2t: Any = None
+    t2d: NDArray[Any] | None = None
+
+
+def _read(path: Path) -> DraftVocab | _Map:
+    if path.is_dir():
+        if (path / _MANIFEST_NAME).is_file():
+            return _read_artifact(path)
+        if (path / "model.safetensors").is_file():
+            return _read_safetensors(path / "model.safetensors")
+        raise VocabularyError(f"{path}: a folder without model.safetensors. Name the token map's file.")
+    regular_file(path, VocabularyError, "token map")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix in _PICKLES:
+        value = read_pickle(path)
+    elif path.suffix == ".json" or _starts_as_json(path):
+        value = read_json(path, VocabularyError)
+    elif path.suffix in (".txt", ".csv"):
+        value = _read_text(path)
+    else:
+        endings = ".pt, .pth, .bin, .safetensors, .json or .txt"
+        raise VocabularyError(f"{path}: a token map ends in {endings}, not {path.suffix or 'nothing'!r}.")
+    if is_native(value):
+        return DraftVocab.from_json(value, str(path))
+    if isinstance(value, dict):
+        return _from_mapping(value, path)
+    if isinstance(value, np.ndarray) and path.name.startswith("d2t"):
+        return _Map(d2t=value)
+    return _Map(ids=value)
+
+
+def _starts_as_json(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")
+
+
+def _read_text(path: Path) -> list[int]:
+    """Read ids as text, separated by spaces, commas or the ends of lines."""
+    parts = path.read_text(encoding="utf-8-sig", errors="replace").replace(",", " ").split()
+    wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
+    if wrong is not None:
+        raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
+    return [int(part) for part in parts]
+
+
+def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
+    if "token_ids" in value:
+        return _Map(ids=value["token_ids"])
+    if "d2t" in value:
+        t2d = value.get("t2d")
+        return _Map(d2t=value["d2t"], t2d=None if t2d is None else np.asarray(t2d))
+    keys = ", ".join(repr(key) for key in list(value)[:5])
+    raise VocabularyError(
+        f"{path}: expected a list of ids, token_ids, or d2t (and t2d); found an object with keys {keys}."
+    )
+
+
+def _read_artifact(path: Path) -> DraftVocab:
+    """Read the rank order that the manifest of an artifact keeps, with its forced ids."""
+    where = str(path / _MANIFEST_NAME)
+    manifest = read_json(where, VocabularyError)
+    wanted = {"rank_order_ids": list, "num_forced": int, "target_vocab": int}
+    for key, kind in wanted.items():
+        if not isinstance(manifest, dict) or type(manifest.get(key)) is not kind:
+            raise VocabularyError(f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks.")
+    provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
+    if not isinstance(provenance, dict):
+        raise VocabularyError(f"{where}: vocabulary: expected an object, found {type(provenance).__name__}.")
+    with errors_of(where):
+        ids = whole_numbers(manifest["rank_order_ids"], "rank_order_ids")
+        return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
+
+
+def _read_safetensors(path: Path) -> _Map:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            names = list(file.keys())
+            found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
+            if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:
+                what = ", ".join(found["d2t"] + found["t2d"]) or "neither d2t nor t2d"
+                raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}.")
+            d2t = file.get_tensor(found["d2t"][0])
+            t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
+    # numpy does not know bfloat16 and raises a TypeError.
+    except (SafetensorError, OSError, TypeError) as error:
+        raise VocabularyError(f"{path}: not a readable safetensors file: {error}.") from error
+    return _Map(d2t=d2t, t2d=t2d)
+
+
+def read_pickle(path: Path) -> Any:
+    """Read a `.pt` file without running anything in it; tensors become numpy arrays.
+
+    Raises:
+        VocabularyError: damaged, or it holds more than lists and tensors.
+    """
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            # torch warns about odd pickle protocols; whatever it returns is checked below.
+            warnings.simplefilter("ignore", UserWarning)
+            value = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise VocabularyError(
+            f"{path}: refused, because the pickle holds more than lists and tensors and could run code when loaded "
+            f"({_first_line(error)}). Ask its author for a plain list of ids."
+        ) from error
+    # torch's reader raises all kinds of errors on a damaged file: struct.error, AssertionError, KeyError, ...
+    except Exception as error:
+        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.") from error
+    if isinstance(value, dict):
+        return {key: _numpy(part) for key, part in value.items()}
+    return _numpy(value)
+
+
+def _numpy(value: Any) -> Any:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    # numpy does not know bfloat16; a float map is refused later, by its dtype.
+    plain = value.float() if value.dtype == torch.bfloat16 else value
+    return np.asarray(plain.detach().numpy())
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
+    """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
+
+    Args:
+        path: file to write.
+        format: one of `FORMATS`; by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
+
+    Raises:
+        UsageError: the format does not go with the file's ending, or the list formats are asked of ids without rank.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    format = format or format_of(path)
+    if format not in FORMATS:
+        raise UsageError(f"token map format {format!r}: expected one of {', '.join(FORMATS)}.", option="--format")
+    if path.suffix not in _ENDINGS[format]:
+        found = f"{path.suffix!r}" if path.suffix else "a name without ending"
+        raise UsageError(
+            f"{path}: format {format!r} is written to a file ending in {' or '.join(_ENDINGS[format])}, not {found}.",
+            option="--format",
+        )
+    if format in ("freq", "vllm") and not vocab.ranked:
+        raise UsageError(
+            f"Format {format!r} lists ids in rank order, but these come from a map in ascending order, which has none. "
+            "Rank them with counts first (`eagle-vocab rank --candidates`).",
+            option="--format",
+        )
+    write_file(path, _encode(vocab, format, path.suffix))
+
+
+def format_of(path: str | Path) -> MapFormat:
+    """Return the format that a file's ending stands for.
+
+    Raises:
+        UsageError: it stands for none.
+    """
+    suffix = Path(path).suffix
+    if suffix in _PICKLES:
+        return "freq"
+    for format in ("json", "safetensors"):
+        if suffix == f".{format}":
+            return format
+    raise UsageError(f"{path}: this name tells no token map format. Give one with --format.", option="--format")
+
+
+def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> bytes:
+    if format == "json":
+        return vocab.to_bytes()
+    if format == "safetensors":
+        from safetensors.numpy import save
+
+        ids = vocab.ascending_ids
+        maps = {"d2t": d2t_from_ids(ids), "t2d": t2d_from_ids(ids, vocab.target_vocab)}
+        return bytes(save(maps, metadata={"format": "pt"}))
+    if suffix == ".json":
+        return (json.dumps(vocab.target_ids.tolist()) + "\n").encode()
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(vocab.target_ids.tolist(), buffer)
+    return buffer.getvalue()
