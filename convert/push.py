@@ -42,7 +42,6 @@ def plan_upload(folder: Path | str) -> Upload:
             folder,
             f"not uploaded, as the audit fails: {failed[0].name}: {failed[0].detail}\n"
             "Convert the head again; eagle-verify shows every check.",
-            failed=[check.name for check in failed],
         )
     present = sorted(path.name for path in folder.iterdir())
     for name in own.intersection(present):

@@ -17,9 +17,9 @@ from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import check_named
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact.manifest import Manifest
@@ -73,9 +73,7 @@ class VocabRequest:
         }
         used = [name for name, is_used in given.items() if is_used]
         if len(used) > 1:
-            raise UsageError(
-                f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.", options=used
-            )
+            raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
         if self.weights and (self.token_map is not None or self.order is not None):
             raise UsageError(
                 "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
@@ -212,9 +210,7 @@ def make_ranking(
             advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
         else:
             advice = f"The target {target} has none beside it: name one with --tokenizer."
-        raise UsageError.at(
-            head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer", target=target
-        )
+        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer")
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
     assert tokenizer is not None
@@ -245,8 +241,6 @@ def make_ranking(
         raise MismatchError(
             f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
             "they were made with another tokenizer.\nCount with the target's own.",
-            expected=head.target_vocab,
-            found=counts.vocab_size,
         )
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)

@@ -103,6 +103,9 @@ def _coverage(coverage: Mapping[str, Any] | None) -> str:
 def _serving(manifest: Manifest, refused: Collection[str]) -> str:
     target = manifest.target.get("repo_id") or "TARGET"
     text = "## Serving\n\n`HEAD` is this repository or folder, `TARGET` the target model.\n"
+    if manifest.kind != "eagle3":
+        # SGLang refuses an EAGLE-1/2 head by its class name alone, of which the card tells.
+        refused = ()
     for title, command in _commands(manifest, target, refused).items():
         text += f"\n{title}:\n\n```bash\n{command}\n```\n"
     if manifest.kind == "eagle":

@@ -81,8 +81,6 @@ class Artifact:
                 self.folder,
                 f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
                 f"(the forced ids) to {len(ranked)} (its rows).",
-                least=self.num_forced,
-                most=len(ranked),
             )
         ids = np.sort(ranked[:draft_vocab])
         if self.head.kind == "eagle":
@@ -113,15 +111,11 @@ class Artifact:
                 raise ArtifactError.at(
                     path,
                     f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
-                    expected=entry.get("size_bytes"),
-                    found=size,
                 )
         head = open_head(source)
         problem = _disagreement(head, manifest)
         if problem is not None:
-            raise ArtifactError.at(
-                folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.", problem=problem
-            )
+            raise ArtifactError.at(folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.")
         return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
 
 

@@ -92,8 +92,6 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
             raise MismatchError(
                 f"{where}: {lm_head.name} has {found} {what}, the head {head.location} needs {wanted}.\n"
                 "This is not the target that the head was trained for: give that one with --target.",
-                tensor=lm_head.name,
-                found=found,
             )
     return replace(lm_head, where=where)
 
@@ -133,7 +131,5 @@ def all_ids(head: DraftHead) -> NDArray[np.int64]:
             head.location,
             f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
             f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
-            trained=head.draft_vocab,
-            rows=head.target_vocab,
         )
     return np.arange(head.target_vocab, dtype=np.int64)

@@ -119,17 +119,13 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
             raise MismatchError(
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
                 f"{_OTHER_TARGET}",
-                key=key,
-                expected=value,
-                found=found,
             )
     layers = target.num_layers
     if layers is not None and head.tap_layers and not all(0 <= layer <= layers for layer in head.tap_layers):
         raise MismatchError(
             f"head {head.location} reads the inputs of layers {list(head.tap_layers)}, but target {target.name} has "
             f"{layers} layers.\nName the right target with --target, or the layers with --tap-layers.",
-            layers=layers,
-            found=head.tap_layers,
+            option="--tap-layers",
         )
 
 
@@ -168,8 +164,6 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
             head.location,
             f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
             "Name the right one with --target or --tokenizer.",
-            expected=recorded,
-            found=tokenizer.tokenizer_hash,
         )
 
 
@@ -186,8 +180,6 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
             f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
             f"{target_vocab} rows.\n"
             "This is the tokenizer of another model: name the right one with --tokenizer or --target.",
-            expected=target_vocab,
-            found=tokenizer.vocab_size,
         )
 
 

@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 from eagle_slim.convert import MismatchError, UnsupportedHeadError, verify_artifact
-from eagle_slim.convert.conversion.gguf import add_gguf
 from safetensors.torch import load_file
 from support.conversion import by_map, convert
 from support.heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MIDDLE, TOKENS, VOCAB, random
@@ -81,9 +80,6 @@ def test_every_tensor_and_key_of_both_forms(tmp_path: Path, form: str) -> None:
     assert keys["general.architecture"] == "dflash"
     assert keys["tokenizer.ggml.mask_token_id"] == TOKENS - 1
     assert len(keys["tokenizer.ggml.tokens"]) == VOCAB
-    before = (folder / "model-bf16.gguf").read_bytes()
-    add_gguf(folder, ("bf16",), target=tmp_path / "target", force=True)
-    assert (folder / "model-bf16.gguf").read_bytes() == before
 
 
 def test_rope_as_transformers_5_writes_it_and_a_causal_block(tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import MismatchError, OutputExistsError, UnsupportedHeadError, VocabRequest, verify_artifact
+from eagle_slim.convert import MismatchError, UnsupportedHeadError, VocabRequest, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.convert.conversion import gguf as conversion_gguf
-from eagle_slim.convert.conversion.gguf import add_gguf
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load_file
@@ -199,41 +197,6 @@ def test_types_of_matrices(tmp_path, target, kind, error):
     assert verify_artifact(folder, offline=True).ok
 
 
-def test_the_same_bytes_each_time_and_when_added_later(tmp_path, target):
-    both = slim(tmp_path, target, "both", head=write_eagle3(tmp_path / "head"), gguf=("bf16", "f16"))
-    later = slim(tmp_path, target, "later", head=tmp_path / "head", gguf=())
-    (later / ".gitattributes").write_text("*.gguf filter=lfs")
-    assert not list(later.glob("*.gguf"))
-    assert list(add_gguf(later, ("bf16",), target=target)) == ["model-bf16.gguf"]
-    add_gguf(later, ("auto", "f16"), target=target, force=True)
-    (later / ".gitattributes").unlink()
-    names = sorted(path.name for path in both.iterdir())
-    assert names == sorted(path.name for path in later.iterdir())
-    assert all((both / name).read_bytes() == (later / name).read_bytes() for name in names)
-    assert verify_artifact(later, offline=True, engines=["llama.cpp"], engine_version="b11434").ok
-
-
-def test_adding_replaces_nothing_unasked_and_leaves_nothing_half_done(tmp_path, target, monkeypatch):
-    folder = slim(tmp_path, target)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with raises(OutputExistsError):
-        add_gguf(folder, ("bf16",), target=target)
-    monkeypatch.setattr(conversion_gguf, "write_gguf", lambda *arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        add_gguf(folder, ("f16",), target=target)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert not list(tmp_path.glob(".slim.*"))
-
-
-def test_adding_needs_the_same_tokenizer(tmp_path, target):
-    folder = slim(tmp_path, target, vocabulary=BY_ID, draft_vocab=300, gguf=())
-    tokenizer = json.loads((target / "tokenizer.json").read_text())
-    tokenizer["added_tokens"][0]["content"] = "<|another|>"
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with raises(MismatchError):
-        add_gguf(folder, ("bf16",), target=target)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -319,10 +282,13 @@ def test_the_commands(run, tmp_path, target):
     code, out, _ = run(verify_command, "plain", "--for", "llama.cpp", "--offline")
     assert code == 1
     assert "eagle-convert DIR --gguf" in out
-    code, out, _ = run(convert_command, "plain", "--gguf", "f16,f32", "--target", "target")
+    again = (convert_command, "plain", "--draft-vocab", str(ROWS), "--target", "target", "--out", "again")
+    code, out, _ = run(*again, "--gguf", "bf16,f32")
     assert code == 0
-    assert "wrote plain/model-f16.gguf" in out
-    code, out, _ = run(verify_command, "plain", "--for", "llama.cpp", "--offline")
+    assert "for llama.cpp         model-f32.gguf" in out
+    for name in ("model-bf16.gguf", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "slim" / name).read_bytes()
+    code, out, _ = run(verify_command, "again", "--for", "llama.cpp", "--offline")
     assert code == 0
     for arguments in (("plain", "--gguf", "f8"), ("plain", "--gguf", "bf16", "--out", "x"), ("--gguf", "./plain")):
         assert run(convert_command, *arguments)[0] == 2
