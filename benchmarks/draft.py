@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
 from eagle_slim.runtime.drafter.tuning.agreement import (
@@ -174,7 +175,8 @@ def main(argv: list[str] | None = None) -> None:
         for row in kernels
         for weights in supported_weights(device)
     ]
-    print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
+    compiled = sum(compile_all(jobs, chip_of(device).capability, COMPILE_S))
+    print(f"{compiled} of {len(jobs)} kernels compiled ahead", flush=True)
     result["copy_bytes_per_s"] = bandwidth = copy_bytes_per_s(device)
     result |= {"top_k": TOP_K, "total_tokens": TOTAL_TOKENS, "num_new": NUM_NEW, "rounds": args.rounds, "rows": []}
     for row in chosen:

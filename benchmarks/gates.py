@@ -13,8 +13,7 @@ the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 All must be green three times in a row; then the full gates run: drafting over plain decoding, and steps that run ahead
 over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). What is green, and when, is
 `gate_rules`; every threshold stands in ``gates.json``.
-With ``--strict`` a launch without tuned parameters is an error. What ships has all of these shapes for an H100;
-elsewhere tiles of products and attention have to be tuned first (``EAGLE_SLIM_SHAPES`` records them).
+With ``--strict`` a draft without tuned launch parameters is an error.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
@@ -168,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the gates; `--help` lists the options."""
     command = Command("gates", __doc__)
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
-    command.add_argument("--strict", action="store_true", help="refuse launches without tuned parameters")
+    command.add_argument("--strict", action="store_true", help="refuse drafts without tuned launch parameters")
     args = command.parse_args(argv)
     device, gates = command.gpu(), Gates.load(THRESHOLDS)
     if args.strict:

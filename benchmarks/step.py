@@ -3,7 +3,6 @@
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
     python -m benchmarks.step --prefixes 512 --batch 5 --slots 5 8      # five sequences as five, and as eight
-    python -m benchmarks.step --prefixes 512 --tuned rules.json all.json      # by files of tuned tiles
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
@@ -13,10 +12,8 @@ the largest tree and of plain steps are timed too. The floor is bytes over the c
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,7 +87,6 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument(
         "--slots", type=int, nargs="+", default=[None], help="of the decoders; default: one a sequence"
     )
-    command.add_argument("--tuned", nargs="+", metavar="FILE", help="tuned tiles, in turn; drafts keep the first's")
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
     command.add_argument("--top-k", type=int, nargs="+", default=[10])
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
@@ -106,17 +102,12 @@ def main(argv: list[str] | None = None) -> None:
         "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
         "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
     }  # fmt: skip
-    for batch, count, tuned in product(args.batch, args.slots, args.tuned or [None]):
-        if tuned is not None:
-            if not Path(tuned).is_file():
-                command.error(f"argument --tuned: there is no file {tuned}")
-            os.environ["EAGLE_SLIM_TUNED"] = tuned
+    for batch, count in product(args.batch, args.slots):
         # Several of the longest sequences would not fit.
         prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
         for row in measure(model, rows, trees, batch, prefixes, bandwidth, batch == 1, count and max(batch, count)):
-            found = row if tuned is None else {"tuned": Path(tuned).name, **row}
-            show(found)
-            result["rows"].append(found)
+            show(row)
+            result["rows"].append(row)
             write(result, args.out)
 
 

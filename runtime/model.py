@@ -596,10 +596,10 @@ class SpeculativeModel:
                 option="partial_verification", reason=reason,
             )  # fmt: skip
         processed = any(request.process is not None for request in requests)
-        if option.mode == "lossy" and (rules.rules.has_ngrams or (rules.host_reason is not None and processed)):
+        if option.mode == "lossy" and rules.host_reason is not None and processed:
             raise UsageError(
                 'partial_verification="lossy" returns tokens that were chosen without logits processors that run on '
-                'the host or look for n-grams. Leave these out, or take "exact".', option="partial_verification",
+                'the host. Leave these out, or take "exact".', option="partial_verification",
             )  # fmt: skip
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         if size.num_nodes == 1:

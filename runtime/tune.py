@@ -1,15 +1,13 @@
-"""Find launch parameters of a step's kernels for this GPU, and keep the best.
+"""Find launch parameters of the drafter for this GPU, and keep the best.
 
     EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what is launched
     python -m eagle_slim.runtime.tune shapes.json         # tunes what has no parameters for this GPU yet
 
-It tunes the drafter, the target's products and its attention. Each shape's derived parameters are tried, those that
-were found for other GPUs, and a few that differ from the derived ones in one thing each, then the gains together; all
-are checked before they are timed, as CUDA-graph replays interleaved with those of the derived parameters: drafts
-against the fp32 reference, the target's kernels, whose parameters decide no bits, against the very bits. The winner,
-even if it is the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), where
-launches find it; a file holds those of several GPUs. Random weights of the right shapes do: speed does not depend on
-values.
+Each shape's derived parameters are tried, those that were found for other GPUs, and a few that differ from the derived
+ones in one thing each, then the gains together; all are checked against the fp32 reference before they are timed, as
+CUDA-graph replays interleaved with those of the derived parameters. The winner, even if it is the derived one, goes
+into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), where launches find it; a file holds those
+of several GPUs. Random weights of the right shapes do: speed does not depend on values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
 the first one-slot configuration tuned for the head, else the derived one.
@@ -21,10 +19,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,16 +45,12 @@ from .drafter.tuning.agreement import draft_and_replay
 from .drafter.tuning.arguments import check_output, output_file, whole_from
 from .drafter.tuning.precompile import Job, compile_all
 from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
-from .drafter.tuning.target_tiles import PREFIXES, compile_tiles, measure_tiles, task_of, trials_of_tiles
 from .drafter.tuning.timing import capture, interleave
 from .drafter.weights import HeadWeights
 from .errors import DrafterError, EagleSlimError, UsageError
-from .launches import KINDS, TILE_KINDS, recorded_lines, shape_key
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
-LEAST_TILE_GAIN = 0.04
-"""Of the target's kernels, which run beside their neighbours in a forward: less, of one alone, tells nothing there."""
 PREFIX = 512
 """Cached pairs while timing."""
 
@@ -123,8 +115,8 @@ def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dic
     return {name: variant for name, variant in found.items() if variant.layout != own}
 
 
-def combine(base: Any, gains: Iterable[Any]) -> Any:
-    """Apply several changes of ``base``, a dataclass, to it, best first; a later one never undoes an earlier one."""
+def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
+    """Apply several changes of ``base`` to it, best first; a later one never undoes an earlier one."""
     result = base
     changed: set[str] = set()
     for variant in gains:
@@ -162,24 +154,16 @@ def tune(
     most: int | None = None,
     elsewhere: Mapping[str, LaunchParams] | None = None,
 ) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``.
+    """Choose parameters for one configuration: the derived ones, what is tried beside them, or the gains together.
 
-    ``layout``, ``most``, ``elsewhere``: see `trials_of`.
+    Stops with the best so far when no time (seconds) is ``left``. ``layout``, ``most``, ``elsewhere``: see `trials_of`.
     """
     derived, tried = trials_of(cfg, chip, layout, most, elsewhere)
-    return search(derived, tried, partial(measure, cfg), left)
-
-
-def search(
-    derived: Any, tried: Mapping[str, Any], measure: Callable[[Any, Any], tuple[float, float]],
-    left: Callable[[], float], least_gain: float = LEAST_GAIN,
-) -> tuple[Any, list[Trial]]:  # fmt: skip
-    """Choose among ``derived``, what is ``tried`` beside it, and the gains together; see `tune`."""
     trials: list[Trial] = []
 
-    def attempt(name: str, params: Any) -> Trial:
+    def attempt(name: str, params: LaunchParams) -> Trial:
         try:
-            derived_us, us = measure(derived, params)
+            derived_us, us = measure(cfg, derived, params)
             trial = Trial(name, us, derived_us)
         except DrafterError as error:
             trial = Trial(name, float("inf"), float("inf"), str(error))
@@ -200,8 +184,8 @@ def search(
         before = left()
         attempt(name, params)
         longest = max(longest, before - left())
-    good = sorted((trial for trial in trials[1:] if trial.gain > least_gain), key=lambda trial: -trial.gain)
-    best, gain = (tried[good[0].name], good[0].gain) if good else (derived, least_gain)
+    good = sorted((trial for trial in trials[1:] if trial.gain > LEAST_GAIN), key=lambda trial: -trial.gain)
+    best, gain = (tried[good[0].name], good[0].gain) if good else (derived, LEAST_GAIN)
     together = combine(derived, [tried[trial.name] for trial in good])
     if together not in (best, derived) and left() > longest:
         trial = attempt(" + ".join(trial.name for trial in good), together)
@@ -285,20 +269,6 @@ def recorded_configurations(path: Path, chip: str | None) -> list[tuple[Dims, Dr
     )
 
 
-def recorded_tiles(path: Path, chip: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """The target's kernels recorded on ``chip`` (None: on any): kind and shape, fewest rows first.
-
-    Of shapes that share tiles the one of the most rows.
-    """
-    found = []
-    for _, values in recorded_lines(path):
-        kind, name = values.pop("kernel"), values.pop("chip")
-        if kind in TILE_KINDS and chip in (None, name):
-            found.append((kind, values))
-    found.sort(key=lambda item: (item[1].get("rows", item[1].get("nodes", 0)), item[1].get("places", 0)))
-    return list({(kind, shape_key("", shape)): (kind, shape) for kind, shape in found}.values())
-
-
 def print_trials(name: str, trials: list[Trial], best: object) -> None:
     """Print the table of one shape."""
     print(f"{name}: {best}")
@@ -319,17 +289,15 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("shapes", type=Path, help="what EAGLE_SLIM_SHAPES=FILE recorded")
-    parser.add_argument("--kernels", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
     parser.add_argument("--any-gpu", action="store_true", help="tune shapes recorded on other GPUs for this one, too")
     parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
     parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
     parser.add_argument(
-        "--variants", type=whole_from(0), help="most variants to try of each; 0: what is derived, and other GPUs' alone"
-    )
-    parser.add_argument(
-        "--prefixes", nargs="+", type=whole_from(1), metavar="N", help="tokens before the rows whose attention is timed"
+        "--variants",
+        type=whole_from(0),
+        help="most variants to try of each; 0: only the default and other GPUs' parameters",
     )
     try:
         run(parser.parse_args(argv))
@@ -342,35 +310,27 @@ def run(args: argparse.Namespace) -> None:
     """Tune what the arguments ask for and save the cache after each shape."""
     started = time.perf_counter()
     # Mistakes in the file are reported on any machine.
-    read_shapes(args.shapes)
-    lines = [values for _, values in recorded_lines(args.shapes) if values["kernel"] in args.kernels]
+    recorded = read_shapes(args.shapes)
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    if not args.any_gpu or not lines:
-        of_this_gpu([values["chip"] for values in lines], args.shapes, chip.name)
+    if not args.any_gpu or not recorded:
+        of_this_gpu([name for name, _ in recorded], args.shapes, chip.name)
     cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
     check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
-    recorded_on = None if args.any_gpu else chip.name
 
     def left() -> float:
         return float(args.budget - (time.perf_counter() - started))
 
-    drafts = recorded_configurations(args.shapes, recorded_on) if "drafter" in args.kernels else []
+    drafts = recorded_configurations(args.shapes, None if args.any_gpu else chip.name)
     todo = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in drafts}
     if not args.again:
         todo = {key: each for key, each in todo.items() if key not in cache.launches}
-    tiles = [
-        (kind, shape)
-        for kind, shape in recorded_tiles(args.shapes, recorded_on)
-        if kind in args.kernels and (args.again or shape_key(chip.name, shape) not in cache.tiles[kind])
-    ]
-    print(f"{len(todo)} drafts, {len(tiles)} products and attentions to tune for {chip.name}", flush=True)
+    print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
     done = tune_drafts(list(todo.values()), chip, cache, device, args, left) if todo else 0
-    done += tune_tiles(tiles, chip.name, cache, device, args, left)
     spent = time.perf_counter() - started
-    print(f"{done} of {len(todo) + len(tiles)} shapes tuned in {spent:.0f} s, kept in {cache.path.name}")
+    print(f"{done} of {len(todo)} drafts tuned in {spent:.0f} s, kept in {cache.path.name}")
 
 
 def tune_drafts(
@@ -388,7 +348,7 @@ def tune_drafts(
     for dims, cfg in todo:
         derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants, cache.elsewhere(cfg, chip))
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
-    compiled = sum(compile_all(jobs, max(1.0, left() * 0.6)))
+    compiled = sum(compile_all(jobs, chip.capability, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0
     timer: GraphTimer | None = None
@@ -401,38 +361,6 @@ def tune_drafts(
         best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants, cache.elsewhere(cfg, chip))
         print_trials(_name(cfg), trials, best.to_json())
         cache.store(cfg, chip, best)
-        cache.save()
-        done += 1
-    return done
-
-
-def tune_tiles(
-    todo: list[tuple[str, dict[str, Any]]], chip: str, cache: TunedCache, device: torch.device,
-    args: argparse.Namespace, left: Callable[[], float],
-) -> int:  # fmt: skip
-    """Tune products and attention of the target; how many were."""
-    done = 0
-    prefixes = args.prefixes or PREFIXES
-    jobs = [
-        (kind, shape, device, cache.tiles_elsewhere(kind, shape_key(chip, shape)), args.variants)
-        for kind, shape in todo
-    ]
-    if todo and left() > 0:
-        compiled = sum(compile_all(jobs, left() * 0.6, compile_tiles))
-        print(f"tiles of {compiled} of {len(todo)} shapes compiled ahead, {left():.0f} s left", flush=True)
-    for kind, shape in todo:
-        key = shape_key(chip, shape)
-        if left() < 0:
-            print(f"out of time: {kind} {key} left out", flush=True)
-            continue
-        task = task_of(kind, shape, device, prefixes)
-        tried = trials_of_tiles(task, cache.tiles_elsewhere(kind, key), args.variants)
-        best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left, LEAST_TILE_GAIN)
-        print_trials(f"{kind} {key}", trials, best)
-        # What the rule has is left to it, and who adds parts follows from the other tiles.
-        own, ruled = asdict(task.own), ("walks", "shares")
-        changes = {name: value for name, value in asdict(best).items() if name not in ruled and value != own[name]}
-        cache.tiles[kind][key] = changes
         cache.save()
         done += 1
     return done

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from eagle_slim.convert.head.config import default_taps
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
@@ -131,7 +132,8 @@ def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], dev
         tuned_job(dims, draft_config(dims, rows, tree, batch, 2048), device)
         for tree, batch, rows in dict.fromkeys(shapes)
     ]
-    print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
+    compiled = sum(compile_all(jobs, chip_of(device).capability, COMPILE_S))
+    print(f"{compiled} of {len(jobs)} kernels compiled ahead", flush=True)
 
 
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
@@ -154,7 +156,7 @@ def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
     """Have steps with the rules `SAMPLED` sample so, from random numbers that stay."""
-    decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0, 0, 0]))
+    decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0]))
     decoder.choice.uniforms.uniform_()
 
 

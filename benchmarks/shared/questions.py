@@ -17,7 +17,7 @@ RULES: dict[str, dict[str, Any]] = {
     "stop strings": {"ignore_eos": True, "stop": ["\n\n\n", " because"]},
     "top_p": {"temperature": 0.7, "top_p": 0.9},
     "top_k": {"temperature": 1.0, "top_k": 40, "ignore_eos": True},
-    "penalties": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "min_new_tokens": 20, "suppress_tokens": [198]},
+    "penalties": {"repetition_penalty": 1.1, "min_new_tokens": 20, "suppress_tokens": [198]},
 }
 TREES = (
     TreeConfig(5, 10, 60), TreeConfig(5, 10, 16), TreeConfig(5, 1, 6), TreeConfig(3, 10, 5), TreeConfig(7, 10, 128),

@@ -60,8 +60,7 @@ class Buffers:
     """What joined each slot's draft vocabulary; None where it stays as it is."""
     host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
-    ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``). And of the
-    reference's last draft the candidates' scores, float32 [slots, candidates] (``score``, as in the workspace)."""
+    ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
 
     @classmethod
     def allocate(

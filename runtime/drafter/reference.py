@@ -59,8 +59,6 @@ def draft_ref(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buf
     tree = draft.run(features[slots, :new], bufs.new_tokens[slots, :new].long(), num_new)
     for name in BLANK:
         getattr(bufs, name)[slots] = getattr(tree, name)
-    scores = draft.scores
-    bufs.host["score"] = scores.new_zeros(len(bufs.prefix), scores.shape[1]).index_copy(0, slots, scores)
 
 
 class ReferenceDraft:
@@ -120,7 +118,6 @@ class ReferenceDraft:
             ancestors = torch.cat((ancestors, own), 2)
 
         candidates = join_levels(level_tokens, level_scores, level_frontiers, top_k)
-        self.scores = candidates.scores
         return build_tree(roots, candidates, self.tree)
 
     def extend(self, features: Tensor, tokens: Tensor, num_new: Tensor) -> Tensor:

@@ -1,30 +1,34 @@
 """Tuned layouts and launch parameters of the persistent drafter: a cache in one JSON file.
 
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
-use and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does not hold,
-`launch_params` derives. Neither the tree nor the length of the KV cache is a key. Both give the same results, only at
-different speed. The same file holds tiles of the target's kernels; `launches` has what they all share, and
-``python -m eagle_slim.runtime.tune`` fills it.
+use and slots; what it does not hold, `launch_params` derives. Neither the tree nor the length of the KV cache is a key.
+Both give the same results, only at different speed. ``python -m eagle_slim.runtime.tune`` fills it.
+
+In the environment::
+
+    EAGLE_SLIM_TUNED=FILE     tuned parameters, of any number of GPUs; default tuned.json beside this file
+    EAGLE_SLIM_SHAPES=FILE    gets every configuration that is looked up, tuned or not, a JSON object a line
+    EAGLE_SLIM_STRICT=1       a configuration without tuned parameters is an error
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from eagle_slim.vocab_tools.files import write_file
 
 from ..errors import DrafterError, UsageError
-from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_lines, tiles_of, tuned_path
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
 
-Value = TypeVar("Value")
+logger = logging.getLogger(__name__)
 
 
 def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
@@ -53,16 +57,19 @@ class TunedCache:
         self.path = path
         self.layouts: dict[str, StoredLayout] = {}
         self.launches: dict[str, LaunchParams] = {}
-        values, self.tiles = read_tuned(path)
-        """Of the target's products and attention, by key."""
         try:
+            values = json.loads(path.read_text()) if path.exists() else {"layouts": {}, "launches": {}}
             self.layouts = {key: StoredLayout(**value) for key, value in values["layouts"].items()}
             self.launches = {
                 key: LaunchParams.from_json(value, self.layouts[_layout_of(key)])
                 for key, value in values["launches"].items()
             }
         except (OSError, ValueError, TypeError, AttributeError, KeyError, DrafterError) as error:
-            raise not_a_cache(path, error) from error
+            raise DrafterError(
+                f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
+                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
+                path=path,
+            ) from error
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
         """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
@@ -71,25 +78,32 @@ class TunedCache:
     def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
         """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
 
-        Those that are not are `choose_launch`'s. Records, and raises, as `launches.note`.
+        Those that are not are `choose_launch`'s. Records the configuration where ``EAGLE_SLIM_SHAPES`` is set. Raises
+        `DrafterError` where that file cannot be written, and with ``EAGLE_SLIM_STRICT`` for what is not tuned.
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key) if layout in (None, own) else None
-        note("drafter", key, _shape(cfg, chip), found is not None)
+        _record({**_shape(cfg, chip), "tuned": found is not None})
         if found is not None:
             return found, True
+        if os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0"):
+            raise DrafterError(
+                f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Record "
+                "shapes with EAGLE_SLIM_SHAPES=FILE and without EAGLE_SLIM_STRICT, then run python -m "
+                "eagle_slim.runtime.tune FILE on this GPU.",
+                key=key, path=tuned_path(),
+            )  # fmt: skip
+        logger.info("No tuned launch parameters of the drafter for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
     def elsewhere(self, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
         """What was found on other GPUs of as many multiprocessors, by their names."""
-        return {
-            name: params for name, params in _of_others(self.launches, cache_key(cfg, chip)).items()
-            if params.num_programs == chip.num_sms
-        }  # fmt: skip
-
-    def tiles_elsewhere(self, kind: str, key: str) -> dict[str, dict[str, int]]:
-        """Tiles that were found on other GPUs, by their names."""
-        return _of_others(self.tiles[kind], key)
+        shape, found = cache_key(cfg, chip).rsplit("/", 2)[1:], {}
+        for key, params in self.launches.items():
+            name, *own = key.rsplit("/", 2)
+            if own == shape and name != chip.name and params.num_programs == chip.num_sms:
+                found[f"as on {name}"] = params
+        return found
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
         """Keep a layout and parameters in memory; `save` writes them.
@@ -108,7 +122,6 @@ class TunedCache:
         values = {
             "layouts": {key: asdict(layout) for key, layout in self.layouts.items()},
             "launches": {key: params.to_json() for key, params in self.launches.items()},
-            **self.tiles,
         }
         write_file(self.path, (json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
@@ -148,8 +161,13 @@ class FixedLaunch(LaunchTable):
         return self._params, False
 
 
+def tuned_path() -> Path:
+    """The file of tuned parameters: ``EAGLE_SLIM_TUNED``, or the one that ships."""
+    return Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json"))
+
+
 def open_tuned_cache() -> TunedCache:
-    """Open the cache that `Weights.pack` reads (`launches.tuned_path`); each file is read once, and logged.
+    """Open the cache that `Weights.pack` reads (`tuned_path`); each file is read once, and logged.
 
     Raises `DrafterError` for a file of another kind.
     """
@@ -158,16 +176,12 @@ def open_tuned_cache() -> TunedCache:
 
 @cache
 def _read_once(path: Path) -> TunedCache:
-    # Says what the file holds.
-    tiles_of(path)
-    return TunedCache(path)
-
-
-def _of_others(found: Mapping[str, Value], key: str) -> dict[str, Value]:
-    """What other GPUs have under the key of one."""
-    own, shape = key.rsplit("/", 2)[0], key.rsplit("/", 2)[1:]
-    chips = {name: name.rsplit("/", 2)[0] for name in found if name.rsplit("/", 2)[1:] == shape}
-    return {f"as on {chip}": found[name] for name, chip in chips.items() if chip != own}
+    found = TunedCache(path)
+    logger.info(
+        "Launch parameters: %d drafts of %d heads are tuned, for %s, in %s.", len(found.launches), len(found.layouts),
+        ", ".join(sorted({key.split("/")[0] for key in found.launches})) or "no GPU", path,
+    )  # fmt: skip
+    return found
 
 
 def _layout_of(key: str) -> str:
@@ -179,7 +193,7 @@ def _layout_of(key: str) -> str:
 def _shape(cfg: DrafterConfig, chip: Chip) -> dict[str, Any]:
     """What is recorded of a configuration."""
     types = {name: str(getattr(cfg, name)).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
-    return {"kernel": "drafter", "chip": chip.name, **vars(cfg), **types}
+    return {"chip": chip.name, **vars(cfg), **types}
 
 
 def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
@@ -187,14 +201,41 @@ def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
 
     Raises `UsageError` for a file that cannot be read, and for a line that is no shape, with its number.
     """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: shapes cannot be read ({error}).", path=path) from error
     found: dict[tuple[str, DrafterConfig], None] = {}
-    for number, values in recorded_lines(path):
-        if values.pop("kernel") != "drafter":
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
             continue
         try:
-            chip = values.pop("chip")
+            values = json.loads(line)
+            chip, _ = values.pop("chip"), values.pop("tuned")
             types = {name: getattr(torch, values.pop(name)) for name in ("dtype", "weight_dtype")}
             found[chip, DrafterConfig(**values, **types)] = None
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
-            raise not_a_shape(path, number, error) from error
+            raise UsageError(
+                f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error}). Expected a "
+                "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line.",
+                path=path, line=number,
+            ) from error  # fmt: skip
     return list(found)
+
+
+def _record(line: dict[str, Any]) -> None:
+    """Append a line to the file that ``EAGLE_SLIM_SHAPES`` names; without that, do nothing.
+
+    A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
+    """
+    name = os.environ.get("EAGLE_SLIM_SHAPES")
+    if not name:
+        return
+    try:
+        with open(name, "ab", buffering=0) as file:
+            file.write((json.dumps(line) + "\n").encode())
+    except OSError as error:
+        raise DrafterError(
+            f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder.",
+            path=name,
+        ) from error

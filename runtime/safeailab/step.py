@@ -277,7 +277,7 @@ def _check_loop(model_class: type, name: str) -> None:
         )  # fmt: skip
 
 
-_NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+_NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
 
 
 def _kernel_rules(processors: Any) -> tuple[ChoiceRules, tuple[float, ...]] | None:

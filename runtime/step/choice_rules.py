@@ -14,10 +14,8 @@ from ..settings import SamplingConfig
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
 
-_BY_KERNELS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens")
+_BY_KERNELS = ("repetition_penalty", "min_new_tokens", "suppress_tokens")
 """Options whose processors the kernels know."""
-_LONGEST = 1 << 24
-"""No text has more tokens, and no larger whole number is exact in float32."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,11 @@ class CallRules:
             has_penalty="repetition_penalty" in known,
             has_suppressed="suppress_tokens" in known,
             has_minimum="min_new_tokens" in known,
-            has_ngrams="no_repeat_ngram_size" in known,
         )
         numbers = (
             max(float(sampling.temperature), COLDEST.value), float(sampling.top_k), float(sampling.top_p),
             float(sampling.min_p), float(options.get("repetition_penalty", 1)),
-            float(options.get("min_new_tokens", 0)), float(min(options.get("no_repeat_ngram_size", 0), _LONGEST)), 0.0,
+            float(options.get("min_new_tokens", 0)),
         )  # fmt: skip
         suppressed = None
         if rules.has_suppressed:

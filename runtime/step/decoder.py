@@ -16,7 +16,7 @@ PyTorch twins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -38,13 +38,12 @@ from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
-from .checks import Checks, check_accept, check_commit, check_draft, check_prefill, check_verify, checks_wanted
+from .checks import Checks, check_accept, check_draft, check_verify, checks_wanted
 from .graphs import GraphPool, Run, recall
 from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
-from .kernels.ngrams import Texts, bar_ngrams, keep_text
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -142,7 +141,6 @@ class Decoder:
     entering: SlotState
     choice: ChoiceState
     box: PromptBox
-    texts: Texts
     checks: Checks | None
     """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
 
@@ -176,7 +174,7 @@ class Decoder:
             self._allocate_slots(drafter, cache.capacity)
         else:
             self.state, self.entering, self.choice = other.state, other.entering, other.choice
-            self.box, self.texts, self.checks = other.box, other.texts, other.checks
+            self.box, self.checks = other.box, other.checks
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
@@ -205,8 +203,6 @@ class Decoder:
         )  # fmt: skip
         choice = ChoiceState.allocate(num_slots, capacity, vocab, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
-        tokens = torch.zeros((num_slots, capacity), dtype=torch.int32, device=device)
-        self.texts = Texts(tokens, self.state.lengths)
         self.box = PromptBox.allocate(capacity, device)
         self.checks = Checks(device) if checks_wanted() else None
 
@@ -217,7 +213,7 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.clear_error_()
         if self.checks is not None:
-            self.checks.clear_()
+            self.checks.fault.zero_()
 
     @property
     def graph_bytes(self) -> int:
@@ -417,26 +413,19 @@ class Decoder:
             phases.insert(0, Phase("draft", partial(self._draft, places, rules), self.drafter.waits))
         if (checks := self.checks) is None:
             return phases
-        vocab, capacity = self.target.vocab_size, self.cache.capacity
-        features = None if self.drafter is None else self.drafter.features
-        drafted = self.drafter.bufs if isinstance(self.drafter, BufferedDrafter) else None
         looks: dict[str, Run] = {
-            "draft": lambda: None if drafted is None else check_draft(checks, state, drafted, vocab),
-            "verify": lambda: check_verify(checks, state, rows, bufs, self.cache, trees),
-            "accept": lambda: check_accept(checks, state, choices, trees, capacity, vocab),
-            "commit": lambda: check_commit(checks, state, self.cache, features, nodes),
+            "verify": lambda: check_verify(checks, rows, bufs, trees),
+            "accept": lambda: check_accept(checks, state, choices, trees),
         }
-        return self._checked(phases, looks)
-
-    def _checked(self, phases: Sequence[Phase], looks: Mapping[str, Run]) -> Sequence[Phase]:
-        """The same phases, each with what must hold after it."""
-        checks = self.checks
-        assert checks is not None
+        if isinstance(self.drafter, BufferedDrafter):
+            drafted, vocab = self.drafter.bufs, self.target.vocab_size
+            looks["draft"] = lambda: check_draft(checks, state, drafted, vocab)
 
         def run(phase: Phase) -> None:
             phase.run()
-            looks[phase.name]()
-            checks.stop_(self.state, self.entering)
+            if phase.name in looks:
+                looks[phase.name]()
+                checks.stop_(state, self.entering)
 
         return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
 
@@ -455,16 +444,12 @@ class Decoder:
         if host is not None:
             host.choose(logits, trees, choices)
         else:
-            if rules.has_ngrams:
-                self.ops(bar_ngrams)(logits, trees, self.texts, self.choice.numbers)
             self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch.first(choices.numel()))
 
     def _remember(self, state: SlotState, rules: ChoiceRules) -> None:
         """Keep of the tokens that a walk has accepted what choices depend on."""
         if rules.has_penalty:
             self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
-        if rules.has_ngrams:
-            self.ops(keep_text)(state.new_tokens, state.active_slots, state.active_count, self.texts)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
@@ -496,24 +481,10 @@ class Decoder:
                 ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
             self._remember(entering, rules)
 
-        phases = (
+        return (
             Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
             Phase("commit", commit),
         )  # fmt: skip
-        if (checks := self.checks) is None:
-            return phases
-        slots, drafter = rows.forward.attention.slots, self.drafter
-        features = None if drafter is None else drafter.features
-        return self._checked(phases, {
-            "verify": lambda: check_verify(checks, entering, rows.forward, bufs, self.cache),
-            "prefill": lambda: (
-                None if drafter is None else check_prefill(checks, slots, rows.pair_rows, drafter.bufs)
-            ),
-            "accept": lambda: check_accept(
-                checks, entering, chunk.choice, roots, self.cache.capacity, self.target.vocab_size
-            ),
-            "commit": lambda: check_commit(checks, entering, self.cache, features, self.nodes, lists_active=False),
-        })  # fmt: skip
 
     def _new_chunk(self, nodes: int) -> _Chunk:
         return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)

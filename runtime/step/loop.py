@@ -179,8 +179,6 @@ class GenerationLoop:
             self._upload(decoder.choice.uniforms[slot, : len(numbers)], numbers, torch.float64)
         if self.rules.has_penalty:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
-        if self.rules.has_ngrams:
-            self._upload(decoder.texts.tokens[slot, : len(prompt)], prompt)
         if self.rules.has_minimum:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:

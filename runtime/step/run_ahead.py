@@ -106,8 +106,6 @@ class RunAhead:
         ahead.choice.seen.copy_(choice.seen)
         self._count.zero_()
         self._chain.zero_()
-        # Repeated n-grams would have to be looked for in texts that are not committed.
-        rules = replace(rules, has_ngrams=False)
         for _ in range(self.option.num_steps):
             for phase in ahead.phases(places, rules):
                 with named_range(f"ahead {phase.name}"):

@@ -46,7 +46,7 @@ class Case:
         self, temperature: float = 1.0, top_k: int = 1, top_p: float = 1.0, min_p: float = 0.0,
         repetition_penalty: float = 1.0, min_new_tokens: int = 0,
     ) -> None:  # fmt: skip
-        numbers = [temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, 0, 0]
+        numbers = [temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens]
         self.state.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
     def choose(self, rules: ChoiceRules, part: int = 512, capacity: int = 8192) -> Tensor:

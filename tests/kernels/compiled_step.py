@@ -21,7 +21,6 @@ from eagle_slim.runtime.drafter.launch_params import Chip
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
-from eagle_slim.runtime.step.kernels.ngrams import Texts, bar_ngrams, keep_text
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionScratch, tree_attention
@@ -137,9 +136,6 @@ def run_all(compiler: Compiler) -> None:
     for rules in (*RULES.values(), ALL_RULES):
         case.choose(rules, part=2048)
     mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
-    texts = Texts(torch.zeros(SLOTS, 1024, dtype=torch.int32), state.lengths)
-    bar_ngrams(case.logits, case.trees, texts, case.state.numbers)
-    keep_text(state.new_tokens, state.active_slots, state.active_count, texts)
     gather_tails(compiler)
     draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths)
 

@@ -43,10 +43,11 @@ Report = dict[str, object]
 
 
 def compile_in_a_process(*arguments: str) -> Report:
-    """What a script of this folder prints last, outside the interpreter."""
+    """What a module of this folder prints last, outside the interpreter; its name and arguments, or -c and code."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True)
+    command = arguments if arguments[0] == "-c" else ("-m", *arguments)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     report: Report = json.loads(done.stdout.splitlines()[-1])
     return report
@@ -123,6 +124,27 @@ def test_the_listing_is_read_right() -> None:
 
     for middle, after, spills in (("NOP", "NOP", 0), ("NOP", "LDL R2, [R1]", 0), ("STL.64 [R1], R2", "NOP", 1)):
         assert spills_among_products(LISTING.format(middle=middle, after=after)) == [spills]
+
+
+AHEAD = """
+import torch
+from eagle_slim.runtime.drafter.launch_params import choose_launch
+from eagle_slim.runtime.drafter.tuning import precompile, problem
+from eagle_slim.runtime.settings import TreeConfig
+from kernels.chips import KNOWN_CHIPS
+precompile.begin_worker(90)
+dims = problem.Dims(32, 32, 2, 1, 16, 100)
+cfg = problem.draft_config(dims, 50, TreeConfig(1, 2, 5), 1, 20, torch.bfloat16)
+precompile.compile_one(precompile.Job(dims, cfg, choose_launch(cfg, KNOWN_CHIPS[90])))
+print('{"initialised": %s, "gpus": %d}' % (str(torch.cuda.is_initialized()).lower(), torch.cuda.device_count()))
+"""
+
+
+def test_a_worker_compiles_ahead_and_touches_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert compile_in_a_process("-c", AHEAD) == {"initialised": False, "gpus": 0}
+    (machine_code,) = tmp_path.glob("*/draft_kernel.cubin")
+    assert b"sm_90" in machine_code.read_bytes()
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])

@@ -110,9 +110,6 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
     for cfg, chip in ((replace(CFG, num_slots=4), CHIP), (small, CHIP), (CFG, CHIP), (CFG, KNOWN_CHIPS[100])):
         TunedCache(tmp_path / "none.json").find(cfg, chip)
-    with path.open("a") as file:
-        file.write('{"kernel": "attention", "chip": "sm_90", "group": 4, "nodes": 60, "dtype": "float16"}\n' * 2)
-        file.write('{"kernel": "products", "chip": "sm_100", "form": "sum", "rows": 16, "dtype": "float16"}\n')
     found = tune.recorded_configurations(path, CHIP.name)
     assert [(dims, cfg.num_slots, cfg.draft_vocab) for dims, cfg in found] == [
         (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 4, 32000), (Dims.of(small), 2, 4096),
@@ -121,9 +118,6 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree
     assert len(tune.recorded_configurations(path, None)) == 4
-    attention = ("attention", {"group": 4, "nodes": 60, "dtype": "float16"})
-    assert tune.recorded_tiles(path, CHIP.name) == [attention]
-    assert [kind for kind, _ in tune.recorded_tiles(path, None)] == ["products", "attention"]
     tune.of_this_gpu(["other", CHIP.name], path, CHIP.name)
     with raises(UsageError, path=path, chip="other") as foreign:
         tune.of_this_gpu([CHIP.name], path, "other")
@@ -131,6 +125,35 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     with raises(UsageError, path=path) as empty:
         tune.of_this_gpu([], path, CHIP.name)
     assert str(empty.value).startswith(f"{path} holds no shape. Record")
+
+
+def test_what_other_gpus_have_is_tried_first(tmp_path: Path) -> None:
+    cache, derived = TunedCache(tmp_path / "tuned.json"), tune.trials_of(CFG, CHIP)[0]
+    found = replace(derived, part_keys=256)
+    cache.store(CFG, replace(CHIP, name="NVIDIA/other"), found)
+    half = replace(CHIP, name="half", num_sms=66)
+    cache.store(CFG, half, tune.trials_of(CFG, half)[0])
+    elsewhere = cache.elsewhere(CFG, CHIP)
+    assert elsewhere == {"as on NVIDIA/other": found}
+    assert list(tune.trials_of(CFG, CHIP, most=0, elsewhere=elsewhere)[1].values()) == [found]
+
+
+def test_the_command_tunes_once_unless_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes, tuned = tmp_path / "shapes.json", tmp_path / "tuned.json"
+    monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(shapes))
+    TunedCache(tmp_path / "none.json").find(CFG, CHIP)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune, "chip_of", lambda _: CHIP)
+    monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
+    monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
+    asked = [str(shapes), "--out", str(tuned), "--variants", "9"]
+    for more, said in (([], "1 of 1 drafts tuned"), ([], "0 of 0 drafts tuned"), (["--again"], "1 of 1 drafts tuned")):
+        tune.main([*asked, *more])
+        assert said in capsys.readouterr().out
+    assert TunedCache(tuned).find(CFG, CHIP)[1]
 
 
 def test_variants_fit_and_differ() -> None:
@@ -160,7 +183,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "shapes.json"
     broken.write_text('{"chip": "sm_90", "hid')
     for arguments, words in (
-        ([str(broken)], "line 1: no shape of a draft or a forward"),
+        ([str(broken)], "line 1: no configuration of a draft"),
         ([str(tmp_path / "missing")], "shapes cannot be read"),
         ([str(broken), "--variants", "-1"], "no whole number from 0 on"),
         ([str(broken), "--out", str(tmp_path)], "cannot be written"),

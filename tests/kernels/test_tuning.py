@@ -33,9 +33,9 @@ def test_rows() -> None:
 
 
 def test_compiling_ahead_needs_more_than_one_kernel() -> None:
-    assert precompile.compile_all([], 1.0) == []
+    assert precompile.compile_all([], 90, 1.0) == []
     cfg = problem.draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
-    assert precompile.compile_all([precompile.Job(TINY, cfg, choose_launch(cfg, INTERPRETER))], 1.0) == [False]
+    assert precompile.compile_all([precompile.Job(TINY, cfg, choose_launch(cfg, INTERPRETER))], 90, 1.0) == [False]
 
 
 def test_the_kernel_compiled_ahead_is_that_of_a_drafter() -> None:

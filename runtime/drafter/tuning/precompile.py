@@ -1,7 +1,8 @@
 """Compile kernels in parallel processes before anything is timed; Triton's cache on disk hands them over.
 
-For drafts nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what
-Triton specialises on, are those of the launch to come. The target's kernels are launched (`target_tiles`).
+Nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what Triton
+specialises on, are those of the launch to come. Workers see no GPU (`kernels.compile_target`), so they take none of its
+memory.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..dimensions import DrafterConfig
 from ..kernel_launch import chip_of, compile_options, kernel_arguments, kernel_constants
+from ..kernels.compile_target import compile_only_for
 from ..kernels.persistent import draft_kernel
 from ..launch import allocate_buffers
 from ..launch_params import LaunchParams
@@ -56,20 +58,18 @@ def compile_one(job: Job) -> None:
     )
 
 
-def compile_all(
-    jobs: Sequence[Any], seconds: float, compile_job: Callable[[Any], None] = compile_one
-) -> list[bool]:  # fmt: skip
-    """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch.
+def compile_all(jobs: Sequence[Job], capability: int, seconds: float) -> list[bool]:
+    """Compile as many as ``seconds`` allow, in order, for GPUs of a ``capability`` (90 for sm_90); which are done.
 
-    An interrupt is this process's alone: a pool whose workers it ends can wait for them forever. Each worker takes some
-    of the GPU's memory, so there are 12 at most.
+    A failure shows again, in full, at the launch. An interrupt is this process's alone: a pool whose workers it ends
+    can wait for them forever.
     """
     processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     if len(jobs) < 2 or processes < 2:
         return [False] * len(jobs)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    futures = [pool.submit(compile_job, job) for job in jobs]
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), context, begin_worker, (capability,))
+    futures = [pool.submit(compile_one, job) for job in jobs]
     try:
         wait(futures, timeout=seconds)
     except KeyboardInterrupt:
@@ -79,7 +79,13 @@ def compile_all(
     failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
     if failed:
         print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
-    # What still compiles may go on; what runs on the GPU would be in the way of what is timed.
-    is_on_gpu = compile_job is not compile_one
-    pool.shutdown(wait=is_on_gpu or all(future.done() for future in futures), cancel_futures=True)
+    # What still compiles may go on.
+    pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
     return done
+
+
+def begin_worker(capability: int) -> None:
+    """Make this process one that only compiles: it ignores interrupts and can reach no GPU."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    compile_only_for(capability)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .token_weights import FAR, ONE, distance_weight, score_distance
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM, NGRAM = (tl.constexpr(place) for place in range(7))
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for place in range(6))
 """Places in ``numbers``."""
 COLDEST = tl.constexpr(1e-30)
 """The largest logit has all the probability long before this; colder, its quotient would overflow."""
@@ -34,7 +34,7 @@ class ChoiceState(NamedTuple):
     """What choices depend on beside logits and trees; on one device."""
 
     numbers: Tensor
-    """float32 [8]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, no_repeat_ngram_size, 0."""
+    """float32 [6]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens."""
     uniforms: Tensor
     """float64 [slots, stream], in [0, 1): number i chooses new token i of the slot's request; 0 beyond the end."""
     num_generated: Tensor
@@ -51,7 +51,7 @@ class ChoiceState(NamedTuple):
         """Allocate with every rule neutral, nothing seen, and uniforms of 0."""
         words = -(-vocab // WORD_BITS)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        numbers = torch.tensor([1.0, vocab, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float32, device=device)
+        numbers = torch.tensor([1.0, vocab, 1.0, 0.0, 1.0, 0.0], dtype=torch.float32, device=device)
         return cls(
             numbers, torch.zeros(slots, stream, dtype=torch.float64, device=device), torch.zeros(slots, **int32),
             torch.zeros(slots, words, **int32), torch.zeros(words, **int32), torch.zeros(words, **int32),
@@ -106,8 +106,6 @@ class ChoiceRules:
     """suppress_tokens."""
     has_minimum: bool = False
     """min_new_tokens."""
-    has_ngrams: bool = False
-    """no_repeat_ngram_size, whose own kernel goes before the others (`ngrams`)."""
 
 
 @dataclass(frozen=True)

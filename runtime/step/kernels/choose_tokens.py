@@ -198,7 +198,6 @@ def _shape_of(
     vocab, capacity = logits.shape[1], scratch.listed.shape[1]
     parts = triton.cdiv(vocab, scratch.part)
     flags = asdict(rules)
-    del flags["has_ngrams"]
     if not rules.sampled:
         flags |= {"has_top_k": False, "has_top_p": False, "has_min_p": False}
     return ChoiceShape(
@@ -227,7 +226,7 @@ def _check(logits: Tensor, trees: Trees, state: ChoiceState, out: Tensor, scratc
         active_count=(trees.active_count, torch.int32, (1,)),
         draft_tokens=(trees.draft_tokens, *nodes_of_slots), parents=(trees.parents, *nodes_of_slots),
         positions=(trees.positions, *nodes_of_slots),
-        numbers=(state.numbers, torch.float32, (8,)), uniforms=(state.uniforms, torch.float64, (slots, None)),
+        numbers=(state.numbers, torch.float32, (6,)), uniforms=(state.uniforms, torch.float64, (slots, None)),
         num_generated=(state.num_generated, torch.int32, (slots,)), seen=(state.seen, torch.int32, (slots, words)),
         suppressed=(state.suppressed, torch.int32, (words,)), eos=(state.eos, torch.int32, (words,)),
         best_score=(scratch.best_score, torch.float32, (rows, triton.cdiv(vocab, scratch.part))),

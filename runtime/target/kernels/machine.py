@@ -52,6 +52,12 @@ def num_processors(device: torch.device) -> int:
     return _properties(device)[1] if device.type == "cuda" else 132
 
 
+@cache
+def gpu_name(device: torch.device) -> str:
+    """The name of a GPU; empty where there is none."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def programs_wait(device: torch.device) -> bool:
     """Whether a kernel's programs can wait for one another there: the interpreter runs them one after another."""
     return device.type == "cuda"

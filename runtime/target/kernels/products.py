@@ -17,7 +17,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...launches import tuned_tiles
 from . import product_kernels as kernels
 from .machine import major_capability, num_processors, overlapping, programs_wait
 from .product_kernels import (
@@ -156,26 +155,16 @@ def product_tiles(
         # multiprocessor.
         is_wide = has_bulk and rows > 128 and shape.splits == 1 and kind != "sum"
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide else 3, bulk=has_bulk)
-    walks = _walks(tiles, shape, rows, num_sms)
+    # A program sums all parts where there are many tiles.
+    walks = rows > 64 and (shape.splits == 1 or _count(tiles, shape, rows) >= _enough(num_sms))
     # One program on a multiprocessor: more in flight.
     is_alone = walks or _count(tiles, shape, rows) * shape.splits <= num_sms
     return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and is_alone else tiles.num_stages)
 
 
-def _walks(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -> bool:
-    """Whether a program sums all parts: where there are many."""
-    return rows > 64 and (shape.splits == 1 or _count(tiles, shape, rows) >= _enough(num_sms))
-
-
 def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
     """Tiles of a product."""
     return -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
-
-
-def who_sums(tiles: ProductTiles, shape: ProductShape, rows: int, device: torch.device) -> ProductTiles:
-    """The same tiles, with who sums the parts of these rows there."""
-    walks = _walks(tiles, shape, rows, num_processors(device))
-    return replace(tiles, walks=walks, shares=programs_wait(device) and shape.splits > 1 and not walks)
 
 
 def has_descriptors(weight: Tensor, x: Tensor) -> bool:
@@ -187,13 +176,6 @@ def has_descriptors(weight: Tensor, x: Tensor) -> bool:
         major_capability(weight.device) in (9, 10) and weight.itemsize == 2 and weight.shape[1] % 8 == 0
         and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     )  # fmt: skip
-
-
-def can_launch(tiles: ProductTiles, shape: ProductShape) -> bool:
-    """Whether `split_scratch` has room for tiles, and their steps divide the parts of K."""
-    widest = 256 if shape.splits == 1 else 128
-    fits = 64 <= tiles.block_n <= 128 and 16 <= tiles.block_rows <= widest
-    return fits and tiles.block_k >= 16 and _SPLIT_UNIT % tiles.block_k == 0
 
 
 def _enough(num_sms: int) -> int:
@@ -431,13 +413,10 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 def _tiles(
     shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor, x: Tensor
 ) -> ProductTiles:  # fmt: skip
-    device, has_bulk = weight.device, has_descriptors(weight, x)
-    own = product_tiles(shape, rows, kind, weight.itemsize, num_processors(device), has_bulk)
-    tiles = tuned_tiles(
-        "products", device, own, lambda tiles: can_launch(tiles, shape) and has_bulk >= tiles.bulk, form=kind,
-        size=shape.size, depth=shape.depth, rows=rows, dtype=str(weight.dtype).removeprefix("torch."),
-    )  # fmt: skip
-    return who_sums(tiles, shape, rows, device)
+    device = weight.device
+    num_sms, has_bulk = num_processors(device), has_descriptors(weight, x)
+    tiles = product_tiles(shape, rows, kind, weight.itemsize, num_sms, has_bulk)
+    return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks)
 
 
 def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:

@@ -53,10 +53,6 @@ def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bo
         {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
         {"bad_words_ids": [[5], [6], [2], [18]], "suppress_tokens": [7], "eos_token_id": [2, 18]},
         {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
-        {"no_repeat_ngram_size": 1},
-        {"no_repeat_ngram_size": 2},
-        {"no_repeat_ngram_size": 10**20},
-        {"no_repeat_ngram_size": 2, "temperature": 0.6, "repetition_penalty": 0.5, "suppress_tokens": [5], "seed": 6},
     ],
 )
 def test_the_host_chooses_what_the_device_chooses(
@@ -74,34 +70,6 @@ def test_the_host_chooses_what_the_device_chooses(
     assert drafted.token_ids == host.token_ids
     assert drafted.stats.accepted_lengths == host.stats.accepted_lengths
     assert drafted.token_ids == model.generate(prompts, max_new_tokens=16, speculative=False, **options).token_ids
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-def test_no_ngram_twice(
-    tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Calls whose texts outgrow the first allocation, slots that are taken again, and a prefix that is kept."""
-    monkeypatch.setattr("eagle_slim.runtime.step.kept_rows._SMALLEST_CAPACITY", 32)
-    target, head = tiny_target("llama"), write_head(tmp_path)
-    on_host, model = (SpeculativeModel.from_pretrained(target, head, **TREE) for _ in range(2))
-    options = {"no_repeat_ngram_size": 2, "ignore_eos": True, "max_slots": 2, **sampling}
-    calls = [(random_prompts([5, 12]), 9), (random_prompts([20, 7, 40]), 30), (random_prompts([5]), 9)]
-    wanted = [on_host.generate(prompts, max_new_tokens=new, **options) for prompts, new in calls]
-    turn = [*calls[1][0][0], *wanted[1].token_ids[0][:10], 5]
-    calls.append(([turn], 9))
-    wanted.append(on_host.generate([turn], max_new_tokens=9, **options))
-    request.getfixturevalue("by_twins")
-    capacities = []
-    for (prompts, new), host in zip(calls, wanted, strict=True):
-        output = model.generate(prompts, max_new_tokens=new, reuse_prefix=prompts == [turn], **options)
-        plain = model.generate(prompts, max_new_tokens=new, speculative=False, **options)
-        assert output.stats.num_empty_steps > 0 == host.stats.num_empty_steps
-        assert output.token_ids == plain.token_ids == host.token_ids
-        assert output.stats.accepted_lengths == host.stats.accepted_lengths
-        capacities.append(model._decoders._cache.capacity)  # type: ignore[union-attr]
-    assert capacities[0] < capacities[1]
-    free = model.generate(calls[1][0], max_new_tokens=30, **{**options, "no_repeat_ngram_size": None})
-    assert free.token_ids != wanted[1].token_ids
 
 
 def test_what_is_accepted_beyond_the_end_hangs_on_no_earlier_answer(
