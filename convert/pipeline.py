@@ -430,12 +430,6 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
             "Leave --for out, and give a number of rows with --draft-vocab.",
             option="--for" if options.flavour != "default" else "--draft-vocab",
         )
-    request = options.vocabulary
-    if options.sizes == ("full",) and (not request.is_default or request.force_ids):
-        raise UsageError(
-            "--draft-vocab full keeps every row in its place: leave out counts, maps, text and forced ids.",
-            option="--draft-vocab",
-        )
     if head.kind == "eagle":
         return
     if "full" in options.sizes:
@@ -465,6 +459,8 @@ def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOp
 def _rank(inputs: Inputs, options: ConvertOptions, count: Count | None, say: Say) -> Ranking | None:
     """Rank the vocabulary; None where only `full` is asked for."""
     if options.sizes == ("full",):
+        if not options.vocabulary.is_default or options.vocabulary.force_ids:
+            say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
         return None
     if count is None:
         from eagle_slim.vocab_tools.counting.count import count_tokens

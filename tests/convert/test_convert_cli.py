@@ -96,7 +96,6 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8", "--order", "ids", "--token-map", token_map), "exclude"),
         ((head, "--draft-vocab", "8", "--tap-layers", "2,x"), "2,x"),
         ((head, "--draft-vocab", "8", "--weights", "chat"), "NAME=SHARE"),
-        ((head, "--draft-vocab", "full", "--token-map", token_map), "--draft-vocab full"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--for", "sglang"), "Leave --for out"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
