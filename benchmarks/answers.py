@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.requests.stats import GenerationStats

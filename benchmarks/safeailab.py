@@ -33,7 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError

@@ -60,7 +60,7 @@ Examples:
   eagle-convert --draft-vocab 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
-  eagle-convert smollm2-135m-instruct-eagle3-v32000 --draft-vocab 32000 --gguf q8_0 --out for-llama.cpp
+  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
@@ -100,7 +100,8 @@ Examples:
     help="Target layers whose inputs the head reads, if its files are wrong.",
 )
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
-              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own.")  # fmt: skip
+              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
+              "Alone, of an artifact at its own size.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")

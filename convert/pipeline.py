@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
@@ -36,7 +36,6 @@ from .artifact.format import (
     freq_name,
     record_of_bytes,
 )
-from .artifact.gguf_file import GgufChoice, gguf_bytes
 from .artifact.manifest import MANIFEST_NAME, Flavour, Manifest
 from .artifact.provenance import (
     describe_dropped,
@@ -47,9 +46,7 @@ from .artifact.provenance import (
     describe_vocabulary,
 )
 from .atomic import atomic_directory, check_output, require_space
-from .conversion.gguf import GgufRequest, choose_gguf, gguf_title, gguf_writer
-from .engines.facts import HeadFacts
-from .engines.registry import Finding, conversion_findings, in_words
+from .engines import Finding, HeadFacts, conversion_findings, in_words
 from .errors import UnsupportedHeadError
 from .head import names
 from .head.draft_head import DraftHead
@@ -67,6 +64,9 @@ from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
 from .vocabulary_choice import Ranking, Say, VocabRequest, make_ranking, ranked_manifest
 
+if TYPE_CHECKING:
+    from .artifact.gguf import GgufChoice, GgufRequest
+
 DraftVocabSize = int | Literal["full"]
 Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
@@ -78,7 +78,8 @@ class ConvertOptions:
     """Options of a conversion.
 
     Attributes:
-        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it.
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it. With `gguf` alone,
+            those of an artifact.
         coverage: instead of a size, the share of the counted text that must be covered.
         vocabulary: where the ranking comes from; by default the built-in counts for the built-in head, else
             `vocabulary_choice.DEFAULT_DATASET_NOTE`.
@@ -119,7 +120,8 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        if (self.draft_vocab is None) == (self.coverage is None):
+        given = sum(value is not None for value in (self.draft_vocab, self.coverage))
+        if given > 1 or (given == 0 and not self.gguf):
             raise UsageError(
                 "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one, and not both.",
                 option="--draft-vocab",
@@ -134,7 +136,7 @@ class ConvertOptions:
 
     @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:
-        """Rows of each artifact, in the order given; None where a coverage finds them."""
+        """Rows of each artifact, in the order given; None where a coverage or the head's manifest tells them."""
         if self.draft_vocab is None:
             return (None,)
         several = isinstance(self.draft_vocab, Iterable) and not isinstance(self.draft_vocab, str)
@@ -145,7 +147,10 @@ class ConvertOptions:
         """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
         base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
         base = "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts])
-        endings: dict[DraftVocabSize | None, str] = {None: f"coverage{self.coverage}", "full": "full"}
+        endings: dict[DraftVocabSize | None, str] = {
+            None: "gguf" if self.coverage is None else f"coverage{self.coverage}",
+            "full": "full",
+        }
         return f"{base}-{endings.get(size, f'v{size}')}" + ("" if self.flavour == "default" else f"-{self.flavour}")
 
     def folder_of(self, name: str) -> Path:
@@ -241,10 +246,9 @@ class Conversion:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors, those of GGUF files included."""
-        kinds = () if self.inputs.gguf is None else self.inputs.gguf.kinds
-        gguf = sum(gguf_bytes(self.tensors, kind) for kind in kinds)
-        return sum(plan.size_bytes for plan in self.tensors) + gguf
+        """Bytes of all tensors, and about as many for each GGUF file."""
+        copies = 1 if self.inputs.gguf is None else 1 + len(self.inputs.gguf.kinds)
+        return copies * sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """The artifact as `eagle-convert --json` prints it."""
@@ -267,6 +271,10 @@ class Conversion:
         require_space(self.folder, self.size_bytes)
         for plan in self.tensors:
             deque(plan.chunks(), maxlen=0)
+        if self.inputs.gguf is not None:
+            from .artifact import gguf
+
+            gguf.check_values(self.tensors, self.inputs.gguf.kinds)
 
     def write(self, force: bool = False) -> Conversion:
         """Write the artifact, whole or not at all, and return it with its complete manifest.
@@ -291,7 +299,9 @@ class Conversion:
                 (folder / name).write_bytes(data)
                 files[name] = record_of_bytes(data)
             if self.inputs.gguf is not None:
-                files |= gguf_writer(self.inputs.gguf, gguf_title(manifest))(folder)
+                from .artifact.gguf import write_gguf
+
+                files |= write_gguf(folder, self.inputs.gguf, f"{manifest.head['name']} v{manifest.draft_vocab}")
             manifest = replace(manifest, files=dict(sorted(files.items())))
             (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
         return replace(self, manifest=manifest)
@@ -357,9 +367,10 @@ def plan_conversion(
     for folder in folders:
         check_output(folder, options.force, MANIFEST_NAME)
     inputs = _open_inputs(name, options, folders[0], say)
-    ranking = _rank(inputs, options, count, say)
+    sizes = _sizes(inputs.head, options)
+    ranking = _rank(inputs, options, sizes, count, say)
     plans = []
-    for size, title, folder in zip(options.sizes, titles, folders, strict=True):
+    for size, title, folder in zip(sizes, titles, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
         plans.append(_plan(inputs, options, ranking, vocab, folder, title))
     require_space(folders[0], sum(plan.size_bytes for plan in plans))
@@ -399,7 +410,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
         targets.check_head_fits(head, opened)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
-    gguf = choose_gguf(head, options.gguf, opened, tokenizer) if options.gguf else None
+    gguf = None
+    if options.gguf:
+        from .artifact.gguf import choose_gguf
+
+        gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, tokenizer)
     # Before anything large is fetched.
     require_space(folder, sum(bytes_per_draft_step(head, size) for size in options.sizes if isinstance(size, int)))
     lm_head = None
@@ -445,6 +460,19 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
         )
 
 
+def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | None, ...]:
+    """Rows of each artifact; those of the head, an artifact, where GGUF files alone were asked for."""
+    if options.draft_vocab is not None or options.coverage is not None:
+        return options.sizes
+    if head.manifest is None:
+        raise UsageError.at(
+            head.location,
+            "--gguf alone takes an artifact at its own size, and this is none.\nGive a size with --draft-vocab.",
+            option="--draft-vocab",
+        )
+    return ("full",) if head.manifest.rank_order_ids is None else (head.manifest.draft_vocab,)
+
+
 def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOptions) -> bool:
     """Whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
     if choice.name is None or choice.reason == "given" or options.target_revision is not None:
@@ -456,9 +484,15 @@ def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOp
     return request.token_map is None and options.tokenizer is None and not is_ranked
 
 
-def _rank(inputs: Inputs, options: ConvertOptions, count: Count | None, say: Say) -> Ranking | None:
+def _rank(
+    inputs: Inputs,
+    options: ConvertOptions,
+    sizes: Sequence[DraftVocabSize | None],
+    count: Count | None,
+    say: Say,
+) -> Ranking | None:
     """Rank the vocabulary; None where only `full` is asked for."""
-    if options.sizes == ("full",):
+    if tuple(sizes) == ("full",):
         if not options.vocabulary.is_default or options.vocabulary.force_ids:
             say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
         return None
@@ -475,7 +509,7 @@ def _rank(inputs: Inputs, options: ConvertOptions, count: Count | None, say: Say
         count=count,
         say=say,
         target=None if inputs.target is None else inputs.target.name,
-        sizes=[size for size in options.sizes if isinstance(size, int)],
+        sizes=[size for size in sizes if isinstance(size, int)],
     )
 
 

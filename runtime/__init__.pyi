@@ -26,7 +26,6 @@ from .errors import (
     TargetWarning,
     UnsupportedModelError,
 )
-from .miss_log import MissLog
 from .model import SpeculativeModel
 from .requests.output import GenerationOutput
 from .requests.requests import RequestOutput
@@ -61,7 +60,6 @@ __all__ = [
     "GenerationStats",
     "HeadWarning",
     "HeadWeights",
-    "MissLog",
     "PairingError",
     "PartialVerification",
     "PromptError",

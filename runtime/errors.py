@@ -1,6 +1,8 @@
 """Errors of the runtime, by what a user can do about them.
 
 EagleSlimError
+├── UsageError              the arguments contradict each other or the input: other arguments
+│   └── NothingToFollowError  the draft vocabulary holds every id that could join it: a smaller one
 ├── TargetError             the target cannot be loaded: other folder, repository or revision, or a connection
 ├── UnsupportedModelError   this model class or one of its options is outside what the runtime handles: other model
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
@@ -17,6 +19,10 @@ from difflib import get_close_matches
 # Under their own names again, so that they can be imported from here.
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
+
+
+class NothingToFollowError(UsageError):
+    """A draft vocabulary holds every id that could join it."""
 
 
 class TargetError(EagleSlimError):

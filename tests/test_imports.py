@@ -54,7 +54,7 @@ FLOORS = {
         engines rows/lm_head sources/target
         rows/target
         artifact
-        conversion verify vocabulary_choice
+        verify vocabulary_choice
         pipeline push
         cli push_cli verify_cli
     """,
@@ -72,7 +72,6 @@ FLOORS = {
         step/kernels
         step
         model
-        miss_log
         compare options_cli
         safeailab
         compare/cli generate_cli tune

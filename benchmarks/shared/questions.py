@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.settings import TreeConfig
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import numpy as np
 from eagle_slim.vocab_tools.token_maps import d2t_from_ids, t2d_from_ids
 from numpy.typing import NDArray
 
-from ..engines.registry import flavoured_architecture
+from ..engines import flavoured_architecture
 from ..head import config as head_config
 from ..head import names
 from ..head.draft_head import DraftHead

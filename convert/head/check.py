@@ -138,8 +138,8 @@ def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int | N
 
 def settle_taps(
     config: Mapping[str, Any], tensors: LazyTensors, where: str, given: Sequence[int] | None
-) -> tuple[tuple[int, ...] | None, str | None]:
-    """Which layers' inputs the head reads (`config.tap_layers`), checked against the width of `fc`, and a warning.
+) -> tuple[int, ...] | None:
+    """Which layers' inputs the head reads (`config.tap_layers`), checked against the width of `fc`.
 
     Raises:
         CheckpointError: there is no `fc.weight`.
@@ -153,10 +153,10 @@ def settle_taps(
                 where, "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out."
             )
         _check_shapes(tensors, {names.FC: (hidden, target_hidden)}, where)
-        return (), None
+        return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
-    taps, warning = head_config.tap_layers(config, None if given is None else tuple(given), where)
+    taps = head_config.tap_layers(config, None if given is None else tuple(given), where)
     rows, columns = tensors.shape(names.FC)
     if rows != hidden or columns % target_hidden:
         raise MismatchError.at(
@@ -184,7 +184,7 @@ def settle_taps(
     _check_shapes(tensors, expected, where)
     _check_norm_flag(config, "norm_before_fc", "input_norm.weight", "input_norm.weight" in tensors, where)
     _check_norm_flag(config, "fc_norm", "fc_norm.N.weight", bool(norms), where)
-    return taps, warning
+    return taps
 
 
 def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:

@@ -163,10 +163,8 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-def tap_layers(
-    config: Mapping[str, Any], given: tuple[int, ...] | None, where: str
-) -> tuple[tuple[int, ...] | None, str | None]:
-    """Which layers' inputs the head reads, and a warning where engines read the configuration differently.
+def tap_layers(config: Mapping[str, Any], given: tuple[int, ...] | None, where: str) -> tuple[int, ...] | None:
+    """Which layers' inputs the head reads.
 
     A top-level `eagle_aux_hidden_state_layer_ids` means "input of layer i" and is used as is. The one in `eagle_config`
     means "output of layer i", SGLang's reading, and so the input of layer i + 1: [1, 17, 33] there is (2, 18, 34).
@@ -176,7 +174,7 @@ def tap_layers(
         MismatchError: both are present and disagree, or a list holds something else than numbers of layers.
     """
     if given is not None:
-        return _layer_ids(list(given), where, _TAPS_FLAG) or (), None
+        return _layer_ids(list(given), where, _TAPS_FLAG) or ()
     top = _layer_ids(config.get(AUX_LAYER_KEY), where, AUX_LAYER_KEY)
     eagle_config = config.get("eagle_config")
     raw = eagle_config.get(AUX_LAYER_KEY) if isinstance(eagle_config, Mapping) else None
@@ -191,19 +189,7 @@ def tap_layers(
             option=_TAPS_FLAG,
             found=[list(top), list(shifted)],
         )
-    if shifted is not None and top is None:
-        flag = ",".join(map(str, shifted))
-        return shifted, (
-            f"{AUX_LAYER_KEY} is set only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
-            f"does not; --tap-layers {flag} writes both keys so that they agree"
-        )
-    if top is not None and shifted is None:
-        flag = ",".join(map(str, top))
-        return top, (
-            f"{AUX_LAYER_KEY} is set only at top level, where SGLang does not read it; --tap-layers {flag} writes both "
-            "keys so that engines agree"
-        )
-    return top, None
+    return shifted if top is None else top
 
 
 def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ _KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "draft_vocab_size", "target_hidden_size", "hidden_act", "rms_norm_eps", "quantization_config",
 )  # fmt: skip
-_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
 # speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
 QWEN3_DEFAULTS = {
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -87,25 +86,6 @@ def whole_config(source_config: Mapping[str, Any]) -> dict[str, Any]:
     nested = nested if isinstance(nested, Mapping) else {}
     is_brief = bool(nested) and nested.get("model_type") in (None, "qwen3")
     return {**(QWEN3_DEFAULTS if is_brief else {}), **nested, **source_config}
-
-
-def rope_config(head: DraftHead) -> dict[str, Any]:
-    """The configuration of an open draft with RoPE in the two keys of `config.normalise_config`.
-
-    Raises:
-        MismatchError: the base is not stated, whose default differs between transformers and vLLM, or a key is wrong.
-    """
-    whole = whole_config(head.source_config)
-    stated = (whole, whole.get("rope_parameters"), whole.get("rope_scaling"))
-    if not any(isinstance(rope, Mapping) and rope.get("rope_theta") is not None for rope in stated):
-        raise MismatchError.at(
-            head.location,
-            "rope_theta: expected a positive number, found none.\nWrite the base that the draft was trained with into "
-            "config.json.",
-            key="rope_theta",
-        )
-    found = {key: whole[key] for key in _ROPE_KEYS if key in whole}
-    return head_config.normalise_config({**head.config, **found}, head.location)
 
 
 def _refuse_others(config: Mapping[str, Any], where: str, source: ResolvedSource | None) -> None:

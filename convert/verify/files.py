@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import cast, get_args
 
 from ..artifact.checksums import sha256_file
 from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
-from ..artifact.gguf_file import GgufType, check_gguf
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import ArtifactError
 from ..files import read_object
-from ..head.config import default_taps
 from ..rows.paths import TORCH_SUFFIXES
 from ..rows.safetensors_file import SafetensorsFile
 from .findings import Doubt, Findings, join, refuse, written_otherwise
@@ -35,9 +31,6 @@ class FileChecks:
         yield "stray files", self.stray
         yield "file checksums", self.checksums
         yield "tensor checksums", self.tensors
-        for name in sorted(self.found.manifest.files if self.found.manifest is not None else ()):
-            if name.endswith(".gguf"):
-                yield name, partial(self.gguf, name)
 
     def manifest(self) -> str:
         """eagle_slim.json can be read and is of this format."""
@@ -97,12 +90,3 @@ class FileChecks:
         entry = self.found.need_manifest().files.get(WEIGHTS_NAME, {})
         join(written_otherwise(self.found.need_weights(), entry, self.found.digest))
         return f"header and {len(entry.get('tensors', {}))} tensors"
-
-    def gguf(self, name: str) -> str:
-        """A GGUF file has the keys of the configuration, every tensor of the weights, and the absolute ids of d2t."""
-        manifest, kind = self.found.need_lm_head(), name.removeprefix("model-").removesuffix(".gguf")
-        refuse(kind not in get_args(GgufType), "not a name that eagle-convert gives")
-        layers = manifest.target.get("num_hidden_layers")
-        taps = manifest.tap_layers or (default_taps(layers) if isinstance(layers, int) else None)
-        head = self.found.need_head(str(self.found.folder))
-        return check_gguf(self.found.folder / name, head, cast(GgufType, kind), taps)

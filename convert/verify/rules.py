@@ -188,7 +188,7 @@ class RuleChecks:
         elif not head_config.uses_aux_layers(config):
             pass
         else:
-            layers, _ = head_config.tap_layers(config, None, "config.json")
+            layers = head_config.tap_layers(config, None, "config.json")
         refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
         return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
 

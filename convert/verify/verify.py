@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from ..engines.facts import HeadFacts
-from ..engines.registry import ENGINES, check_engine, require_engines
+from ..engines import ENGINES, HeadFacts, check_engine, require_engines
 from ..errors import ArtifactError
 from .files import FileChecks
 from .findings import Doubt, Findings, SkipCheck, refuse

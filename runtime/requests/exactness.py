@@ -1,19 +1,10 @@
-"""Whether drafted answers must equal plain ones, and where two answers differ."""
+"""Where two answers differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..errors import EagleSlimError
-from .stats import GenerationStats
-
-
-def exactness(stats: GenerationStats) -> str | None:
-    """Why drafted tokens are plain ones in any type: what ran says that a row's bits depend on that row alone.
-
-    None where it does not: then they are equal in float32, and below it a near-tie can round differently.
-    """
-    return stats.exactness
 
 
 def first_difference(found: Sequence[int], own: Sequence[int]) -> int | None:
@@ -24,7 +15,7 @@ def first_difference(found: Sequence[int], own: Sequence[int]) -> int | None:
 
 
 def difference(answer: str, found: Sequence[int], own: Sequence[int], place: int, proof: str) -> EagleSlimError:
-    """Return the error for a token that differs where none can; ``answer`` names the answer, ``proof``: `exactness`."""
+    """Return the error for a token that differs where none can; ``proof``: `GenerationStats.exactness`."""
     ends = [str(tokens[place]) if place < len(tokens) else "its end" for tokens in (found, own)]
     return EagleSlimError(
         f"{answer} differs from plain decoding at token {place}: {ends[0]} instead of {ends[1]}. It cannot, "

@@ -173,6 +173,22 @@ class TokenCounts:
             mixed += source.counts * (total_tokens * (chosen[source.name] / total_weight) / source.num_tokens)
         return mixed
 
+    def add(self, ids: Iterable[int], source: str = "generated") -> TokenCounts:
+        """Return these counts with more tokens, such as those of a model's answers, added to a source of this name.
+
+        Raises `VocabularyError` for an id outside the vocabulary, and for the very same tokens a second time.
+        """
+        found = np.fromiter(ids, np.int64)
+        if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
+            raise VocabularyError(
+                f"Ids to add: expected 0 to {self.vocab_size - 1}, found {found.min()} to {found.max()}."
+            )
+        counts = np.bincount(found, minlength=self.vocab_size)
+        weight = next((each.weight for each in self.sources if each.name == source), 1.0)
+        provenance = {"method": "generated", "sha256": hashlib.sha256(found.tobytes()).hexdigest()}
+        more = SourceCounts(source, weight, counts.astype(np.int64), None, provenance)
+        return merge_counts([self, TokenCounts((more,), self.tokenizer_hash)])
+
     def save(self, path: str | Path) -> None:
         """Write the file described at the top of this module, whole or not at all.
 

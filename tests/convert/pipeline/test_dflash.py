@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -172,10 +171,3 @@ def test_our_runtime_refuses_to_draft_before_it_loads_anything(tmp_path: Path, t
     with refused(UnsupportedHeadError, "DFlash draft", "vLLM"):
         # A target that is not there: nothing of it is looked at.
         SpeculativeModel.from_pretrained(head=folder, target=tmp_path / "none")
-
-
-def test_every_kind_of_head_has_rules_in_every_engine() -> None:
-    from eagle_slim.convert.engines.registry import ENGINES
-    from eagle_slim.convert.head.names import HeadKind
-
-    assert all(hasattr(engine, kind) for engine in ENGINES.values() for kind in get_args(HeadKind))

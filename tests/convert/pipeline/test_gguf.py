@@ -1,7 +1,6 @@
-"""GGUF files for llama.cpp: keys, tokens, every tensor, repeatability, what is refused, and files added later."""
+"""GGUF files for llama.cpp: keys, tokens, every tensor, and refusals."""
 
 import json
-import shutil
 from pathlib import Path
 
 import gguf
@@ -10,6 +9,7 @@ import pytest
 import torch
 from eagle_slim.convert import MismatchError, UnsupportedHeadError, VocabRequest, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.pipeline import ConvertOptions, plan_conversion
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load_file
@@ -25,6 +25,7 @@ from support.heads import (
     eagle3_tensors,
     random,
     trained_ids,
+    write_dflash,
     write_eagle1,
     write_eagle3,
     write_freq,
@@ -32,7 +33,6 @@ from support.heads import (
 )
 from support.raising import raises
 from support.small_tokenizers import byte_fallback_bpe, write_folder
-from support.tampering import sign_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -153,7 +153,7 @@ def test_what_a_head_may_have_besides(tmp_path, target):
     assert np.array_equal(floats(found["enc.output_norm.weight"]), tensors["input_norm.weight"].float().numpy())
     assert np.array_equal(floats(found["token_embd.weight"]), tensors["embed_tokens.weight"].float().numpy())
     assert set(found["d2t"].data.tolist()) <= set(trained_ids().tolist())
-    assert verify_artifact(folder, offline=True)["model-bf16.gguf"].status == "ok"
+    assert verify_artifact(folder, offline=True).ok
 
 
 def test_a_full_vocabulary_has_no_map(tmp_path, target):
@@ -220,14 +220,12 @@ def test_what_llama_cpp_cannot_serve_is_refused_with_the_reason(tmp_path, target
 def test_refusals_of_other_kinds(tmp_path, target):
     with raises(UnsupportedHeadError, option="--gguf"):
         slim(tmp_path, target, head=write_eagle1(tmp_path / "eagle1"))
-    with raises(MismatchError, tensor="midlayer.mlp.down_proj.weight", found=48):
-        slim(tmp_path, target, gguf=("q8_0",))
-    large = eagle3_tensors(rows=VOCAB)
-    large["lm_head.weight"][17, 3] = 1e5
+    with raises(UnsupportedHeadError, option="--gguf") as caught:
+        slim(tmp_path, target, head=write_dflash(tmp_path / "dflash", "z-lab"))
+    assert "docs/serving/dflash.md" in str(caught.value)
     with raises(MismatchError) as caught:
-        slim(tmp_path, target, "large", head=write_eagle3(tmp_path / "large-head", tensors=large), gguf=("f16",))
-    assert "too large for float16" in str(caught.value)
-    assert not (tmp_path / "large").exists()
+        slim(tmp_path, target, gguf=("q8_0",))
+    assert "midlayer.mlp.down_proj.weight: q8_0 has blocks of 32 values, and a row has 48" in str(caught.value)
     with raises(UsageError, option="--gguf"):
         convert(
             write_eagle3(tmp_path / "alone"), draft_vocab=ROWS, gguf=("bf16",), out=tmp_path / "none",
@@ -235,61 +233,55 @@ def test_refusals_of_other_kinds(tmp_path, target):
         )  # fmt: skip
 
 
-def test_verify_compares_keys_tokens_and_tensors(tmp_path, target):
-    folder = slim(tmp_path, target)
-    path = folder / "model-bf16.gguf"
-
-    def detail(change) -> str:
-        shutil.copy(path, tmp_path / "kept")
-        reader = gguf.GGUFReader(path, "r+")
-        change(reader)
-        reader.data.flush()
-        del reader
-        sign_file(folder, path.name)
-        check = verify_artifact(folder, offline=True)[path.name]
-        shutil.copy(tmp_path / "kept", path)
-        assert check.status == "failed"
-        return check.detail
-
-    def tensor(reader, name):
-        return next(found for found in reader.tensors if found.name == name)
-
-    def shift(reader):
-        d2t = tensor(reader, "d2t").data
-        d2t[:] = np.roll(d2t, 1)
-
-    def flip(reader):
-        tensor(reader, "blk.0.attn_q.weight").data[5, 3] ^= 1
-
-    def retap(reader):
-        reader.fields["eagle3.target_layers"].parts[-1][0] = 3
-
-    assert "d2t differs" in detail(shift)
-    assert "blk.0.attn_q.weight differs" in detail(flip)
-    assert "eagle3.target_layers is [2, 4, 3]" in detail(retap)
-    path.write_bytes(path.read_bytes()[:100])
-    assert "cannot be read as GGUF" in verify_artifact(folder, offline=True)[path.name].detail
+@pytest.mark.parametrize(
+    ("kind", "value", "is_refused"),
+    # The largest float16 is 65504; a block of q8_0 stores 1/127 of its largest value as one.
+    [("f16", 65280.0, False), ("f16", 65536.0, True), ("q8_0", 8290304.0, False), ("q8_0", 8323072.0, True)],
+)
+def test_a_value_too_large_for_the_type_is_refused_by_a_dry_run_too(tmp_path, target, kind, value, is_refused):
+    tensors = eagle3_tensors(rows=VOCAB)
+    for name in ("gate", "up", "down"):
+        tensors[f"midlayer.mlp.{name}_proj.weight"] = random((64, HIDDEN) if name != "down" else (HIDDEN, 64), 7)
+    tensors["lm_head.weight"][IDS[5], 3] = value
+    assert float(tensors["lm_head.weight"][IDS[5], 3]) == value
+    head = write_eagle3(tmp_path / "head", tensors=tensors, intermediate_size=64)
+    options = ConvertOptions(
+        draft_vocab=ROWS, target=target, out=tmp_path / "dry", gguf=(kind,), vocabulary=by_map(tmp_path, IDS)
+    )
+    if is_refused:
+        for attempt in (
+            lambda: plan_conversion(head, options)[0].check(),
+            lambda: slim(tmp_path, target, head=head, gguf=(kind,)),
+        ):
+            with raises(MismatchError) as caught:
+                attempt()
+            assert f"too large for {kind}" in str(caught.value)
+        assert not (tmp_path / "slim").exists()
+    else:
+        plan_conversion(head, options)[0].check()
+        _, found = read(slim(tmp_path, target, head=head, gguf=(kind,)) / f"model-{kind}.gguf")
+        assert np.isfinite(floats(found["output.weight"])).all()
 
 
-def test_the_commands(run, tmp_path, target):
+def test_an_artifact_is_converted_at_its_own_size_into_a_new_folder(run, tmp_path, target):
     write_eagle3(tmp_path / "head")
     write_freq(tmp_path / "freq.pt", IDS)
     made = (convert_command, "head", "--draft-vocab", str(ROWS), "--token-map", "freq.pt", "--target", "target")
     code, out, _ = run(*made, "--out", "slim", "--gguf")
     assert code == 0
     assert "for llama.cpp         model-bf16.gguf" in out
-    code, out, _ = run(*made, "--out", "plain")
+    assert run(*made, "--out", "plain")[0] == 0
     code, out, _ = run(verify_command, "plain", "--for", "llama.cpp", "--offline")
     assert code == 1
-    assert "eagle-convert DIR --gguf" in out
-    again = (convert_command, "plain", "--draft-vocab", str(ROWS), "--target", "target", "--out", "again")
-    code, out, _ = run(*again, "--gguf", "bf16,f32")
-    assert code == 0
-    assert "for llama.cpp         model-f32.gguf" in out
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
-        tmp_path / "slim" / "model.safetensors"
-    ).read_bytes()
-    code, out, _ = run(verify_command, "again", "--for", "llama.cpp", "--offline")
-    assert code == 0
-    for arguments in (("plain", "--gguf", "f8"), ("plain", "--gguf", "bf16", "--out", "x"), ("--gguf", "./plain")):
+    assert "--gguf" in out
+    before = {path.name: path.read_bytes() for path in (tmp_path / "plain").iterdir()}
+    assert run(convert_command, "plain", "--gguf", "bf16", "--target", "target", "--out", "again")[0] == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "plain").iterdir()} == before
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == before["model.safetensors"]
+    (_, found), (_, expected) = (read(tmp_path / name / "model-bf16.gguf") for name in ("again", "slim"))
+    assert {name: tensor.data.tolist() for name, tensor in found.items()} == {
+        name: tensor.data.tolist() for name, tensor in expected.items()
+    }
+    assert run(verify_command, "again", "--for", "llama.cpp", "--offline")[0] == 0
+    for arguments in (("plain", "--gguf", "f8"), ("--gguf", "./plain")):
         assert run(convert_command, *arguments)[0] == 2

@@ -33,6 +33,21 @@ def test_weights_are_shares_whatever_the_size() -> None:
     assert counts.weighted({"chat": 0}).tolist() == [0.0, 1.0, 1.0]
 
 
+def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
+    corpus = TokenCounts((source([50, 40, 0, 1], name="chat"),), "h")
+    once = corpus.add([3, 3, 0]).add(iter([2]))
+    assert [(each.name, each.counts.tolist()) for each in once.sources] == [
+        ("chat", [50, 40, 0, 1]), ("generated", [1, 0, 1, 2]),
+    ]  # fmt: skip
+    assert once.tokenizer_hash == "h"
+    assert corpus.add([1], "code").sources[1].name == "code"
+    for wrong in ([4], [-1]):
+        with pytest.raises(VocabularyError, match="expected 0 to 3"):
+            corpus.add(wrong)
+    with raises(VocabularyError, repeated="provenance"):
+        corpus.add([3]).add([3])
+
+
 def test_a_source_without_tokens_takes_no_share() -> None:
     counts = TokenCounts((source([1, 3], name="a"), source([0, 0], name="b", weight=9)), None)
     assert counts.weighted().tolist() == [1.0, 3.0]

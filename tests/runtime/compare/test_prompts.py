@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.runtime.compare.prompt_file import Prompt, load_prompts
+from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.errors import PromptFileError
 from support.raising import raises
 
