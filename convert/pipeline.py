@@ -53,9 +53,9 @@ from .head.draft_head import DraftHead
 from .head.open import open_head
 from .head.vocab_map import D2tForm
 from .rows.dtypes import item_size
+from .rows.gather import GatheredRows
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.paths import clean_subfolder
-from .rows.rows import GatheredRows
 from .rows.target import open_target_lm_head
 from .rows.writer import TensorPlan, write_safetensors
 from .sources import card

@@ -16,9 +16,9 @@ from ..errors import ConvertError
 from ..head import names
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
-from ..rows.checkpoint import FileRecord
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, rows_of_ids
+from ..rows.types import FileRecord
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import ResolvedSource, open_head_source
 from .manifest import Manifest

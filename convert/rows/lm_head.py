@@ -16,7 +16,7 @@ from ..errors import MismatchError
 from ..head import names
 from ..head.draft_head import DraftHead
 from .checkpoint import Checkpoint
-from .rows import GatheredRows
+from .gather import GatheredRows
 
 
 @dataclass(frozen=True)

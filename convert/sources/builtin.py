@@ -23,7 +23,7 @@ from ..artifact.checksums import sha256_file
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
 from ..rows.dtypes import rounded
-from ..rows.stream import Bytes
+from ..rows.safetensors_file import Bytes
 from ..rows.writer import TensorPlan, whole, write_safetensors
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"

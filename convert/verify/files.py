@@ -46,7 +46,7 @@ class FileChecks:
     def weights(self) -> str:
         """The safetensors header is sound and carries the metadata that loaders ask for."""
         self.found.weights = SafetensorsFile(self.found.folder / WEIGHTS_NAME)
-        metadata = self.found.weights.header.metadata
+        metadata = self.found.weights.metadata
         refuse(metadata.get("format") != "pt", f"metadata: expected format 'pt', found {dict(metadata)}")
         return f"{len(self.found.weights.tensors)} tensors, {self.found.weights.size_bytes:,} bytes"
 

@@ -108,7 +108,7 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 def written_otherwise(file: SafetensorsFile, entry: Mapping[str, Any], digest: Callable[[str], str]) -> list[str]:
     """Where a safetensors file differs from its `entry` in the manifest; `digest`: SHA-256 of a tensor by name."""
     with file.path.open("rb") as opened:
-        start = opened.read(file.header.data_offset)
+        start = opened.read(file.data_offset)
     problems = []
     if file.size_bytes != entry.get("size_bytes"):
         problems.append(f"expected {entry.get('size_bytes')} bytes, found {file.size_bytes}")

@@ -21,8 +21,8 @@ from ..errors import CheckpointError, SourceError
 from ..head import names
 from ..head.draft_head import DraftHead
 from ..rows.checkpoint import Checkpoint
+from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
-from ..rows.rows import GatheredRows
 from ..rows.target import open_target_lm_head
 from ..sources import target as targets
 from ..sources.target import Target, TargetChoice
