@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..manifest import Manifest
+from ..artifact.manifest import Manifest
 from ..sources.source import ResolvedSource
 from . import names
 from .config import EMBEDDING_TRAINED_KEY

@@ -180,7 +180,6 @@ def embedded_target_folder() -> Path:
             raise OutputError(
                 "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
                 f"the target with --target. {error}",
-                **error.facts,
             ) from error
     return folder
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_of
+from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
 from ..head.draft_head import DraftHead
 from ..head.open import head_from_checkpoint
-from ..manifest import Manifest
 from ..rows import dtypes
 from ..rows.checkpoint import Checkpoint
 from ..rows.safetensors_file import SafetensorsFile
