@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..artifact.manifest import Manifest
 from ..errors import MismatchError
-from ..manifest import Manifest
 from ..sources.source import ResolvedSource
 from . import names
 from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.engines import (
     ENGINES,
     HeadFacts,
@@ -14,6 +13,7 @@ from eagle_slim.convert.engines import (
     require_engines,
 )
 from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.verify.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 from engines.head_table import EAGLE1, EAGLE3, HEADS, head_table, with_config

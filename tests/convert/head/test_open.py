@@ -380,7 +380,7 @@ def ones(*shape):
             MismatchError,
             {"key": "rope_scaling.low_freq_factor", "found": None},
         ),
-        ({"rope_theta": float("inf")}, CheckpointError, {"file": "config.json"}),
+        ({"rope_theta": float("inf")}, CheckpointError, {}),
         ({"rope_theta": -1.0}, MismatchError, {"key": "rope_theta", "found": -1.0}),
         ({"rms_norm_eps": "1e-05"}, MismatchError, {"key": "rms_norm_eps", "found": "1e-05"}),
         ({"hidden_act": 3}, MismatchError, {"key": "hidden_act", "found": 3, "expected": "a name, such as 'silu'"}),
@@ -506,7 +506,7 @@ def test_null_quantisation_file_is_no_quantisation(tmp_path):
 def test_bad_config_file(tmp_path, text):
     folder = write_eagle3(tmp_path / "head")
     (folder / "config.json").write_text(text)
-    with raises(CheckpointError, file="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         open_head(folder)
 
 

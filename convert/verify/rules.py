@@ -10,9 +10,9 @@ import numpy as np
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
 from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 
-from ..artifact.artifact import freq_name
 from ..artifact.checksums import row_checksums
 from ..artifact.eagle3 import layer_class
+from ..artifact.format import freq_name
 from ..head import names
 from ..rows.dtypes import FLOATS, LONG_NAMES
 from .findings import Doubt, Findings, SkipCheck, all_finite, join, refuse
