@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..engines.registry import flavoured_architecture
+from ..engines import flavoured_architecture
 from ..head import config as head_config
 from ..head import names
 from ..head.draft_head import DraftHead

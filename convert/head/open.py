@@ -147,10 +147,7 @@ def _eagle(
         )
     config["vocab_size"] = vocab_size(config, None, where)
     settle_eagle(tensors, config, where)
-    warnings = []
-    if tensors.is_nonzero(names.FC_BIAS):
-        warnings.append("fc.bias is not zero: vLLM drops it, so drafts there are worse than elsewhere")
-    return None, None, warnings
+    return None, None, []
 
 
 def _eagle3(
@@ -179,7 +176,9 @@ def _eagle3(
             "only a head without it is converted.",
             tensor=names.FC_BIAS,
         )
-    taps, tap_warning = settle_taps(config, tensors, where, given_taps)
+    taps = settle_taps(config, tensors, where, given_taps)
     if given_taps is not None and taps:
-        config.update(head_config.with_tap_layers(config, taps))
-    return ids, taps, warnings + ([tap_warning] if tap_warning else [])
+        written = head_config.with_tap_layers(config, taps)
+        config.clear()
+        config.update(written)
+    return ids, taps, warnings
