@@ -217,7 +217,7 @@ class _Session:
                 note(f"error: {error}")
                 self.messages = before
             except KeyboardInterrupt:
-                note("\ninterrupted; the conversation goes on as it was before, and /retry answers the message")
+                note("interrupted; the conversation goes on as it was before, and /retry answers the message")
                 self.messages = before
                 if not _is_command(line):
                     self.interrupted = line

@@ -370,7 +370,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Run, monkeypatch: pytest.M
         assert err.count("tokens per target pass") == 1
         assert "interrupted; the conversation goes on as it was before" in err
         # As if the first message had never been.
-        assert chat("hello", "/quit").out == out.replace("> > ", "> ", 1)
+        assert chat("hello", "/quit").out == out.replace("> \n> ", "> ", 1)
 
 
 def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
