@@ -155,8 +155,10 @@ def _put_in_place(new: Path, out: Path, old: Path, force: bool, marker: str | No
         os.rename(out, old)
         try:
             os.rename(new, out)
-        except OSError:
-            os.rename(old, out)
+        except BaseException:
+            # An interrupt may fall between the two renames, or behind the second.
+            if not os.path.lexists(out):
+                os.rename(old, out)
             raise
     _sync(out.parent)
 
