@@ -77,14 +77,13 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         raise _refusal(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place)), out)
     if not os.path.lexists(out):
         return
-    if not out.is_dir():
-        raise OutputExistsError.at(
-            out, "is a file; a folder is to be written here.\nChoose another name.", found="file"
-        )
-    if not any(out.iterdir()):
+    if out.is_dir() and not any(out.iterdir()):
         return
     if not force:
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
+    if not out.is_dir():
+        problem = "is a file; a folder is to be written here.\nChoose another name."
+        raise OutputExistsError.at(out, problem, found="file")
     if marker is not None and not (out / marker).is_file():
         raise OutputExistsError.at(
             out,
@@ -152,11 +151,10 @@ def _put_in_place(new: Path, out: Path, old: Path, force: bool, marker: str | No
     else:
         # Somebody may have written it in the meantime.
         check_output(out, force, marker)
-        os.rename(out, old)
         try:
+            os.rename(out, old)
             os.rename(new, out)
         except BaseException:
-            # An interrupt may fall between the two renames, or behind the second.
             if not os.path.lexists(out):
                 os.rename(old, out)
             raise

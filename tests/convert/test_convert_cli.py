@@ -154,6 +154,7 @@ def test_killed_at_any_moment(head, token_map, tmp_path, name):
     report = json.loads(done.stdout)
     assert report["moments"] > 20
     assert all(entry["ok"] for entry in report["found"])
+    assert sum(entry["aside"] for entry in report["found"]) <= (name == "SIGKILL")
     sizes = [entry["draft_vocab"] for entry in report["found"]]
     assert set(sizes) == {5, 8}
     assert sizes[0] == 5
