@@ -17,7 +17,6 @@ from ..artifact.eagle3 import layer_class
 from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import ArtifactError
-from ..head import config as head_config
 from ..head import names
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
 from ..rows.paths import TORCH_SUFFIXES
@@ -237,11 +236,8 @@ def _config_sizes(parts: Parts) -> str:
 def _tap_layers(parts: Parts) -> str:
     """config.json names the tap layers of the manifest."""
     manifest = parts.with_lm_head()
-    layers: tuple[int, ...] | None = ()
-    if manifest.kind == "dflash":
-        layers = parts.head(CONFIG_NAME).tap_layers
-    elif head_config.uses_aux_layers(parts.config):
-        layers = head_config.tap_layers(parts.config, None, CONFIG_NAME)
+    num_layers = manifest.target.get("num_hidden_layers")
+    layers = parts.head(CONFIG_NAME).taps(num_layers if isinstance(num_layers, int) else None)
     refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
     return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
 
