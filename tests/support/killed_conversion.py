@@ -3,8 +3,8 @@
     python killed_conversion.py HEAD TOKEN_MAP OUT SIGNAL
 
 Moments are everything that happens to files below OUT's folder, and every write and flush. After each the artifact OUT
-is verified: it must be the old one or the new one, whole (or, between two renames, the old one aside). Prints a JSON object with the number of moments and what was
-found after each.
+is verified: it must be the old one or the new one, whole (or, between two renames, the old one aside). Prints a JSON
+object with the number of moments and what was found after each.
 """
 
 import contextlib
