@@ -590,7 +590,7 @@ def _manifest(
         lm_head=None if lm_head is None else describe_lm_head(head, lm_head),
         tokenizer=tokenizer,
         vocabulary=None if vocab is None else describe_vocabulary(vocab),
-        tap_layers=head.tap_layers,
+        tap_layers=head.taps(None if inputs.target is None else inputs.target.num_layers),
         coverage=coverage,
         dropped=describe_dropped(head),
         warnings=(*warnings, *of_engines),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Artifact:
         problem = _disagreement(head, manifest)
         if problem is not None:
             raise ArtifactError.at(folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.")
-        return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
+        return cls(folder, head, manifest)
 
 
 def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:

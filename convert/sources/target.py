@@ -120,13 +120,7 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
                 f"{_OTHER_TARGET}",
             )
-    layers = target.num_layers
-    if layers is not None and head.tap_layers and not all(0 <= layer <= layers for layer in head.tap_layers):
-        raise MismatchError(
-            f"head {head.location} reads the inputs of layers {list(head.tap_layers)}, but target {target.name} has "
-            f"{layers} layers.\nName the right target with --target, or the layers with --tap-layers.",
-            option="--tap-layers",
-        )
+    head.taps(target.num_layers)
 
 
 def open_tokenizer(
