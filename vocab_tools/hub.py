@@ -42,12 +42,25 @@ class HubTrouble:
         return f"{self.headline}.\n{self.advice}".rstrip()
 
 
+_limit_s: float | None = None
+
+
 def limit_silence() -> None:
-    """Let this process give up every request whose caller sets no limit after `SILENCE_S`; for commands."""
+    """Let requests of this process for which nobody sets a limit end after `SILENCE_S`; for commands."""
+    global _limit_s
+    _limit_s = SILENCE_S
+
+
+def keep_limit() -> None:
+    """Give huggingface_hub's client the limit of `limit_silence`, if it was called; before anything is asked."""
+    global _limit_s
+    if _limit_s is None:
+        return
     from huggingface_hub import get_session, set_client_factory
 
-    client, hooks = type(get_session()), get_session().event_hooks
-    set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=SILENCE_S))
+    client, hooks, limit_s = type(get_session()), get_session().event_hooks, _limit_s
+    set_client_factory(lambda: client(event_hooks=hooks, follow_redirects=True, timeout=limit_s))
+    _limit_s = None
 
 
 def is_offline() -> bool:

@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from eagle_slim.vocab_tools.hub import HubTrouble, is_offline, list_model, not_cached, transfer_errors, trouble_of
+from eagle_slim.vocab_tools.hub import (
+    HubTrouble,
+    is_offline,
+    keep_limit,
+    list_model,
+    not_cached,
+    transfer_errors,
+    trouble_of,
+)
 
 from ..errors import CheckpointError, SourceError
 from ..rows.paths import list_names
@@ -46,6 +54,7 @@ class HubError(SourceError):
 @contextmanager
 def explained(repo_id: str, revision: str | None = None, purpose: str = "read") -> Iterator[None]:
     """Raise the errors of huggingface_hub, its HTTP library and the cache's disk as `HubError`; as `trouble_of`."""
+    keep_limit()
     try:
         yield
     except transfer_errors() as error:

@@ -86,6 +86,7 @@ def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
     with connected(hub, tmp_path, token="hf_good"):
         try:
             our_hub.limit_silence()
+            our_hub.keep_limit()
             with raises(SourceError, reason="silent"):
                 check_push("tester/slim")
             hub.clear_faults()

@@ -287,4 +287,5 @@ def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
     done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert torch.equal(open_checkpoint(done.stdout.strip()).tensor("lm_head.weight"), LM_HEAD)
-    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + 20_000
+    # The piece that the killed process had asked for may still be sent.
+    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + PIECE + 2000
