@@ -18,8 +18,7 @@ from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.hub_errors import trouble_of
-from eagle_slim.vocab_tools.hub_session import be_patient
+from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
@@ -220,8 +219,8 @@ def _device(name: str | torch.device) -> torch.device:
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Say which target it is that transformers cannot load; its requests keep the rule of `hub_session`."""
-    be_patient()
+    """Name the target in the errors of transformers."""
+    keep_limit()
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
