@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,6 @@ from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, draft_bytes, plan_call
-from .target.choose import choose_target_backend
 from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class SpeculativeModel:
         if model is None:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
-        wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
+        wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
@@ -318,10 +318,12 @@ class SpeculativeModel:
         return other
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
-        return SpeculativeModel(
+        other = SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
+        other.drafter_reason = self.drafter_reason
+        return other
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location
@@ -338,6 +340,7 @@ class SpeculativeModel:
 
         # Else a pipeline logs that it does not know this class; the key is of no configuration.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
+        weakref.finalize(self, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop, "eagle_slim", None).atexit = False
         return True
 
     @property
@@ -457,7 +460,7 @@ class SpeculativeModel:
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
             states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
-            loop = GenerationLoop(self._decoders, self.target.lock, states, plan)
+            loop = GenerationLoop(self._decoders, states, plan)
             results, stats = loop.run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
@@ -519,9 +522,8 @@ class SpeculativeModel:
             max_slots=max_slots, speculative=speculative, partial_verification=partial_verification,
         )  # fmt: skip
         ahead = None if plan.ahead is None else plan.ahead.option
-        with self.target.lock.hold():
-            slots = min(num_prompts, plan.max_slots)
-            return self._decoders.warm_up(slots, max_length, plan.tree, plan.rules.rules, ahead)
+        slots = min(num_prompts, plan.max_slots)
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.tree, plan.rules.rules, ahead))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
