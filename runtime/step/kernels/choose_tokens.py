@@ -10,9 +10,10 @@ token is the same in any tree, place and batch, and `choose_tokens_ref` gives it
 cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
 
 Bytes read: the logits once for greedy, three times for sampled, and two or three times more from the L2 for top-k and
-top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
-logits without NaN. Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest,
-count as equal in the cuts; of equal ones top-p keeps the last ids.
+top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens.
+A row with a NaN or an infinite score, or of barred tokens alone, gets `NO_NUMBER` or `ALL_BARRED` in place of a token.
+Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest, count as equal in
+the cuts; of equal ones top-p keeps the last ids.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import LogitsError, UsageError
 from ...tensor_checks import check_tensors
 from ...tree import Trees
 from . import choice_kernels as kernels
@@ -100,7 +101,7 @@ def choose_tokens_ref(
             scores = _process(scores, trees.draft_tokens[slot, path], slot, number, rules, state)
             stream = state.uniforms[slot]
             uniform = float(stream[number]) if number < len(stream) else 0.0
-            out[place, node] = choose_token(scores, rules, state.numbers, uniform)
+            out[place, node] = find_fault(scores) or choose_token(scores, rules, state.numbers, uniform)
 
 
 def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: ChoiceRules, state: ChoiceState) -> Tensor:
@@ -116,6 +117,27 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     if rules.has_suppressed:
         scores = scores.masked_fill(bit_mask(state.suppressed, vocab), float("-inf"))
     return scores
+
+
+def find_fault(scores: Tensor) -> int:
+    """Return `NO_NUMBER` or `ALL_BARRED` for processed scores, float [vocab], that are no distribution; else 0."""
+    largest = float(scores.max())
+    if largest == float("-inf"):
+        return int(kernels.ALL_BARRED.value)
+    return 0 if abs(largest) < float("inf") else int(kernels.NO_NUMBER.value)
+
+
+def no_distribution(fault: int, prompt: int, position: int) -> LogitsError:
+    """Return the error for a new token of a prompt, counted from 0, that could not be chosen."""
+    where = f"New token {position} of prompt {prompt} cannot be chosen"
+    if fault == kernels.ALL_BARRED.value:
+        return LogitsError(
+            f"{where}: every token is barred by suppress_tokens, bad_words_ids, min_new_tokens or a logits processor."
+        )
+    return LogitsError(
+        f"{where}: its logits hold a NaN or an infinite value. Look for such values in the target's weights and in "
+        "what logits processors return; float16 weights may overflow where bfloat16 does not."
+    )
 
 
 def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, uniform: float) -> int:
@@ -156,7 +178,7 @@ def choose_tokens(
         trees: of all slots; ``draft_tokens`` -1 for a root that is not to be penalised again.
         rules: which stages run.
         state: their numbers.
-        out: int32 [places, nodes]: the chosen ids; -1 in places that are skipped.
+        out: int32 [places, nodes]: the chosen ids, `NO_NUMBER` or `ALL_BARRED`; -1 in places that are skipped.
         scratch: from `choice_scratch` for these sizes.
 
     Raises:
