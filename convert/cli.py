@@ -14,6 +14,7 @@ from eagle_slim.vocab_tools.base_cli import (
     json_option,
     note,
     parse_weights,
+    printable,
     run_cli,
     version_option,
     warn,
@@ -171,12 +172,13 @@ def _print(conversion: Conversion, verb: str) -> None:
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
+        name = printable(entry["source"])
         interval = ""
         if entry["interval"] is not None:
             low, high = entry["interval"]
             interval = f", 95% interval {low:.2%} to {high:.2%}"
         click.echo(
-            f"  coverage of {entry['source']}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
+            f"  coverage of {name}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
             f"tokens{interval}; the first ids would cover {entry['first_ids_instead']:.2%}"
         )
 

@@ -9,6 +9,7 @@ from eagle_slim.vocab_tools.base_cli import (
     EagleCommand,
     emit_json,
     json_option,
+    printable,
     run_cli,
     version_option,
 )
@@ -70,7 +71,9 @@ def verify(
         colours = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "bright_black"}
         for check in result.checks:
             status = click.style(f"{check.status:<7}", fg=colours[check.status])
-            click.echo(f"{status}  {check.name:<{width}}  {check.detail}")
+            # A name with a line end in it must not look like a check of its own.
+            detail = printable(check.detail).replace("\n", "\n" + " " * (width + 11))
+            click.echo(f"{status}  {check.name:<{width}}  {detail}")
         counted = {status: sum(check.status == status for check in result.checks) for status in colours}
         click.echo(f"{folder}: " + ", ".join(f"{number} {status}" for status, number in counted.items()))
     return 0 if result.ok else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -95,13 +96,19 @@ def emit_json(value: Any) -> None:
 
 def note(message: str) -> None:
     """Tell the user something on stderr."""
-    click.echo(message, err=True)
+    click.echo(printable(message), err=True)
 
 
 def warn(messages: Iterable[str]) -> None:
     """Print warnings to stderr, one line each."""
     for message in messages:
-        click.echo(f"warning: {message}", err=True)
+        click.echo(f"warning: {printable(message)}", err=True)
+
+
+def printable(text: str) -> str:
+    """Write control characters, which a terminal would obey, as escapes such as \\x1b; line ends stay."""
+    commands = r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    return re.sub(commands, lambda found: ascii(found[0])[1:-1], text)
 
 
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
@@ -174,7 +181,7 @@ def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
         traceback.print_exc()
     # The reader of stderr may be gone as well; the exit code still tells.
     with contextlib.suppress(OSError):
-        click.echo(f"{kind}{message}", err=True)
+        click.echo(f"{kind}{printable(message)}", err=True)
     return code
 
 

@@ -381,6 +381,7 @@ def ones(*shape):
             {"key": "rope_scaling.low_freq_factor", "found": None},
         ),
         ({"rope_theta": float("inf")}, CheckpointError, {}),
+        ({"max_position_embeddings": 10**30}, CheckpointError, {}),
         ({"rope_theta": -1.0}, MismatchError, {"key": "rope_theta", "found": -1.0}),
         ({"rms_norm_eps": "1e-05"}, MismatchError, {"key": "rms_norm_eps", "found": "1e-05"}),
         ({"hidden_act": 3}, MismatchError, {"key": "hidden_act", "found": 3, "expected": "a name, such as 'silu'"}),
