@@ -53,6 +53,8 @@ _KEY_ORDER = (
     "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+# What stands for no method of quantisation: ModelOpt's, TensorRT-LLM's and transformers' words.
+_NO_METHODS = ("none", "null", "", "no_quant", "float16", "bfloat16", "float32", "fp16", "bf16")
 _TAPS_FLAG = "--tap-layers"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -284,15 +286,39 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
             )
     if kind not in (None, "eagle3") and not is_dflash(source):
         raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
-    quantisation = source.get("quantization_config")
-    if isinstance(quantisation, Mapping) and any(quantisation.values()):
-        method = quantisation.get("quant_method") or quantisation.get("quant_algo") or "unnamed"
-        raise UnsupportedHeadError.at(
-            where,
-            f"the head is quantised ({method}); its rows are not defined without their scales.\n"
-            "Convert the unquantised head, then quantise the result.",
-            found=method,
-        )
+    for place in ("", "text_config", "transformer_layer_config", "eagle_config"):
+        part = source.get(place) if place else source
+        method = quantisation(part.get("quantization_config")) if isinstance(part, Mapping) else None
+        if method is not None:
+            raise UnsupportedHeadError.at(
+                where,
+                f"the head is quantised ({method}); its rows are not defined without their scales.\n"
+                "Convert the unquantised head, then quantise the result.",
+                found=method,
+            )
+
+
+def quantisation(config: Any) -> str | None:
+    """The method by which a `quantization_config` quantises weights; None for one that quantises none.
+
+    Trainers copy the target's or leave what says nothing: no method, no group with weights, 16 bits, all left out.
+    """
+    if not isinstance(config, Mapping):
+        return None
+    if isinstance(config.get("quantization"), Mapping):
+        return quantisation(config["quantization"])
+    method = next((config[key] for key in ("quant_algo", "quant_method") if config.get(key)), None)
+    groups, ignored = config.get("config_groups"), config.get("ignore")
+    says_nothing = (
+        str(method).lower() in _NO_METHODS,
+        "quant_algo" in config and str(config["quant_algo"]).lower() in _NO_METHODS,
+        isinstance(groups, Mapping)
+        and not any(isinstance(each, Mapping) and each.get("weights") for each in groups.values()),
+        any(config.get(key) in (16, 32) for key in ("bits", "w_bit")),
+        method == "bitsandbytes" and not (config.get("load_in_8bit") or config.get("load_in_4bit")),
+        isinstance(ignored, list) and any(pattern in ("*", ".*", "re:.*") for pattern in ignored),
+    )
+    return None if any(says_nothing) else str(method)
 
 
 def _check_constants(config: Mapping[str, Any], where: str) -> None:

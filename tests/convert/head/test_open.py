@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
+from eagle_slim.convert.artifact import dflash
 from eagle_slim.convert.head.config import AUX_LAYER_KEY, sliding_window
 from support import heads
 from support.conversion import convert
@@ -491,6 +492,45 @@ def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, c
     assert text.startswith(f"{folder}: this is {found}")
     assert advice in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"quant_method": "modelopt", "quant_algo": None, "exclude_modules": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": None, "targets": ["Linear"]}}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"num_bits": 8}}},
+            "ignore": ["re:.*"],
+        },
+        {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quantization": {"quant_algo": "NO_QUANT"}, "producer": {"name": "modelopt"}},
+        {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "gptq", "bits": 16},
+        {"modules_to_not_convert": ["lm_head"]},
+    ],
+)
+@pytest.mark.parametrize("place", ["", "text_config", "eagle_config", "speculators", "dflash", "dflash-speculators"])
+def test_a_quantisation_of_nothing_is_none_wherever_it_stands(tmp_path, place, nothing):
+    folder = tmp_path / "head"
+    if place.startswith("dflash"):
+        heads.write_dflash(folder, "speculators" if "speculators" in place else "z-lab")
+    else:
+        write_eagle3(folder, spelling="speculators" if place == "speculators" else "midlayer")
+    key = "transformer_layer_config" if "speculators" in place else "" if place == "dflash" else place
+    config = json.loads((folder / "config.json").read_text())
+    part = config.setdefault(key, {}) if key else config
+    part["quantization_config"] = nothing
+    heads.write_json(folder / "config.json", config)
+    head = open_head(folder)
+    written = dflash.slim_config(head, 100) if head.kind == "dflash" else head.config
+    assert "quantization_config" not in {**written, **written.get("transformer_layer_config", {})}
+    part["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    heads.write_json(folder / "config.json", config)
+    with raises(UnsupportedHeadError, found="fp8"):
+        open_head(folder)
 
 
 def test_null_quantisation_file_is_no_quantisation(tmp_path):
