@@ -34,6 +34,12 @@ _SIDE_FILES = (
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
+CODE_OF_ITS_OWN = (
+    "its class is Python code beside its files (auto_map), which is never run here, and transformers has no class of "
+    "its own for it"
+)
+"""Why transformers refused a model or a tokenizer that it may load only with `trust_remote_code`."""
+
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id."
 
 
@@ -195,10 +201,14 @@ def _build_backend(source: str, revision: str | None, offline: bool) -> Tokenize
     from transformers import AutoTokenizer
 
     try:
-        built = AutoTokenizer.from_pretrained(source, revision=revision, local_files_only=offline)
+        # Never code of the folder: without this transformers asks on stdin, which may be a prompt.
+        built = AutoTokenizer.from_pretrained(
+            source, revision=revision, local_files_only=offline, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = CODE_OF_ITS_OWN if "trust_remote_code" in str(error) else str(error)
         raise TokenizerError(
-            f"{source}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: {error}",
+            f"{source}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: {reason}",
             repo=source,
             missing=_TOKENIZER,
         ) from error
