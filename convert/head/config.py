@@ -286,11 +286,11 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
             named = next((name for name in (kind, *said) if isinstance(name, str)), None)
             raise names.other_draft(draft, where, None if named == source.get("model_type") else named)
     own = source.get("dflash_config")
-    flags = [key for key in _OTHER_FORM_FLAGS if isinstance(own, Mapping) and own.get(key)]
-    if flags:
+    flags = {key: own[key] for key in _OTHER_FORM_FLAGS if own.get(key)} if isinstance(own, Mapping) else {}
+    for key, value in flags.items():
         raise UnsupportedHeadError.at(
             where,
-            f"dflash_config.{flags[0]} is {own[flags[0]]!r}: a DFlash draft of another form, which is not converted.\n"
+            f"dflash_config.{key} is {value!r}: a DFlash draft of another form, which is not converted.\n"
             "Serve it as it is, in an engine that reads this flag.",
         )
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
