@@ -20,7 +20,7 @@ from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 

@@ -37,6 +37,8 @@ FLOORS = {
         files hub_session
         base_cli
         tokenizer
+        chats encoding
+        forced
         corpus
         counting
         count_cli vocabulary
