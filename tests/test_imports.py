@@ -72,7 +72,7 @@ FLOORS = {
         drafter/kernels
         drafter pairing
         drafter/tuning
-        loading requests
+        loading api
         step/kernels
         step
         model
