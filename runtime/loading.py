@@ -20,7 +20,7 @@ from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer.load import CODE_OF_ITS_OWN, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 
@@ -227,7 +227,10 @@ def _naming(target: str | Path) -> Iterator[None]:
         # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
         if "trust_remote_code" in reason:
-            reason = CODE_OF_ITS_OWN
+            reason = (
+                "its class is Python code beside its files (auto_map), which is never run here, and transformers has no "
+                "class of its own for it"
+            )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
 from ..errors import MismatchError, SourceError
 from ..files import read_object

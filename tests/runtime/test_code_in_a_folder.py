@@ -9,8 +9,7 @@ import pytest
 import torch
 from eagle_slim.runtime.errors import TargetError
 from eagle_slim.runtime.loading import load_target, load_target_config, load_tokenizer_and_hash
-from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import tiny_target
 
@@ -58,11 +57,6 @@ def test_a_class_that_only_the_folder_has_is_refused_with_advice_that_exists(tmp
             load(folder, None, True)
         assert "auto_map" in str(caught.value)
         assert "trust_remote_code" not in str(caught.value)
-    (folder / "tokenizer.json").unlink()
-    with_code(folder, tmp_path / "ran", tokenizer_class="OwnTokenizer")
-    with pytest.raises(TokenizerError) as caught:
-        load_tokenizer(folder)
-    assert "trust_remote_code" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
 

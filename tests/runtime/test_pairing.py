@@ -16,7 +16,7 @@ from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.pairing import check_tokenizer
 from eagle_slim.runtime.target.wrapper import check_supported
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.conversion import BY_ID, convert
 from support.raising import raises

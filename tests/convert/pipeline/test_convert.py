@@ -21,7 +21,7 @@ from eagle_slim.convert import (
 )
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
