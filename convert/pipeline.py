@@ -19,7 +19,7 @@ from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact import dflash, eagle1, eagle3

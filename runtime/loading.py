@@ -20,7 +20,7 @@ from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 
@@ -30,6 +30,7 @@ from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
+from .target.wrapper import check_supported
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -225,6 +226,11 @@ def _naming(target: str | Path) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
+        if "trust_remote_code" in reason:
+            reason = (
+                "its class is Python code beside its files (auto_map), which is never run here, and transformers has no "
+                "class of its own for it"
+            )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
@@ -249,7 +255,9 @@ def load_target(
     with _naming(target):
         if dtype in (None, "auto") and device.type == "cpu":
             dtype = dtype_on_cpu(load_target_config(target, revision, offline))
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, revision=revision, local_files_only=offline, trust_remote_code=False
+        )
     moved: nn.Module = model.to(device).eval()
     return moved
 
@@ -259,7 +267,8 @@ def load_target_config(target: str | Path, revision: str | None, offline: bool) 
     from transformers import AutoConfig
 
     with _naming(target):
-        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline)
+        # Never code of the folder: without this transformers asks on stdin, which may be the prompt.
+        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline, trust_remote_code=False)
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
@@ -267,10 +276,17 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
     folder = Path(target)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None, None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
-    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, local_files_only=offline)
+    where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
     return tokenizer, loaded.tokenizer_hash
 
 
@@ -298,7 +314,11 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
-    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for."""
+    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for.
+
+    Raises `UnsupportedModelError` for what cannot be a target at all, such as a single layer (`check_supported`).
+    """
+    check_supported(target)
     weight = next(target.parameters())
     if isinstance(dtype, str):
         dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)

@@ -92,10 +92,10 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
         raise CheckpointError.at(where, problem)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
-        algorithms = read_object(quantised, CheckpointError, where).get("quantization")
+        found = read_object(quantised, CheckpointError, where)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
-        if isinstance(algorithms, dict) and algorithms.get("quant_algo"):
-            config.setdefault("quantization_config", {"quant_algo": algorithms["quant_algo"]})
+        if head_config.quantisation(found) is not None:
+            config["quantization_config"] = found
     return config
 
 
