@@ -30,6 +30,7 @@ from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
+from .target.wrapper import check_supported
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -298,7 +299,11 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
-    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for."""
+    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for.
+
+    Raises `UnsupportedModelError` for what cannot be a target at all, such as a single layer (`check_supported`).
+    """
+    check_supported(target)
     weight = next(target.parameters())
     if isinstance(dtype, str):
         dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)

@@ -56,7 +56,8 @@ FLOORS = {
         rows/target
         artifact
         verify vocabulary_choice
-        pipeline push
+        options push
+        pipeline
         cli push_cli verify_cli
     """,
     "runtime": """
