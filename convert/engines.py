@@ -131,9 +131,11 @@ class HeadFacts:
 
     @property
     def rope_kind(self) -> str | None:
-        """Kind of RoPE scaling, or None without one."""
+        """Kind of RoPE scaling, or None without one; Hunyuan's "dynamic", by alpha, is another than transformers'."""
         rope = self.config.get("rope_scaling")
-        return str(rope.get("rope_type") or rope.get("type") or "unnamed") if isinstance(rope, Mapping) else None
+        if not isinstance(rope, Mapping):
+            return None
+        return str(rope.get("rope_type") or rope.get("type") or "unnamed") + (" with alpha" if "alpha" in rope else "")
 
     @property
     def partial_rotation(self) -> object:

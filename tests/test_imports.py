@@ -37,6 +37,8 @@ FLOORS = {
         files hub_session
         base_cli
         tokenizer
+        chats encoding
+        forced
         corpus
         counting
         count_cli vocabulary
@@ -70,7 +72,7 @@ FLOORS = {
         drafter/kernels
         drafter pairing
         drafter/tuning
-        loading requests
+        loading api
         step/kernels
         step
         model

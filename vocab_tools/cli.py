@@ -27,7 +27,7 @@ from .token_maps import FORMATS
 if TYPE_CHECKING:
     from .counting.counts import TokenCounts
     from .token_maps import D2TForm
-    from .tokenizer.tokenizer import LoadedTokenizer
+    from .tokenizer import LoadedTokenizer
     from .vocabulary import DraftVocab
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
@@ -127,8 +127,8 @@ Example:
 @json_option
 def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
+    from .forced import forced_ids
     from .ranking import rank_by_order, rank_vocabulary
-    from .tokenizer.load import forced_ids
 
     path = refuse_existing(out, force)
     by_ids = options["order"] == "ids"
@@ -320,7 +320,7 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
 
 
 def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
-    from .tokenizer.load import load_tokenizer
+    from .tokenizer import load_tokenizer
 
     return load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
 

@@ -136,7 +136,7 @@ def count(
     """Count how often each token occurs in a corpus."""
     from .counting.count import count_tokens
     from .counting.held_out import HeldOutRule
-    from .tokenizer.load import load_tokenizer
+    from .tokenizer import load_tokenizer
 
     path = counts_to_write(out, force)
     if options["run_on"] == "ray":

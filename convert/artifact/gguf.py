@@ -19,7 +19,7 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..engines import HeadFacts, check_engine

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_PADDING = 2048
+"""Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
+
+
+def has_padding_of(rows: int, vocab: int) -> bool:
+    """Whether rows are those of a vocabulary, with padding or without: not of another model's vocabulary."""
+    return vocab <= rows <= vocab + MOST_PADDING
+
+
 @dataclass(frozen=True)
 class DraftHead:
     """A draft head, whatever its file looked like.
@@ -58,7 +67,7 @@ class DraftHead:
 
     @property
     def target_vocab(self) -> int:
-        """V: the size of the target's vocabulary, padding rows included."""
+        """V: the size of the target's vocabulary, with the padding that the head has."""
         return int(self.config["vocab_size"])
 
     @property
@@ -109,6 +118,10 @@ class DraftHead:
     def dtype_name(self) -> str:
         """Dtype of the head's matrices as safetensors spells it: one of `weights.dtypes.FLOATS`."""
         return self.tensors.info(self._matrix).dtype
+
+    def without_padding(self, vocab: int) -> DraftHead:
+        """The same head for a vocabulary of `vocab` ids, where its own is padded beyond them."""
+        return replace(self, config={**self.config, "vocab_size": vocab})
 
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
         """The decoder layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.

@@ -79,10 +79,10 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
     config = read_object(folder / "config.json", CheckpointError, where)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
-        algorithms = read_object(quantised, CheckpointError, where).get("quantization")
+        found = read_object(quantised, CheckpointError, where)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
-        if isinstance(algorithms, dict) and algorithms.get("quant_algo"):
-            config.setdefault("quantization_config", {"quant_algo": algorithms["quant_algo"]})
+        if head_config.quantisation(found) is not None:
+            config["quantization_config"] = found
     return config
 
 

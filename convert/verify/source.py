@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.tokenizer.load import forced_ids
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 
 from ..artifact.checksums import row_checksums
 from ..artifact.manifest import Manifest

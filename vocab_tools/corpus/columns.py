@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from ..chats import kind_of, messages_in_text
 from ..errors import CorpusError, UsageError
-from ..tokenizer.messages import kind_of, messages_in_text
 from .source import CorpusSource
 
 Kind = Literal["text", "chat"]

@@ -18,13 +18,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
 from ..corpus.blocks import BadRecord, Block, Records, document_index
+from ..encoding import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from ..errors import TokenizerError
-from ..tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
-from ..tokenizer.messages import ChatError, kind_of, normalise_messages
-from ..tokenizer.skeleton import Piece
-from ..tokenizer.template import ChatSpec
-from ..tokenizer.turns import ChatRenderer
 from .counts import HeldOut
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 

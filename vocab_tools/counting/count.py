@@ -13,9 +13,9 @@ from typing import Literal
 
 from ..corpus.open import OpenCorpus, open_corpus, refuse_repeated_inputs
 from ..corpus.source import CorpusSource
+from ..encoding import name_and_version
 from ..errors import UsageError
-from ..tokenizer.encode import name_and_version
-from ..tokenizer.tokenizer import LoadedTokenizer
+from ..tokenizer import LoadedTokenizer
 from .block import CountPlan
 from .counts import JSON, SourceCounts, TokenCounts
 from .held_out import HeldOutRule

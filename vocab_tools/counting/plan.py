@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
+from ..chats import ChatSpec, chat_spec
 from ..corpus.blocks import BadRecord
 from ..corpus.open import OpenCorpus
+from ..encoding import SpanEncoder, choose_library, encoder_spec
 from ..errors import UsageError
-from ..tokenizer.encode import SpanEncoder, choose_library, encoder_spec
-from ..tokenizer.template import ChatSpec, chat_spec
-from ..tokenizer.tokenizer import LoadedTokenizer
+from ..tokenizer import LoadedTokenizer
 from .block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .held_out import HeldOutRule, key_of_source
 

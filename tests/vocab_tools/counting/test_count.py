@@ -202,9 +202,9 @@ def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> Non
 
 
 def test_texts_too_long_are_cut_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_slim.vocab_tools.tokenizer import encode
+    from eagle_slim.vocab_tools import encoding
 
-    monkeypatch.setattr(encode, "MAX_TEXT_CHARS", 100)
+    monkeypatch.setattr(encoding, "MAX_TEXT_CHARS", 100)
     text = " ".join(some_texts(5))
     path = write_jsonl(tmp_path / "a.jsonl", [text])
     counts = count_tokens([CorpusSource(str(path), column="text")], llama3_like(), workers=0)
@@ -330,7 +330,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, small_blocks: 
 def test_a_missing_library_is_an_error_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    with raises(TokenizerError, missing="fastokens"):
+    with pytest.raises(TokenizerError, match="fastokens is not installed"):
         count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, tokenizer_library="fastokens")
     told: list[str] = []
     counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, notify=told.append)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
-from .options import Processors
-from .sampling import LogitRecord, uniform_stream
+from .sampling import Processors, uniform_stream
 from .stats import GenerationStats, MissedTokens, most_missed_first
 
 if TYPE_CHECKING:
@@ -28,12 +27,12 @@ OnTokens = Callable[[Sequence[int]], None]
 class Request:
     """A prompt and its limits.
 
-    ``stream`` fixes the random numbers: seed and place; None is the call's seed and ``index``. ``context_limit``:
-    tokens of prompt and answer together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text,
-    needed for them. ``process`` takes the tokens before a position, int64 [1, seq], and its logits, float32 [1,
-    target_vocab], and returns the logits to choose from (`options`). ``criteria`` are asked after every token, with
-    prompt and answer (int64 [1, seq] on ``device``) and None, and end the answer by what is true. ``deadline`` is a
-    time of `time.monotonic`, looked at after every step. ``record`` keeps the logits of the answer.
+    ``stream``: seed and place, which fix the random numbers. ``context_limit``: tokens of prompt and answer together,
+    None for no limit. ``stop``: strings; ``decode`` turns token ids into text, needed for them. ``process`` takes the
+    tokens before a position, int64 [1, seq], and its logits, float32 [1, target_vocab], and returns the logits to
+    choose from (`sampling`). ``criteria`` are asked after every token, with prompt and answer (int64 [1, seq] on
+    ``device``) and None; one that returns True ends the answer. ``deadline`` is a time of `time.monotonic`, looked at
+    after every step.
     """
 
     index: int
@@ -46,9 +45,8 @@ class Request:
     process: Processors | None = None
     criteria: Sequence[Callable[[Tensor, Any], Any]] = ()
     deadline: float | None = None
-    record: LogitRecord | None = None
     device: torch.device | str = "cpu"
-    stream: tuple[int, int] | None = None
+    stream: tuple[int, int] = (0, 0)
 
     @property
     def max_tokens(self) -> int:
@@ -71,12 +69,6 @@ class RequestOutput:
     text: str | None
     finish_reason: FinishReason
     stats: GenerationStats
-    logits: Tensor | None = None
-    """float32 [new, target_vocab]: the target's logits for each new token, if they were asked for."""
-    scores: Tensor | None = None
-    """float32 [new, target_vocab]: the same after processors and warpers."""
-    logprobs: list[dict[int, float]] | None = None
-    """For each new token the log-probabilities of the most probable ids and of itself, if they were asked for."""
 
 
 @dataclass
@@ -120,15 +112,12 @@ class RunningRequest:
     def output(self, timings: dict[str, Any]) -> RequestOutput:
         """Return the finished result; ``timings`` are `GenerationStats` fields, {} where the time is shared."""
         assert self.finish_reason is not None
-        place, record = (len(self.request.prompt_ids), len(self.token_ids)), self.request.record
         return RequestOutput(
             list(self.request.prompt_ids),
             list(self.token_ids),
             self._text(),
             self.finish_reason,
             _stats_of([self], timings),
-            None if record is None else record.logits(*place),
-            None if record is None else record.scores(*place),
         )
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
@@ -171,9 +160,9 @@ def _is_met(criterion: Callable[[Tensor, Any], Any], ids: Tensor) -> bool:
     if found is None:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         raise UsageError(
-            f"Stopping criterion {name} returned None; expected True or False, or a tensor of them.",
-            option="stopping_criteria", found=None,
-        )  # fmt: skip
+            f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.",
+            option="stopping_criteria",
+        )
     return bool(torch.as_tensor(found).all())
 
 
@@ -192,8 +181,7 @@ def start(
         # No more numbers than the context has room for, whatever was asked, and a path: a pass counts in full what it
         # accepts beyond the answer's end.
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
-        seed, place = request.stream or (sampling.seed, request.index)
-        return None if sampling.is_greedy else uniform_stream(seed, place, room)
+        return None if sampling.is_greedy else uniform_stream(*request.stream, room)
 
     return [
         RunningRequest(
@@ -222,9 +210,7 @@ def _stats_of(states: Sequence[RunningRequest], more: dict[str, Any]) -> Generat
         accepted_lengths=dict(sorted(lengths.items())),
         finish_reasons=dict(sorted(Counter(str(state.finish_reason) for state in states).items())),
         num_new_tokens=sum(len(state.token_ids) for state in states),
-        num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
-        num_plain_tokens=sum(len(state.token_ids) for state in states if state.missed is None),
         num_reused_tokens=sum(state.num_reused for state in states),
         num_cut_tokens=sum(state.num_cut_tokens for state in states),
         **more,

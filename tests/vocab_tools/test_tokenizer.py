@@ -4,9 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
-from eagle_slim.vocab_tools.tokenizer.forced import forced_ids
-from eagle_slim.vocab_tools.tokenizer.load import check_tokenizer, load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.tokenizer import bytes_of_symbols
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, check_tokenizer, load_tokenizer
 from support.raising import raises
 from support.small_tokenizers import (
     CHATML,
@@ -194,7 +193,7 @@ def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
     forced = forced_ids(loaded, extra=[299])
     assert forced.reasons[299] == "by request"
     assert "id 999" in forced.warnings[0]
-    with raises(UsageError, id=300):
+    with raises(UsageError, option="--force-id"):
         forced_ids(loaded, extra=[300])
 
 
@@ -212,7 +211,7 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
     assert loaded.vocab["<|extra|>"] == 300
     assert 300 in loaded.special_ids
     wrong = write_folder(tmp_path / "b", byte_level_bpe(300), added_tokens_decoder={"305": entry})
-    with raises(TokenizerError, expected=305, found=300):
+    with pytest.raises(TokenizerError, match=r"id 305.*300"):
         load_tokenizer(wrong)
 
 
@@ -222,34 +221,62 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
         ("tokenizer.json", "{"),
         ("tokenizer.json", '{"version": "1.0"}'),
         ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", '{"chat_template": ["a", "b"]}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", '{"chat_template": {"default": 5}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"300": "a"}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": ["a"]}'),
         ("generation_config.json", "{"),
+        ("chat_template.jinja", "\xff"),
     ],
 )
 def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
     folder = write_folder(tmp_path / "t", byte_level_bpe())
-    (folder / name).write_text(content)
-    with raises(TokenizerError, path=str(folder / name)):
+    (folder / name).write_text(content, encoding="latin-1")
+    with pytest.raises(TokenizerError, match=str(folder / name)):
         load_tokenizer(folder)
+
+
+def test_ids_of_another_type_are_no_ids(tmp_path: Path) -> None:
+    config = {"eos_token_id": [True, "2", 10**30, 299], "pad_token_id": {"id": 1}}
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), None, generation_config=config))
+    forced = forced_ids(loaded)
+    assert [token_id for token_id, reason in forced.reasons.items() if "eos" in reason or "pad" in reason] == [299]
+    assert str(10**30) in forced.warnings[0]
+
+
+def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("asked on stdin")
+
+    monkeypatch.setattr("builtins.input", ask)
+    mapped = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    ran = tmp_path / "ran"
+    folder = write_folder(tmp_path / "t", byte_level_bpe(), **mapped)
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    # With a tokenizer.json there is nothing to run.
+    assert load_tokenizer(folder).vocab_size == 360
+    (folder / "tokenizer.json").unlink()
+    with raises(TokenizerError, option="--tokenizer") as refused:
+        load_tokenizer(folder)
+    assert "auto_map" in str(refused.value)
+    assert not ran.exists()
 
 
 def test_invalid_jinja_is_named(tmp_path: Path) -> None:
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), "{% for %}"))
-    with raises(TokenizerError, invalid="chat template"):
+    with raises(TokenizerError, option="--chat-template"):
         forced_ids(loaded)
 
 
 def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for missing in (str(tmp_path / "none"), "./none/tokenizer.json", "models/org/Llama-3.1-8B"):
-        with raises(TokenizerError, missing=missing):
-            load_tokenizer(missing)
-    monkeypatch.chdir(write_folder(tmp_path / "here", byte_level_bpe()))
-    with raises(TokenizerError, tokenizer=""):
-        load_tokenizer("")
-    for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct"):
-        with raises(TokenizerError, repo=name, reason="LocalEntryNotFoundError"):
-            load_tokenizer(name, offline=True)
-    with raises(TokenizerError, repo="not//valid", reason="HFValidationError"):
-        load_tokenizer("not//valid", offline=True)
     (tmp_path / "empty").mkdir()
-    with raises(TokenizerError, repo=str(tmp_path / "empty"), missing="tokenizer.json"):
-        load_tokenizer(tmp_path / "empty")
+    missing = (str(tmp_path / "none"), "./none/tokenizer.json", "models/org/Llama-3.1-8B", tmp_path / "empty", "")
+    for name in missing:
+        with raises(TokenizerError, option="--tokenizer"):
+            load_tokenizer(name)
+    monkeypatch.chdir(write_folder(tmp_path / "here", byte_level_bpe()))
+    for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct", "not//valid"):
+        with pytest.raises(TokenizerError, match=name):
+            load_tokenizer(name, offline=True)

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
-from .messages import ChatError
-from .template import ChatSpec, ChatTemplate
+from .chats import ChatError, ChatSpec, ChatTemplate
+from .errors import UsageError
 from .tokenizer import LoadedTokenizer
 
 # Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers without generation settings. The
@@ -87,7 +86,7 @@ def forced_ids(
         if reason not in known:
             known.append(reason)
 
-    for token_id, reason in _configured(tokenizer):
+    for token_id, reason in tokenizer.configured_ids:
         if token_id in real:
             force(token_id, reason)
         elif token_id >= 0:
@@ -113,26 +112,13 @@ def forced_ids(
         force(token_id, f"byte 0x{byte:02X}")
     for token_id in extra:
         if token_id not in real:
-            raise UsageError(f"Forced id {token_id}: {tokenizer.source} has no such token.", id=token_id)
+            raise UsageError(f"Forced id {token_id}: {tokenizer.source} has no such token.", option="--force-id")
         force(token_id, "by request")
     return ForcedIds(
         ids=np.array(sorted(reasons), np.int64),
         reasons={token_id: ", ".join(reasons[token_id]) for token_id in sorted(reasons)},
         warnings=tuple(warnings),
     )
-
-
-def _configured(tokenizer: LoadedTokenizer) -> Iterator[tuple[int, str]]:
-    """Yield eos, bos and pad as the configuration files name them."""
-    for role in ("eos", "bos", "pad"):
-        value = tokenizer.generation_config.get(f"{role}_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int):
-                yield token_id, role
-        token = tokenizer.special_tokens.get(f"{role}_token")
-        token_id = None if token is None else tokenizer.backend.token_to_id(token)
-        if token_id is not None:
-            yield token_id, role
 
 
 def _template_tokens(tokenizer: LoadedTokenizer, template: str) -> set[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TokenizerError
+from .errors import TokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -102,13 +102,11 @@ class _Fastokens:
         try:
             import fastokens
         except ImportError as error:
-            raise TokenizerError(
-                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'", missing="fastokens"
-            ) from error
+            raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
         except Exception as error:  # fastokens raises bare exceptions from Rust
-            raise TokenizerError(f"fastokens cannot load this tokenizer: {error}", library="fastokens") from error
+            raise TokenizerError(f"fastokens cannot load this tokenizer: {error}") from error
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         ids, offsets = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
@@ -174,21 +172,15 @@ class SpanEncoder:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._added = np.array(sorted(self._tokenizer.get_added_tokens_decoder()), np.uint32)
 
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
-        """Encode a text and keep the tokens that hold at least one character of a span (start, stop).
-
-        An added token must begin inside the span: one that only swallows the white space before the span is left out.
-        """
+        """Encode a text and keep the tokens that begin inside a span (start, stop)."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        added = np.isin(ids, self._added)
-        inside = np.zeros(len(ids), bool)
+        begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
+        inside = np.zeros(len(begins), bool)
         for start, stop in spans:
-            inside |= (offsets[:, 1] > start) & (offsets[:, 0] < stop) & ~(added & (offsets[:, 0] < start))
-        kept: NDArray[np.uint32] = ids[inside]
+            inside |= (begins >= start) & (begins < stop)
+        kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[inside]
         return kept
 
 
@@ -219,19 +211,17 @@ def choose_library(
     for where, text in probe:
         places.append(where)
         texts.append(text)
-    facts: dict[str, object] = {}
     if not any(texts):
-        reason, facts = "found no text in the corpus to compare fastokens with tokenizers on", {"found": "no text"}
+        reason = "found no text in the corpus to compare fastokens with tokenizers on"
     elif (difference := _first_difference(build_encoder(spec), fast, texts)) is not None:
         position, expected, found = difference
         reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
-        facts = {"place": places[position], "found": found}
     else:
         num_texts = sum(map(bool, texts))
         reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
         return "fastokens", reason
     if requested == "fastokens":
-        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", library="fastokens", **facts)
+        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", option="--tokenizer-library")
     return "tokenizers", reason
 
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from numbers import Integral
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from ..errors import PromptError, UsageError
-from .arguments import read_token_id
-from .requests import Request
+from ..errors import PromptError, UsageError, brief, misfit
+from .request import Request
 
 Prompts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prompt."
+
+
+def read_token_id(token: Any) -> int:
+    """Return a token id as a plain integer. Raises `UsageError` for anything that is no integer."""
+    if isinstance(token, bool) or not isinstance(token, Integral):
+        raise UsageError(
+            f"Token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}.",
+            option="input_ids",
+        )
+    return int(token)
 
 
 @dataclass(frozen=True)
@@ -46,26 +56,28 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
     if isinstance(given, Mapping):
         if "input_ids" not in given:
             raise UsageError(
-                f"A mapping is a prompt only if it has input_ids; this one has {', '.join(map(str, given))}. "
+                f"A mapping is a prompt only if it has input_ids; this one has {brief(list(given))}. "
                 f"{_USE_ENCODE_CHAT}",
-                missing="input_ids",
+                option="input_ids",
             )
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
     device = given.device if isinstance(given, Tensor) else torch.device("cpu")
-    if isinstance(given, bytes) or not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0:
+    if _is_single(given):
         raise UsageError(
-            f"A prompt is text or token ids, got {given!r}. Embeddings cannot be drafted from.", found=given
+            f"A prompt is text or token ids, got {brief(given)}. Embeddings cannot be drafted from.", option="input_ids"
         )
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
         attention_mask = given != pad
+    if attention_mask is not None and (_is_single(attention_mask) or isinstance(attention_mask, str)):
+        raise misfit("attention_mask", "of the shape of input_ids", attention_mask)
     values = [given] if isinstance(given, str) else _as_list(given)
     mask = None if attention_mask is None else _as_list(attention_mask)
     if not values:
-        raise PromptError("No prompt was given.", prompts=0)
+        raise PromptError("No prompt was given.")
     first = values[0]
     if isinstance(first, Mapping):
-        raise UsageError(f"These are messages, not a prompt. {_USE_ENCODE_CHAT}", found="messages")
+        raise UsageError(f"These are messages, not a prompt. {_USE_ENCODE_CHAT}", option="input_ids")
     if isinstance(first, str):
         if mask is not None:
             raise UsageError("attention_mask goes with token ids; text has no padding.", option="attention_mask")
@@ -74,7 +86,8 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
         values = [values]
     elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
         raise UsageError(
-            "A batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them.", found="mixed"
+            "A batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them.",
+            option="input_ids",
         )
     if mask and isinstance(mask[0], (int, float)):
         mask = [mask]
@@ -82,26 +95,27 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
     return ReadPrompts(prompts, prompts if mask is None else _without_padding(prompts, mask), device)
 
 
+def _is_single(value: Any) -> bool:
+    return isinstance(value, bytes) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
+
+
 def check_prompts(requests: Sequence[Request], vocab: int) -> None:
     """Raise `PromptError` for an empty prompt, an id outside the vocabulary, and one that leaves no room to answer."""
     for request in requests:
         place, length, limit = request.index, len(request.prompt_ids), request.context_limit
         if length == 0:
-            raise PromptError(
-                f"Prompt {place} is empty. Give at least one token, for example BOS.", prompt=place, tokens=0
-            )
+            raise PromptError(f"Prompt {place} is empty. Give at least one token, for example BOS.", prompt=place)
         wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
         if wrong:
             raise PromptError(
-                f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.",
-                prompt=place, id=wrong[0],
-            )  # fmt: skip
+                f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.", prompt=place
+            )
         if limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
             raise PromptError(
                 f"Prompt {place} has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the "
                 "prompt.",
-                prompt=place, tokens=length, context=limit,
-            )  # fmt: skip
+                prompt=place,
+            )
 
 
 def encode_text(tokenizer: Any | None, text: str) -> list[int]:
@@ -111,7 +125,7 @@ def encode_text(tokenizer: Any | None, text: str) -> list[int]:
     """
     if tokenizer is None:
         raise UsageError(
-            "Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.", missing="tokenizer"
+            "Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.", option="tokenizer"
         )
     return _encode(tokenizer, text)
 
@@ -122,8 +136,7 @@ def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
     except UnicodeEncodeError as error:
         raise PromptError(
             f"A prompt is text, and character {error.start} of this one is half of a surrogate pair: "
-            f"{text[max(0, error.start - 20) : error.start + 1]!r}.",
-            character=error.start,
+            f"{text[max(0, error.start - 20) : error.start + 1]!r}."
         ) from error
     ids: list[int] = tokenizer(text, **options).input_ids
     return ids
@@ -136,28 +149,29 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
     anything that is no conversation, and for one that the template refuses.
     """
     if tokenizer is None:
-        raise UsageError("A chat needs a tokenizer. Load the model with one.", missing="tokenizer")
+        raise UsageError("A chat needs a tokenizer. Load the model with one.", option="tokenizer")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
         raise UsageError(
-            f'A conversation is a list of messages such as {{"role": "user", "content": "Hi"}}; got {messages!r}.',
-            found=messages,
+            'A conversation is a list of messages such as [{"role": "user", "content": "Hi"}]; got '
+            f"{brief(messages)}.",
+            option="messages",
         )
     if not tokenizer.chat_template:
         content = messages[-1].get("content")
         if not isinstance(content, str):
             raise UsageError(
-                f"Without a chat template the content of the last message is the prompt, and has to be text; got "
-                f"{content!r}.",
-                found=content,
+                "Without a chat template the content of the last message is the prompt, and has to be text; got "
+                f"{brief(content)}.",
+                option="messages",
             )
         return encode_text(tokenizer, content)
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
         raise UsageError(
-            f"The tokenizer's chat template refuses this conversation: {error}", template_error=str(error)
+            f"The tokenizer's chat template refuses this conversation: {error}", option="messages"
         ) from error
     return _encode(tokenizer, text, add_special_tokens=False)
 
@@ -174,7 +188,8 @@ def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence
     found, expected = [len(keep) for keep in mask], [len(prompt) for prompt in prompts]
     if found != expected:
         raise UsageError(
-            f"attention_mask has rows of {found} entries, input_ids of {expected}. They must have the same shape.",
-            option="attention_mask", expected=expected, found=found,
-        )  # fmt: skip
+            f"attention_mask has rows of {brief(found)} entries, input_ids of {brief(expected)}. They must have the "
+            "same shape.",
+            option="attention_mask",
+        )
     return [tuple(compress(prompt, keep)) for prompt, keep in zip(prompts, mask, strict=True)]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.tokenizer.forced import forced_ids
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.hub_server import Fault, HubServer, connected
-from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 
 REPO = "org/chat-model"
@@ -59,7 +58,7 @@ def test_revisions(hub: HubServer, tmp_path: Path) -> None:
         for revision in ("next", "v2", commit):
             found = load_tokenizer(REPO, revision)
             assert (found.vocab_size, found.revision) == (290, commit)
-        with raises(TokenizerError, repo=REPO, reason="RevisionNotFoundError"):
+        with pytest.raises(TokenizerError, match="v3"):
             load_tokenizer(REPO, "v3")
 
 
@@ -70,7 +69,7 @@ def test_gated_private_and_missing(hub: HubServer, folder: Path, tmp_path: Path)
         with pytest.raises(TokenizerError, match=r"org/gated: .*a gated repository(.|\n)*HF_TOKEN"):
             load_tokenizer("org/gated")
         for name in ("org/private", "org/none"):
-            with raises(TokenizerError, repo=name, reason="RepositoryNotFoundError"):
+            with pytest.raises(TokenizerError, match=name):
                 load_tokenizer(name)
     with connected(hub, tmp_path / "home", token="hf_good"):
         assert load_tokenizer("org/gated").vocab_size == 300
@@ -78,7 +77,7 @@ def test_gated_private_and_missing(hub: HubServer, folder: Path, tmp_path: Path)
 
 def test_a_repository_without_a_tokenizer(hub: HubServer, tmp_path: Path) -> None:
     hub.add_model("org/weights", {"model.safetensors": b"x", "config.json": '{"model_type": "llama"}'})
-    with connected(hub, tmp_path / "home"), raises(TokenizerError, repo="org/weights", missing="tokenizer.json"):
+    with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=r"org/weights: no tokenizer.json"):
         load_tokenizer("org/weights")
 
 
@@ -102,10 +101,8 @@ def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
     hub.add_model(REPO, files(folder))
     hub.inject(name, replace(fault))
     with connected(hub, tmp_path / "home"):
-        with raises(TokenizerError, repo=REPO) as caught:
+        with pytest.raises(TokenizerError, match=f"{name}(.|\\n)*{REPO}"):
             load_tokenizer(REPO)
-        assert caught.value.facts["file"].endswith(name)
-        assert name in str(caught.value)
         hub.clear_faults()
         assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
         # What is in the cache needs no connection.
@@ -120,6 +117,6 @@ def test_a_listing_that_breaks_off(
     hub.inject("additional_chat_templates", Fault(unanswered=True))
     with (
         connected(hub, tmp_path / "home"),
-        raises(TokenizerError, file="additional_chat_templates", reason="connection"),
+        pytest.raises(TokenizerError, match="additional_chat_templates"),
     ):
         load_tokenizer(REPO)

@@ -1,4 +1,4 @@
-"""The cost of a generation: accepted lengths, tokens that no draft could have proposed, and seconds by phase.
+"""The cost of a generation: accepted lengths, tokens outside the draft vocabulary, and seconds by phase.
 
 Generated tokens that the draft vocabulary did not hold are counted on the host as they arrive, so that the device has
 nothing more to do.
@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,15 +20,7 @@ from ..launches import Launches
 if TYPE_CHECKING:
     from ..drafter.weights import HeadWeights
 
-_IN_JSON = (
-    "num_prompt_tokens", "num_reused_tokens", "num_nodes", "num_new_tokens", "num_passes", "num_accepted_tokens",
-    "mean_accepted_length", "accepted_lengths", "num_cut_tokens", "num_plain_tokens", "num_missed", "missed_rate",
-    "missed_ids", "num_partial_passes", "num_rolled_back_tokens", "num_steps", "num_empty_steps", "tokens_per_step",
-    "active_sequences", "mean_active", "least_active", "most_active", "finish_reasons", "prefill_s", "draft_s",
-    "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "cache_bytes", "graph_bytes", "tuned_hits",
-    "tuned_misses", "path",
-)  # fmt: skip
-PHASES = ("prefill", "draft", "verify", "step")
+_PHASES = ("prefill", "draft", "verify", "step")
 
 
 class MissedTokens:
@@ -103,48 +95,40 @@ class GenerationStats(AcceptedLengths):
     num_cut_tokens: int = 0
     """Tokens that were accepted beyond an answer's end. They are in no accepted length: else a size that needs one pass
     more for the same answer could seem to accept more."""
-    num_prompt_tokens: int = 0
     missed_ids: dict[int, int] = field(default_factory=dict)
     """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
-    frequent first. Of all new tokens but the plain ones, the first of an answer too."""
-    num_plain_tokens: int = 0
-    """New tokens of calls with ``speculative=False``, which are held against no draft vocabulary. A call for which a
-    tree size of 1 was chosen has none."""
+    frequent first. Of all new tokens, the first of an answer too; with ``speculative=False`` none are counted."""
     num_reused_tokens: int = 0
     """Of the prompts' tokens those that were not run again, as a slot held them from an earlier call."""
-    num_nodes: int = 0
-    """Nodes that a pass verifies for each sequence: those of a tree, 1 for plain decoding; 0 for runs that differ."""
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    step_s: float = 0.0
-    """Whole steps, draft to commit, where they are replayed as one; then draft and verify are 0."""
     total_s: float = 0.0
+    steps: tuple[StepTimes, ...] = field(default=(), repr=False)
+    """Times of each step; a step is one pass of every sequence that runs in it."""
     active_sequences: dict[int, int] = field(default_factory=dict)
-    """How many steps of the call ran each number of sequences side by side; empty steps are not among them."""
+    """How many steps of the call ran each number of sequences side by side."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
     """How many answers ended by each reason (`RequestOutput.finish_reason`)."""
     num_partial_passes: int = 0
     """Target passes over a part of the cache (`PartialVerification`), summed over sequences; in no accepted length."""
     num_rolled_back_tokens: int = 0
     """Tokens that partial passes accepted and full ones did not."""
-    num_empty_steps: int = 0
-    """Steps that the device ran after everything had ended: the host launches one ahead."""
     cache_bytes: int = 0
     """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
     tuned_hits: dict[str, int] = field(default_factory=dict)
-    """Launches with tuned parameters (`launches`): of the "drafter", of the target's "products" and "attention"."""
+    """Launches with tuned parameters (`launches`), by kind."""
     tuned_misses: dict[str, int] = field(default_factory=dict)
     """Launches whose parameters a rule gave: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
     path: str = ""
-    """What ran: loop, target and drafter, each with the reason."""
+    """Human-readable description of what ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
     """Why every token is the one that decoding its prompt alone and plainly gives; None where nothing promises that
     below float32."""
-    steps: tuple[StepTimes, ...] = field(default=(), repr=False)
-    """Times of each step; a step is one pass of every sequence that runs in it."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of all steps: the whole time but for prompts."""
+        return sum(sum(step) for step in self.steps)
 
     @property
     def num_steps(self) -> int:
@@ -152,102 +136,53 @@ class GenerationStats(AcceptedLengths):
         return sum(self.active_sequences.values())
 
     @property
-    def mean_active(self) -> float:
-        """Sequences that a step ran; 0.0 without a step."""
-        return sum(n * steps for n, steps in self.active_sequences.items()) / max(1, self.num_steps)
-
-    @property
-    def least_active(self) -> int:
-        """Fewest sequences that a step ran."""
-        return min(self.active_sequences, default=0)
-
-    @property
-    def most_active(self) -> int:
-        """Most sequences that a step ran."""
-        return max(self.active_sequences, default=0)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that a step of the batch added to all answers together; 0.0 without a step."""
-        return self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
-
-    @property
     def num_missed(self) -> int:
-        """New tokens that the draft vocabulary did not hold."""
+        """New tokens outside the draft vocabulary."""
         return sum(self.missed_ids.values())
 
     @property
-    def num_checked_tokens(self) -> int:
-        """New tokens that were held against the draft vocabulary: all but the plain ones."""
-        return self.num_new_tokens - self.num_plain_tokens
-
-    @property
     def missed_rate(self) -> float:
-        """Share of these that the draft vocabulary did not hold: 1 minus its coverage of them; 0.0 without any."""
-        return self.num_missed / self.num_checked_tokens if self.num_checked_tokens else 0.0
-
-    @property
-    def host_s(self) -> float:
-        """Time outside prefill, draft, verify and whole steps."""
-        return max(0.0, self.total_s - self.prefill_s - self.draft_s - self.verify_s - self.step_s)
-
-    @property
-    def decode_s(self) -> float:
-        """Time after the prompts: everything but prefill."""
-        return max(0.0, self.total_s - self.prefill_s)
+        """Share of the new tokens outside the draft vocabulary: 1 minus its coverage of them; 0.0 without any."""
+        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens over the whole time, prefill included."""
+        """New tokens over the whole time, prompts included."""
         return self.num_new_tokens / self.total_s if self.total_s else 0.0
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of the whole time for prefill, draft, verify, whole steps and host; sums to 1."""
-        parts = {name: getattr(self, f"{name}_s") for name in (*PHASES, "host")}
-        whole = sum(parts.values())
-        return {name: seconds / whole if whole else 0.0 for name, seconds in parts.items()}
-
     def to_json(self) -> dict[str, Any]:
-        """Return plain numbers, keyed as in this class."""
-        by_name = {name: getattr(self, name) for name in _IN_JSON}
-        for name in ("accepted_lengths", "missed_ids", "active_sequences"):
-            by_name[name] = {str(key): count for key, count in by_name[name].items()}
-        return by_name
+        """Return plain values, keyed as in this class; of the steps the sum."""
+        names = [each.name for each in fields(self) if each.name != "steps"]
+        derived = ("num_passes", "num_accepted_tokens", "mean_accepted_length", "num_missed", "missed_rate", "step_s")
+        found = {name: getattr(self, name) for name in (*names, *derived, "tokens_per_s")}
+        return {
+            name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
+            for name, value in found.items()
+        }
 
     @classmethod
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
-        lengths, active = Counter[int](), Counter[int]()
-        reasons, hits, misses = Counter[str](), Counter[str](), Counter[str]()
-        names = ("num_new_tokens", "num_cut_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens",
-                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_partial_passes",
-                 "num_rolled_back_tokens", "num_empty_steps")  # fmt: skip
-        totals: dict[str, Any] = dict.fromkeys(names, 0)
-        steps: list[StepTimes] = []
         items = list(items)
-        nodes: set[int] = set()
-        for item in items:
-            nodes.add(item.num_nodes)
-            lengths.update(item.accepted_lengths)
-            active.update(item.active_sequences)
-            reasons.update(item.finish_reasons)
-            hits.update(item.tuned_hits)
-            misses.update(item.tuned_misses)
-            steps += item.steps
-            for name in names:
-                totals[name] += getattr(item, name)
-        return cls(
-            accepted_lengths=dict(sorted(lengths.items())),
-            active_sequences=dict(sorted(active.items())),
-            finish_reasons=dict(sorted(reasons.items())),
-            tuned_hits=dict(sorted(hits.items())),
-            tuned_misses=dict(sorted(misses.items())),
-            missed_ids=most_missed_first(item.missed_ids for item in items),
-            steps=tuple(steps),
-            num_nodes=nodes.pop() if len(nodes) == 1 else 0,
-            **totals,
-        )
+        total: dict[str, Any] = {}
+        for each in fields(cls):
+            values = [getattr(item, each.name) for item in items]
+            if each.name in ("path", "exactness"):
+                total[each.name] = values[0] if len(set(values)) == 1 else each.default
+            elif each.name in ("cache_bytes", "graph_bytes"):
+                total[each.name] = max(values, default=0)
+            elif each.name == "missed_ids":
+                total[each.name] = most_missed_first(values)
+            elif each.name == "steps":
+                total[each.name] = tuple(step for steps in values for step in steps)
+            elif each.default_factory is dict:
+                added: Counter[Any] = Counter()
+                for value in values:
+                    added.update(value)
+                total[each.name] = dict(sorted(added.items()))
+            else:
+                total[each.name] = sum(values)
+        return cls(**total)
 
 
 def count_tuned(launches: Launches) -> dict[str, dict[str, int]]:
@@ -289,20 +224,19 @@ class PhaseTimer:
         self._phases.append((name, time.perf_counter() - started))
 
     def stop_and_wait(self) -> dict[str, Any]:
-        """Wait for the device; return ``prefill_s``, ``draft_s``, ``verify_s``, ``total_s`` and ``steps``."""
+        """Wait for the device; return ``total_s`` and ``steps``."""
         if self._events:
             torch.cuda.synchronize()
             self._phases = [(name, begin.elapsed_time(end) / 1e3) for name, (begin, end) in self._phases]
             self._events = False
         end = time.perf_counter()
-        totals = {f"{name}_s": sum(s for phase, s in self._phases if phase == name) for name in PHASES}
-        return totals | {"total_s": end - self._start, "steps": self._steps(end)}
+        return {"total_s": end - self._start, "steps": self._steps(end)}
 
     def _steps(self, end: float) -> tuple[StepTimes, ...]:
         steps = []
         nexts = [*self._step_starts[1:], (len(self._phases), end)]
         for (first, started), (last, ended) in zip(self._step_starts, nexts, strict=False):
-            seconds = dict.fromkeys(PHASES, 0.0)
+            seconds = dict.fromkeys(_PHASES, 0.0)
             for name, phase_s in self._phases[first:last]:
                 seconds[name] += phase_s
             host_s = max(0.0, ended - started - sum(seconds.values()))
