@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from .errors import TokenizerError
 from .files import expand_home, read_json, regular_file
-from .hub_errors import NOT_ASKED, HubTrouble, not_cached, transfer_errors, trouble_of
-from .hub_session import be_patient, list_folder
+from .hub import HubTrouble, keep_limit, list_model, not_cached, transfer_errors, trouble_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -260,7 +259,7 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
     from transformers.utils.hub import extract_commit_hash, is_offline_mode
 
     only_cache = offline or is_offline_mode()
-    be_patient()
+    keep_limit()
 
     def fetch(name: str) -> Path | None:
         try:
@@ -270,7 +269,7 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
             if type(error) is OSError and error.errno is None and error.__cause__ is None:
                 return None
             trouble = trouble_of(error, source, revision)
-            if trouble.reason in NOT_ASKED:
+            if trouble.reason == "offline":
                 return None
             raise _hub_error(trouble, name) from error
         return None if found is None else Path(found)
@@ -278,12 +277,11 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
     def templates(beside: Path) -> list[str]:
         if not only_cache:
             try:
-                return list_folder(source, _TEMPLATE_FOLDER, revision)
+                return [name for name in list_model(source, revision)[1] if name.startswith(f"{_TEMPLATE_FOLDER}/")]
             except transfer_errors() as error:
                 trouble = trouble_of(error, source, revision)
                 # A Hub that is out of reach, or that lists nothing, is no reason; what is in the cache does instead.
-                is_broken = trouble.reason == "connection" and trouble.is_passing
-                if is_broken or trouble.reason not in ("connection", "HfHubHTTPError", *NOT_ASKED):
+                if trouble.reason in ("broken", "missing", "access"):
                     raise _hub_error(trouble, _TEMPLATE_FOLDER) from error
         return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in (beside / _TEMPLATE_FOLDER).glob("*.jinja")]
 

@@ -141,8 +141,8 @@ def open_head_source(
     if chosen.endswith(".index.json"):
         index = read_index(resolved.folder / chosen)
         # A whole model named by mistake is refused before its gigabytes are fetched.
-        canonical_names(index.shard_of, resolved.label)
-        fetch(resolved.snapshot, [_joined(inside, shard) for shard in index.shards], offline)
+        canonical_names(index, resolved.label)
+        fetch(resolved.snapshot, [_joined(inside, shard) for shard in dict.fromkeys(index.values())], offline)
     return resolved
 
 

@@ -114,7 +114,7 @@ def test_a_listing_that_breaks_off(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    hub.inject("additional_chat_templates", Fault(unanswered=True))
+    hub.inject(f"/api/models/{REPO}", Fault(unanswered=True))
     with (
         connected(hub, tmp_path / "home"),
         pytest.raises(TokenizerError, match="additional_chat_templates"),
