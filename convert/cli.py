@@ -7,20 +7,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     force_option,
     json_option,
     note,
     parse_weights,
-    printable,
     run_cli,
     version_option,
     warn,
     whole_numbers,
 )
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, parse_sources
+from eagle_slim.vocab_tools.errors import printable
 
 if TYPE_CHECKING:
     from .pipeline import Conversion

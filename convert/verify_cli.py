@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     json_option,
-    printable,
     run_cli,
     version_option,
 )
+from eagle_slim.vocab_tools.errors import printable
 
 
 @click.command(
@@ -72,7 +72,7 @@ def verify(
         for check in result.checks:
             status = click.style(f"{check.status:<7}", fg=colours[check.status])
             # A name with a line end in it must not look like a check of its own.
-            detail = printable(check.detail).replace("\n", "\n" + " " * (width + 11))
+            detail = ("\n" + " " * (width + 11)).join(map(printable, check.detail.split("\n")))
             click.echo(f"{status}  {check.name:<{width}}  {detail}")
         counted = {status: sum(check.status == status for check in result.checks) for status in colours}
         click.echo(f"{folder}: " + ", ".join(f"{number} {status}" for status, number in counted.items()))

@@ -35,9 +35,8 @@ class EagleSlimError(Exception):
 
     @classmethod
     def at(cls, where: str | Path, problem: str, /, **facts: Any) -> Self:
-        """The error about something at a place: a file, a folder, a repository; a line end in its name is escaped."""
-        name = str(where).replace("\n", "\\n")
-        return cls(f"{name}: {problem}", **{"path": str(where), **facts})
+        """The error about something at a place: a file, a folder, a repository."""
+        return cls(f"{printable(str(where))}: {problem}", **{"path": str(where), **facts})
 
 
 class UsageError(EagleSlimError):

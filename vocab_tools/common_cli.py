@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from .errors import INTERRUPTED, EagleSlimError, UsageError
+from .errors import INTERRUPTED, EagleSlimError, UsageError, printable
 from .hub import limit_silence
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -72,9 +71,9 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights")
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.")
+            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights")
         weights[name] = number
     return weights
 
@@ -95,20 +94,14 @@ def emit_json(value: Any) -> None:
 
 
 def note(message: str) -> None:
-    """Tell the user something on stderr."""
-    click.echo(printable(message), err=True)
+    """Tell the user something on stderr; codes that a terminal would obey are escaped."""
+    click.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 
 def warn(messages: Iterable[str]) -> None:
-    """Print warnings to stderr, one line each."""
+    """Print warnings to stderr."""
     for message in messages:
-        click.echo(f"warning: {printable(message)}", err=True)
-
-
-def printable(text: str) -> str:
-    """Write control characters, which a terminal would obey, as escapes such as \\x1b; line ends stay."""
-    commands = r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
-    return re.sub(commands, lambda found: ascii(found[0])[1:-1], text)
+        note(f"warning: {message}")
 
 
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
@@ -181,7 +174,7 @@ def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
         traceback.print_exc()
     # The reader of stderr may be gone as well; the exit code still tells.
     with contextlib.suppress(OSError):
-        click.echo(f"{kind}{printable(message)}", err=True)
+        note(f"{kind}{message}")
     return code
 
 
