@@ -228,8 +228,8 @@ def _naming(target: str | Path) -> Iterator[None]:
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
         if "trust_remote_code" in reason:
             reason = (
-                "its class is Python code beside its files (auto_map), which is never run here, and transformers has no "
-                "class of its own for it"
+                "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
+                "no class of its own for it"
             )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
