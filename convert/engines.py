@@ -15,10 +15,10 @@ from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .head import config as head_config
-from .head import names
-from .head.dflash import whole_config
-from .head.draft_head import DraftHead
+from .heads import config as head_config
+from .heads import names
+from .heads.dflash import whole_config
+from .heads.draft_head import DraftHead
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
-from eagle_slim.convert.head.open import DraftHead, open_head
+from eagle_slim.convert.heads.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source

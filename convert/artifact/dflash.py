@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import names
+from ..heads.draft_head import DraftHead
 from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, rows_of_ids
 from ..rows.writer import TensorPlan

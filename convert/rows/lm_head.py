@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
-from ..head import names
-from ..head.draft_head import MOST_PADDING, DraftHead
+from ..heads import names
+from ..heads.draft_head import MOST_PADDING, DraftHead
 from .checkpoint import Checkpoint
 from .gather import GatheredRows
 

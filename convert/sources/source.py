@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.files import expand_home
 
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
-from ..head.names import canonical_names
+from ..heads.names import canonical_names
 from ..hub.snapshot import Choose, HubError, Snapshot, fetch, find_snapshot, without
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from . import card

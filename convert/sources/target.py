@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
 from ..errors import MismatchError, SourceError
 from ..files import read_object
-from ..head.draft_head import MOST_PADDING, DraftHead, has_padding_of
+from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
 from . import card
 from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .public_heads import known_target

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError

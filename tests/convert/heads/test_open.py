@@ -15,7 +15,7 @@ from eagle_slim.convert import (
 )
 from eagle_slim.convert.artifact import dflash
 from eagle_slim.convert.engines import HeadFacts, check_engine
-from eagle_slim.convert.head.config import AUX_LAYER_KEY, sliding_window
+from eagle_slim.convert.heads.config import AUX_LAYER_KEY, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from support import heads
 from support.conversion import BY_ID, convert

@@ -22,9 +22,8 @@ from . import config as head_config
 from . import names
 from .check import check_dtypes, check_head_norms, settle_biases, settle_eagle, settle_eagle3, settle_taps
 from .dflash import open_dflash
-from .draft_head import DraftHead
-from .tensors import LazyTensors
-from .vocab_map import D2tForm, read_map, vocab_size
+from .draft_head import DraftHead, LazyTensors
+from .map import D2tForm, read_map, vocab_size
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
 
