@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from eagle_slim.vocab_tools.base_cli import note
+from eagle_slim.vocab_tools.common_cli import note
 from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:

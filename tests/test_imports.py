@@ -35,7 +35,7 @@ FLOORS = {
         errors
         hub hub_errors
         files hub_session
-        base_cli
+        common_cli
         tokenizer
         chats encoding
         forced
