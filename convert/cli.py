@@ -144,7 +144,7 @@ def convert(head: str | None, **options: Any) -> None:
     if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
         size = _own_size(head, options)
         options["draft_vocab"] = None if size is None else (size,)
-    from eagle_slim.vocab_tools.counting.count import count_tokens, open_for_counting
+    from eagle_slim.vocab_tools.counting import count_tokens, open_for_counting
 
     from .conversion.convert import prepare_conversion
     from .conversion.options import ConvertOptions

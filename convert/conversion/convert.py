@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..atomic import check_output, require_space
@@ -103,7 +103,7 @@ class PreparedConversion:
         if self.text is not None:
             self.check_values()
             if count is None:
-                from eagle_slim.vocab_tools.counting.count import count_tokens
+                from eagle_slim.vocab_tools.counting import count_tokens
 
                 count = count_tokens
             plans = self._planned(self._ranked(count))

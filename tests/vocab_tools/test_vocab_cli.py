@@ -13,7 +13,7 @@ import torch
 from eagle_slim.vocab_tools import base_cli
 from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file

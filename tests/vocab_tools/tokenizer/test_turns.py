@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.block import BlockCounter, CountPlan, SourcePlan
-from eagle_slim.vocab_tools.counting.count import count_tokens
-from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
+from eagle_slim.vocab_tools.counting import BlockCounter, CountPlan, SourcePlan, count_tokens
 from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer.encode import encoder_spec
 from eagle_slim.vocab_tools.tokenizer.messages import ChatError, normalise_messages
 from eagle_slim.vocab_tools.tokenizer.template import chat_spec
@@ -80,14 +78,14 @@ def turn(*contents: str, system: str | None = None) -> Messages:
 def counted(tokenizer: LoadedTokenizer, messages: Messages) -> list[int]:
     """Token ids counted of a conversation, by the path that counting takes."""
     pieces = ChatRenderer(chat_spec(tokenizer)).assistant_pieces(messages)
-    return block_counter(tokenizer).encode_document(pieces).tolist() if pieces else []
+    return block_counter(tokenizer).encode_chats([pieces])[0].tolist() if pieces else []
 
 
 @functools.lru_cache(4)
 def block_counter(tokenizer: LoadedTokenizer) -> BlockCounter:
-    source = SourcePlan("chat", "messages", "assistant", False, None, 0, 0)
+    source = SourcePlan("chat", "messages", "assistant", None, False)
     encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
-    return BlockCounter(CountPlan(encoder, chat_spec(tokenizer), (source,), False, HeldOutRule(0)))
+    return BlockCounter(CountPlan(encoder, chat_spec(tokenizer), (source,), False, 0, 0.0))
 
 
 @functools.lru_cache(4)
@@ -151,12 +149,12 @@ def test_real_chats_through_both_libraries_and_both_paths() -> None:
     spec = chat_spec(smollm2())
     encoder = encoder_spec(smollm2().backend, smollm2().vocab_size)
     for library in ("tokenizers", "fastokens"):
-        sources = tuple(SourcePlan("chat", "messages", "assistant", exact, None, 0, 0) for exact in (False, True))
-        plan = CountPlan(replace(encoder, library=library), spec, sources, False, HeldOutRule(0))  # type: ignore[arg-type]
+        sources = tuple(SourcePlan("chat", "messages", "assistant", None, False, exact) for exact in (False, True))
+        plan = CountPlan(replace(encoder, library=library), spec, sources, False, 0, 0.0)  # type: ignore[arg-type]
         counter = BlockCounter(plan)
         for messages in chats:
-            quick = counter.encode_document(ChatRenderer(spec).assistant_pieces(messages))
-            exact = counter.encode_document(ChatRenderer(spec, exact=True).assistant_pieces(messages))
+            quick = counter.encode_chats([ChatRenderer(spec).assistant_pieces(messages)])[0]
+            exact = counter.encode_chats([ChatRenderer(spec, exact=True).assistant_pieces(messages)])[0]
             assert np.array_equal(quick, exact)
 
 
@@ -310,9 +308,7 @@ def test_conversations_are_tokenised_whole_where_cutting_changes_tokens(tmp_path
     for question, expected in (("x", [4, 8]), ("xa", [5, 8])):
         path = tmp_path / f"{question}.jsonl"
         path.write_text(json.dumps({"messages": turn(question, "y")}) + "\n")
-        counts = count_tokens(
-            [CorpusSource(str(path))], tokenizer, workers=0, held_out=HeldOutRule(0), notify=told.append
-        )
+        counts = count_tokens([CorpusSource(str(path))], tokenizer, workers=0, held_out=0, notify=told.append)
         assert counts.sources[0].counts.nonzero()[0].tolist() == expected
     (said,) = [message for message in told if "tokenizing whole conversations" in message]
     assert "xa.jsonl, line 1" in said
@@ -403,7 +399,7 @@ def test_a_template_that_knows_parts_gets_them() -> None:
 def test_roles_all_counts_the_rendered_conversation(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": turn("Hi", "Hello")}) + "\n")
-    rule = HeldOutRule(0)
+    rule = 0
     everything = count_tokens([CorpusSource(str(path), roles="all")], smollm2(), workers=0, held_out=rule)
     ids = smollm2().backend.encode(rendered(smollm2(), turn("Hi", "Hello")), add_special_tokens=False).ids
     assert everything.sources[0].counts.tolist() == np.bincount(ids, minlength=smollm2().vocab_size).tolist()

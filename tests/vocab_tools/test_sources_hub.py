@@ -1,5 +1,6 @@
 """Datasets of a Hub on loopback, streamed through the real `datasets`."""
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -13,16 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from eagle_slim.vocab_tools import hub_session
-from eagle_slim.vocab_tools.corpus import hub as corpus_hub
-from eagle_slim.vocab_tools.corpus.blocks import BadRecord
-from eagle_slim.vocab_tools.corpus.open import open_corpus
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.count import count_tokens
-from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
+from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from huggingface_hub import constants
 from support.hub_server import Fault, HubServer, connected
-from support.raising import raises
 from support.tokenizers import llama3_like
 
 # `datasets` and aiohttp leave files and sockets to the garbage collector.
@@ -32,6 +28,7 @@ pytestmark = [
 ]
 
 ROWS = 250
+DATES = b'{"text": "2024-01-01"}\n{"text": "2024-01-02"}\n'
 
 
 def parquet(shard: int) -> bytes:
@@ -51,6 +48,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
         )
         chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 5
         server.add_dataset("org/chats", {"train.jsonl": "\n".join(json.dumps(chat) for chat in chats)})
+        server.add_dataset("org/dates", {"train.jsonl.gz": gzip.compress(DATES)})
         with connected(server, tmp_path_factory.mktemp("home")):
             yield server
 
@@ -62,19 +60,15 @@ def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
     hub.clear_faults()
 
 
-def texts(source: CorpusSource, after: tuple[int, int] | None = None) -> list[str]:
-    corpus = open_corpus(source)
-    found: list[str] = []
-    for block in corpus.blocks(after):
-        records = block.read(corpus.column)
-        found += records.values(np.arange(len(records.positions)))
-    return found
+def texts(source: CorpusSource) -> list[str]:
+    opened = open_source(source)
+    return [value for block in opened.blocks() for _, value in block.records(opened.column)]
 
 
 def test_streams_every_shard_in_order(hub: HubServer) -> None:
     source = CorpusSource("org/texts")
     assert texts(source) == [f"shard {shard} row {row}" for shard in range(3) for row in range(ROWS)]
-    corpus = open_corpus(source)
+    corpus = open_source(source)
     assert (corpus.kind, corpus.column, corpus.size) == ("text", "text", None)
     assert corpus.origin == {
         "dataset": "org/texts",
@@ -84,22 +78,13 @@ def test_streams_every_shard_in_order(hub: HubServer) -> None:
         "column": "text",
     }
     assert texts(CorpusSource("org/texts", split="test"))[0] == "shard 9 row 0"
-    assert corpus.place_of(BadRecord(1, 17, "")) == "org/texts, split train, row 17 of shard 1"
-
-
-def test_goes_on_from_any_row(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_hub, "_BLOCK_BYTES", 1000)
-    assert texts(CorpusSource("org/texts"), (1, 240)) == [
-        *(f"shard 1 row {row}" for row in range(240, ROWS)),
-        *(f"shard 2 row {row}" for row in range(ROWS)),
-    ]
-    assert texts(CorpusSource("org/texts"), (2, ROWS)) == []
+    assert list(corpus.blocks())[1].place(17) == "org/texts, split train, shard 1, row 17"
 
 
 def test_a_limit_falls_within_a_shard(hub: HubServer) -> None:
     source = CorpusSource("org/texts", max_documents=600)
-    whole = count_tokens([source], llama3_like(), workers=0, held_out=HeldOutRule(0.1))
-    assert whole.sources[0].provenance["documents"] == 540
+    whole = count_tokens([source], llama3_like(), workers=0, held_out=0)
+    assert whole.sources[0].provenance["documents"] == 600
 
 
 @pytest.mark.parametrize(
@@ -110,13 +95,13 @@ def test_a_limit_falls_within_a_shard(hub: HubServer) -> None:
     ],
 )
 def test_a_split_that_is_named_twice(hub: HubServer, second: CorpusSource) -> None:
-    with raises(UsageError, input="org/texts, config default, split train", sources=["texts", "b"]):
+    with pytest.raises(UsageError, match="org/texts, default, split train: read by source texts and by source b"):
         count_tokens([CorpusSource("org/texts"), second], llama3_like(), workers=0)
 
 
 def test_two_splits_are_two_sources(hub: HubServer) -> None:
     sources = [CorpusSource("org/texts", name=split, split=split) for split in ("train", "test")]
-    counts = count_tokens(sources, llama3_like(), workers=0, held_out=HeldOutRule(0))
+    counts = count_tokens(sources, llama3_like(), workers=0, held_out=0)
     assert [source.provenance["documents"] for source in counts.sources] == [3 * ROWS, ROWS]
 
 
@@ -127,21 +112,23 @@ def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
     assert hub.bytes_sent("train-00002-of-00003.parquet") == 0
 
 
-def test_chats_in_json_lines(hub: HubServer) -> None:
-    counts = count_tokens([CorpusSource("org/chats")], llama3_like(), workers=0, held_out=HeldOutRule(0))
+def test_json_lines_of_the_hub_are_read_as_lines(hub: HubServer) -> None:
+    counts = count_tokens([CorpusSource("org/chats")], llama3_like(), workers=0, held_out=0)
     turn = llama3_like().backend.encode("Hello<|eot_id|>").ids
     assert counts.sources[0].counts.tolist() == (5 * np.bincount(turn, minlength=counts.vocab_size)).tolist()
+    assert counts.sources[0].provenance["files"] == [{"name": "train.jsonl", "bytes": None}]
+    assert texts(CorpusSource("org/dates")) == ["2024-01-01", "2024-01-02"]
 
 
 def test_what_is_not_there_is_named(hub: HubServer) -> None:
-    with pytest.raises(CorpusError, match=r"org/missing: cannot be read as a dataset: .*HF_TOKEN"):
-        open_corpus(CorpusSource("org/missing"))
-    with raises(UsageError, split="dev", splits=["train", "test"]):
-        open_corpus(CorpusSource("org/texts", split="dev"))
-    with raises(UsageError, dataset="org/texts", setting="config"):
-        open_corpus(CorpusSource("org/texts", config="other"))
-    with raises(UsageError, column="body", columns=["text", "id"]):
-        open_corpus(CorpusSource("org/texts", column="body"))
+    for source, error, words in (
+        (CorpusSource("org/missing"), CorpusError, "org/missing: .*HF_TOKEN"),
+        (CorpusSource("org/texts", split="dev"), UsageError, "no split 'dev'; it has train, test"),
+        (CorpusSource("org/texts", config="other"), UsageError, "other"),
+        (CorpusSource("org/texts", column="body"), UsageError, "no column 'body'"),
+    ):
+        with pytest.raises(error, match=words):
+            open_source(source)
 
 
 def test_a_silent_hub_is_given_up(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +138,8 @@ def test_a_silent_hub_is_given_up(hub: HubServer, tmp_path: Path, monkeypatch: p
     for where in ("", "/api/datasets/org/chats"):
         with connected(hub, tmp_path / f"home{len(where)}"), hub_fault(hub, where, Fault(silent=True)):
             hub.reset_counts()
-            with raises(CorpusError, dataset="org/chats", cause="ReadTimeout") as caught:
-                open_corpus(CorpusSource("org/chats"))
-            assert "does not answer" in str(caught.value)
+            with pytest.raises(CorpusError, match="does not answer"):
+                open_source(CorpusSource("org/chats"))
             assert [request.status for request in hub.requests].count(0) == 1
 
 
@@ -185,5 +171,5 @@ def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None
         hub.reset_counts()
         assert texts(CorpusSource("org/texts")) == online
         assert hub.bytes_sent() == 0
-        with raises(CorpusError, dataset="org/chats", offline=True):
-            open_corpus(CorpusSource("org/chats"))
+        with pytest.raises(CorpusError, match="only a dataset that is already in the cache"):
+            open_source(CorpusSource("org/chats"))
