@@ -32,6 +32,7 @@ _PARTS = {
     "biases of the MLP": names.MLP_BIASES,
     "norms of q and k": names.HEAD_NORMS,
 }
+_NESTED_AUX = f"eagle_config.{head_config.AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
@@ -90,29 +91,27 @@ class HeadFacts:
         )
 
     @property
-    def top_level_taps(self) -> list[int] | None:
-        """`eagle_aux_hidden_state_layer_ids` of the config itself: inputs of these layers."""
-        return _int_list(self.config.get(head_config.AUX_LAYER_KEY))
-
-    @property
-    def nested_taps(self) -> list[int] | None:
-        """The same key in `eagle_config`: outputs of these layers."""
-        return _int_list(self._nested.get(head_config.AUX_LAYER_KEY))
-
-    @property
-    def taps(self) -> list[int] | None:
-        """Inputs of these layers are captured; None for the default of every engine."""
-        if self.top_level_taps is not None:
-            return self.top_level_taps
-        return None if self.nested_taps is None else [layer + 1 for layer in self.nested_taps]
+    def taps(self) -> tuple[int, ...] | None:
+        """The head reads the inputs of these layers; None for the default of every engine."""
+        if self.kind != "eagle3" or not head_config.uses_aux_layers(self.config):
+            return None
+        return head_config.tap_layers(self.config, "config.json", self.target_layers)
 
     @property
     def has_other_taps(self) -> bool:
         """Whether the taps are known to differ from the default (2, n // 2, n - 3), or not known to be it."""
-        if self.taps is None:
-            return False
-        layers = self.target_layers
-        return layers is None or tuple(self.taps) != head_config.default_taps(layers)
+        return self.taps is not None and self.taps != self.default_taps
+
+    @property
+    def default_taps(self) -> tuple[int, ...] | None:
+        """The default of every engine; None where the target is not at hand."""
+        return None if self.target_layers is None else head_config.default_taps(self.target_layers)
+
+    def layers(self, key: str, shift: int = 0) -> tuple[int, ...] | None:
+        """The list under a key, or under a key in `eagle_config` after a dot, as an engine counts it; None without."""
+        place, _, name = key.rpartition(".")
+        found = self._nested.get(name) if place else self.config.get(name)
+        return tuple(layer + shift for layer in found) if isinstance(found, list) and found else None
 
     @property
     def architecture(self) -> str | None:
@@ -285,9 +284,11 @@ def _vllm(head: HeadFacts) -> Iterator[Found]:
     if head_config.uses_aux_layers(head.config):
         yield from _number_of_taps(head)
     yield from _padding(head)
-    if head.top_level_taps is None and head.nested_taps is not None:
-        problem = "tap layers in eagle_config are taken as inputs of layers (V1 runner) or not at all (V2)"
-        yield "warning", problem, f"convert with --tap-layers {_joined(head.taps)}, which writes both keys"
+    top = head.layers(head_config.AUX_LAYER_KEY)
+    # `v1/worker/gpu_model_runner.py` and `v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`.
+    first = top or head.layers(_NESTED_AUX)
+    second = top or head.layers("target_layer_ids", 1) or head.layers("eagle_config.layer_ids")
+    yield from _captured(head, {"runner V1": first, "runner V2": second})
 
 
 def _sglang(head: HeadFacts) -> Iterator[Found]:
@@ -319,9 +320,8 @@ def _sglang(head: HeadFacts) -> Iterator[Found]:
     yield from _residual_of_the_norm(head)
     yield from _number_of_taps(head)
     yield from _padding(head)
-    if head.nested_taps is None and head.has_other_taps:
-        problem = "tap layers at top level are not read, and the default layers are captured"
-        yield "warning", problem, f"convert with --tap-layers {_joined(head.taps)}, which writes both keys"
+    # `model_executor/model_runner_components/spec_aux_hidden_state.py`; gpt-oss alone takes inputs for such.
+    yield from _captured(head, {"it": head.layers(_NESTED_AUX, 1)})
 
 
 def _tensorrt_llm(head: HeadFacts) -> Iterator[Found]:
@@ -444,11 +444,20 @@ def _no_token_map(head: HeadFacts) -> Iterator[Found]:
 
 def _number_of_taps(head: HeadFacts) -> Iterator[Found]:
     """What vLLM and SGLang look up in the same two places."""
-    is_said = head.nested_taps is not None or head.config.get("num_aux_hidden_states")
+    is_said = head.layers(_NESTED_AUX) is not None or head.config.get("num_aux_hidden_states")
     if head.num_taps not in (0, 3) and not is_said:
         problem = f"fc takes {head.num_taps} captured layers; without eagle_config or num_aux_hidden_states it builds 3"
         add = f'add "num_aux_hidden_states": {head.num_taps} to config.json'
         yield "error", problem, f"convert with --tap-layers, or {add}"
+
+
+def _captured(head: HeadFacts, captured: Mapping[str, tuple[int, ...] | None]) -> Iterator[Found]:
+    """Of each of an engine's readers of config.json, the layers whose inputs it captures; None for its default."""
+    default, taps = head.default_taps, head.taps
+    wrong = [name for name, layers in captured.items() if (layers or default) != (taps or default)]
+    if taps is not None and wrong:
+        problem = f"config.json names the tap layers where {' and '.join(wrong)} would capture others"
+        yield "warning", problem, f"convert with --tap-layers {_joined(taps)}, which writes both keys"
 
 
 def _three_default_taps(head: HeadFacts) -> Iterator[Found]:
@@ -558,10 +567,6 @@ def _release(version: str) -> tuple[int, ...]:
         raise UsageError(problem, option="--engine-version")
     parts = [int(part) for part in match[1].split(".")]
     return tuple(parts[:4] + [0] * (4 - len(parts)))
-
-
-def _int_list(value: object) -> list[int] | None:
-    return [int(item) for item in value] if isinstance(value, list) and value else None
 
 
 def _joined(layers: Sequence[int] | None) -> str:

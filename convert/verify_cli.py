@@ -54,7 +54,7 @@ def verify(
 
     Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 if any check failed.
     """
-    from .audit.verify import verify_artifact
+    from .verify.verify import verify_artifact
 
     result = verify_artifact(
         folder,

@@ -65,7 +65,7 @@ from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
     import numpy as np
-    from eagle_slim.convert.artifact.artifact import Artifact
+    from eagle_slim.convert.artifact.format import Artifact
     from eagle_slim.convert.head.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray

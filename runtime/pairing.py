@@ -11,10 +11,15 @@ from .errors import PairingError
 
 
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
-    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2)."""
-    if head.kind == "eagle" or head.tap_layers == ():
+    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2).
+
+    Raises:
+        MismatchError: the head's configuration contradicts itself, or names a layer that the target has not.
+    """
+    taps = head.taps(num_layers)
+    if head.kind == "eagle" or taps == ():
         return None
-    return default_taps(num_layers) if head.tap_layers is None else head.tap_layers
+    return default_taps(num_layers) if taps is None else taps
 
 
 def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
@@ -45,13 +50,6 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
             field="d2t", expected=vocab, found=int(head.draft_ids_to_target.max()),
         )  # fmt: skip
     taps = resolve_tap_layers(head, layers)
-    outside = [layer for layer in taps or () if not 0 <= layer <= layers]
-    if outside:
-        raise PairingError(
-            f"{where}: the head reads the inputs of decoder layers {taps}, the target has {layers} layers "
-            f"({outside[0]} is not among them). Give the right target, or tap_layers.",
-            field="tap_layers", expected=layers, found=outside[0],
-        )  # fmt: skip
     fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
     if taps is not None and fc_columns not in (None, len(taps) * hidden):
         raise PairingError(

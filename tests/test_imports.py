@@ -38,8 +38,9 @@ FLOORS = {
         base_cli
         records tokenizer
         counts sources
-        counting
-        ray_workers vocabulary
+        workers
+        ray_workers
+        counting vocabulary
         count_cli
         ranking token_maps
         coverage show
@@ -49,16 +50,15 @@ FLOORS = {
         errors default
         artifact/checksums atomic files head/names
         rows
-        hub manifest
+        hub artifact/manifest
         sources
         head
-        engines rows/lm_head
+        engines rows/lm_head sources/target
         rows/target
         artifact
-        conversion
-        audit
-        push verify_cli
-        cli
+        verify vocabulary_choice
+        pipeline push
+        cli push_cli verify_cli
     """,
     "runtime": """
         errors
@@ -90,6 +90,7 @@ HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "
 COMMANDS = {
     "eagle_slim.vocab_tools.cli": "vocab",
     "eagle_slim.convert.cli": "convert",
+    "eagle_slim.convert.push_cli": "push",
     "eagle_slim.convert.verify_cli": "verify",
     "eagle_slim.runtime.generate_cli": "generate",
     "eagle_slim.runtime.compare.cli": "compare",

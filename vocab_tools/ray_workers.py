@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from .counting import BlockCounter, Counted, CountPlan, Tally, Workers, use_one_tokenizer_thread
 from .errors import EagleSlimError, UsageError
 from .records import Block
 from .sources import OpenSource
+from .workers import BlockCounter, Counted, CountPlan, Tally, Workers, use_one_tokenizer_thread
 
 _UNIT_BLOCKS = 16
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..head import names
 from ..head.draft_head import DraftHead
+from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, rows_of_ids
-from ..rows.rows import GatheredRows
 from ..rows.writer import TensorPlan
 from .eagle3 import copy_plan, plan_map
 

@@ -87,7 +87,9 @@ def choose_gguf(
         if len(shape) == 2 and shape[1] % _BLOCK:
             problem = f"{name}: q8_0 has blocks of {_BLOCK} values, and a row has {shape[1]}.\nTake --gguf bf16."
             raise MismatchError.at(head.location, problem)
-    taps = default_taps(target_layers) if head.tap_layers is None and target_layers else head.tap_layers
+    taps = head.taps(target_layers)
+    if taps is None and target_layers is not None:
+        taps = default_taps(target_layers)
     if tokenizer is None or taps is None:
         problem = "--gguf: the file holds the target's tokens and its captured layers, and the target is not known."
         raise UsageError(f"{problem}\nName it with --target.", option="--gguf")

@@ -97,13 +97,18 @@ def settle_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> l
     return warnings
 
 
-def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int | None, where: str) -> None:
+def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int, where: str) -> None:
     """Check the tensors of a DFlash draft against its configuration; `taps`: captured layers that it names.
 
     Raises:
         MismatchError: shapes, widths or numbers of layers disagree.
     """
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
+    for key in ("num_hidden_layers", "intermediate_size"):
+        if config.get(key) is None:
+            raise MismatchError.at(
+                where, f"{key}: expected a positive integer, found none.\nCorrect config.json.", key=key
+            )
     layers = names.dflash_layers(tensors.names)
     if config["num_hidden_layers"] != layers:
         raise MismatchError.at(
@@ -113,7 +118,7 @@ def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int | N
         )
     target_hidden = config.get("target_hidden_size") or hidden
     columns = tensors.shape(names.FC)[-1]
-    if columns % target_hidden or taps not in (None, columns // target_hidden):
+    if columns != taps * target_hidden:
         raise MismatchError.at(
             where,
             f"fc.weight takes {columns} features, the configuration names {taps} captured layers of {target_hidden}.\n"
@@ -139,11 +144,12 @@ def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int | N
 def settle_taps(
     config: Mapping[str, Any], tensors: LazyTensors, where: str, given: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Which layers' inputs the head reads (`config.tap_layers`), checked against the width of `fc`.
+    """Which layers' inputs the head reads, as far as it is known without its target (`DraftHead.taps`).
 
     Raises:
         CheckpointError: there is no `fc.weight`.
-        MismatchError: `fc` or the norms before it take another number of layers than config.json names.
+        MismatchError: `fc` or the norms before it take another number of layers than config.json names, or the layers
+            cannot be known: only --tap-layers can name them.
     """
     hidden = config["hidden_size"]
     target_hidden = config.get("target_hidden_size") or hidden
@@ -156,7 +162,7 @@ def settle_taps(
         return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
-    taps = head_config.tap_layers(config, None if given is None else tuple(given), where)
+    taps = _stated_taps(config, where) if given is None else head_config.given_tap_layers(given, where)
     rows, columns = tensors.shape(names.FC)
     if rows != hidden or columns % target_hidden:
         raise MismatchError.at(
@@ -165,14 +171,13 @@ def settle_taps(
             "The hidden sizes of head and target disagree.",
         )
     count = columns // target_hidden
-    stated = config.get("num_aux_hidden_states") or (len(taps) if taps is not None else 3)
-    if count != stated or (taps is not None and len(taps) != count):
+    stated = config.get("num_aux_hidden_states") or count
+    if count != (3 if taps is None else len(taps)) or count != stated:
         raise MismatchError.at(
             where,
-            f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or stated}: "
-            "expected the same number.\nSay which are right with --tap-layers.",
-            taps=count,
-            found=list(taps or ()) or stated,
+            f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}.\n"
+            f"Name the {count} layers whose inputs the head reads with --tap-layers.",
+            option="--tap-layers",
         )
     norms = [name for name in tensors if names.is_fc_norm(name)]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
@@ -185,6 +190,14 @@ def settle_taps(
     _check_norm_flag(config, "norm_before_fc", "input_norm.weight", "input_norm.weight" in tensors, where)
     _check_norm_flag(config, "fc_norm", "fc_norm.N.weight", bool(norms), where)
     return taps
+
+
+def _stated_taps(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    try:
+        return head_config.tap_layers(config, where)
+    except MismatchError:
+        # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
+        return head_config.tap_layers(config, where, head_config.could_be_inputs(config))
 
 
 def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:

@@ -7,13 +7,35 @@ transformers spells RoPE. What it changes, and which engine each change is for, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedHeadError
 from . import names
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
+_NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
+_INPUTS, _OUTPUTS = 0, 1
+TAP_KEYS = {
+    AUX_LAYER_KEY: _INPUTS,
+    "aux_hidden_state_layer_ids": _INPUTS,
+    "layer_ids": _INPUTS,
+    "target_layer_ids": _OUTPUTS,
+    "dspark_target_layer_ids": _OUTPUTS,
+    _NESTED_AUX: _OUTPUTS,
+    "eagle_config.aux_hidden_state_layer_ids": _INPUTS,
+    "eagle_config.layer_ids": _INPUTS,
+    "eagle_config.target_layer_ids": _OUTPUTS,
+    "dflash_config.layer_ids": _INPUTS,
+    "dflash_config.target_layer_ids": _OUTPUTS,
+}
+"""Keys that name the layers which a draft reads: what to add to an id for the layer whose input it is.
+
+Sources: vLLM 0.32.0, `v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`; SGLang 0.5.23,
+`model_executor/model_runner_components/spec_aux_hidden_state.py`; speculators, `models/dflash`.
+"""
+_LIKE_A_TAP_KEY = re.compile(r"(captur|aux|tap|hidden_state|target|verifier|feature).*layer|layer.*(captur|aux|tap)")
 EMBEDDING_TRAINED_KEY = "embed_requires_grad"
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 """vLLM's class of EAGLE-3 heads whose layer is Qwen3's (`model_executor/models/qwen3_eagle3.py`)."""
@@ -37,7 +59,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
 _SIZES = (
     "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size", "target_hidden_size",
-    "num_aux_hidden_states", "max_position_embeddings",
+    "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers",
 )  # fmt: skip
 # What transformers' LlamaConfig takes where config.json says nothing.
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
@@ -90,9 +112,9 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     for key in (*REQUIRED_KEYS, *_SIZES):
         value = config.get(key)
-        is_size = type(value) is int and value > 0
+        is_size = type(value) is int and 0 < value < 2**31
         if not is_size and (key in REQUIRED_KEYS or value is not None):
-            raise _wrong(where, key, "a positive integer", value)
+            raise _wrong(where, key, "a positive integer below 2^31", value)
     heads: int = config["num_attention_heads"]
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
@@ -163,40 +185,76 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-def tap_layers(config: Mapping[str, Any], given: tuple[int, ...] | None, where: str) -> tuple[int, ...] | None:
-    """Which layers' inputs the head reads.
+def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = None) -> tuple[int, ...] | None:
+    """Work out which layers' inputs a draft reads, from every key that names them (`TAP_KEYS`).
 
-    A top-level `eagle_aux_hidden_state_layer_ids` means "input of layer i" and is used as is. The one in `eagle_config`
-    means "output of layer i", SGLang's reading, and so the input of layer i + 1: [1, 17, 33] there is (2, 18, 34).
-    None means the default of all engines, (2, n // 2, n - 3) of a target with n layers.
+    Under a key that names outputs of layers, [1, 17, 33] are the inputs (2, 18, 34). The list in `eagle_config` names
+    outputs, SGLang's reading, but inputs where its largest id is `num_layers`, the target's number of layers, as SGLang
+    has it for gpt-oss: no such layer has an output. None means that the configuration names no layers.
 
     Raises:
-        MismatchError: both are present and disagree, or a list holds something else than numbers of layers.
+        MismatchError: two keys disagree, a key that is not known names layers, or a list holds something else.
     """
-    if given is not None:
-        return _layer_ids(list(given), where, _TAPS_FLAG) or ()
-    top = _layer_ids(config.get(AUX_LAYER_KEY), where, AUX_LAYER_KEY)
-    eagle_config = config.get("eagle_config")
-    raw = eagle_config.get(AUX_LAYER_KEY) if isinstance(eagle_config, Mapping) else None
-    nested = _layer_ids(raw, where, f"eagle_config.{AUX_LAYER_KEY}", lowest=-1)
-    shifted = None if nested is None else tuple(layer + 1 for layer in nested)
-    if top is not None and shifted is not None and top != shifted:
+    found = _tap_lists(config, where)
+    if unknown := [key for key in found if key not in TAP_KEYS]:
         raise MismatchError.at(
             where,
-            f"{AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
-            f"those of {list(shifted)}.\nSay which is right with --tap-layers {','.join(map(str, shifted))} (or "
-            "another list).",
+            f"{unknown[0]}: {found[unknown[0]]} seem to be layers of the target that the head reads, and whether their "
+            f"inputs or their outputs is not known.\nName the layers whose inputs it reads with {_TAPS_FLAG}.",
             option=_TAPS_FLAG,
-            found=[list(top), list(shifted)],
         )
-    return shifted if top is None else top
+    readings = {}
+    for key, ids in found.items():
+        shift = TAP_KEYS[key]
+        if key == _NESTED_AUX and num_layers is not None and max(ids) == num_layers:
+            shift = 0
+        readings[key] = tuple(layer + shift for layer in ids)
+    if len(set(readings.values())) > 1:
+        said = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
+        problem = f"the keys that name the layers which the head reads disagree: {said}.\nSay which with {_TAPS_FLAG}."
+        raise MismatchError.at(where, problem, option=_TAPS_FLAG)
+    return next(iter(readings.values()), None)
+
+
+def could_be_inputs(config: Mapping[str, Any]) -> int | None:
+    """The number of layers of a target with which the list in `eagle_config` would name inputs; None without it."""
+    nested = config.get("eagle_config")
+    ids = nested.get(AUX_LAYER_KEY) if isinstance(nested, Mapping) else None
+    return max(ids) if ids else None
 
 
 def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
-    """The configuration with both keys set so that vLLM and SGLang capture the inputs of the same `layers`."""
-    nested = dict(config.get("eagle_config") or {})
+    """The configuration with both keys set so that vLLM and SGLang capture the inputs of the same `layers`.
+
+    Other keys that name layers go, so that none disagrees.
+    """
+    named = _tap_lists(config, "config.json", is_checked=False)
+    kept = {key: value for key, value in config.items() if key not in named}
+    nested = {
+        key: value for key, value in (config.get("eagle_config") or {}).items() if f"eagle_config.{key}" not in named
+    }
     nested[AUX_LAYER_KEY] = [layer - 1 for layer in layers]
-    return {**config, AUX_LAYER_KEY: list(layers), "eagle_config": nested}
+    return {**kept, AUX_LAYER_KEY: list(layers), "eagle_config": nested}
+
+
+def given_tap_layers(given: Sequence[int], where: str) -> tuple[int, ...]:
+    """Check what `--tap-layers` gave: ascending numbers of layers. Raises MismatchError."""
+    return _layer_ids(list(given), where, _TAPS_FLAG, lowest=0)
+
+
+def _tap_lists(config: Mapping[str, Any], where: str, *, is_checked: bool = True) -> dict[str, Any]:
+    """The lists of layers that a configuration names, by their keys: `TAP_KEYS`, and any that look like one."""
+    found = {}
+    for place in ("", "eagle_config", "dflash_config"):
+        part = config.get(place) if place else config
+        for name, value in part.items() if isinstance(part, Mapping) else ():
+            key = f"{place}.{name}" if place else name
+            is_like_one = isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+            if key in TAP_KEYS and value not in (None, []):
+                found[key] = _layer_ids(value, where, key, lowest=-TAP_KEYS[key]) if is_checked else value
+            elif key not in TAP_KEYS and is_like_one and _LIKE_A_TAP_KEY.search(name.lower()):
+                found[key] = value
+    return found
 
 
 def is_dflash(source: Mapping[str, Any]) -> bool:
@@ -268,10 +326,12 @@ def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
 def _drop_empty_taps(config: dict[str, Any]) -> None:
     """An empty list of tap layers means the default to every reader but SGLang, which would capture no layer at all."""
     nested = config.get("eagle_config")
-    if isinstance(nested, Mapping) and nested.get(AUX_LAYER_KEY) == []:
-        config["eagle_config"] = {key: value for key, value in nested.items() if key != AUX_LAYER_KEY}
-    if config.get(AUX_LAYER_KEY) == []:
-        del config[AUX_LAYER_KEY]
+    if isinstance(nested, Mapping):
+        kept = {key: value for key, value in nested.items() if value != [] or f"eagle_config.{key}" not in TAP_KEYS}
+        config["eagle_config"] = kept
+    for key in TAP_KEYS:
+        if config.get(key) == []:
+            del config[key]
 
 
 def _settle_norm_flags(config: dict[str, Any]) -> None:
@@ -365,10 +425,8 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
     return values[0]
 
 
-def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, ...] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or not all(type(layer) is int and layer >= lowest for layer in value):
+def _layer_ids(value: Any, where: str, key: str, lowest: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(layer) is int and lowest <= layer < 2**31 for layer in value):
         expected = f"a list of layer numbers from {lowest} on"
     elif sorted(set(value)) != value:
         # Engines capture a layer once, on the way through the target.

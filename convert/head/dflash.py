@@ -54,15 +54,25 @@ def open_dflash(
     # Only what is checked here; RoPE and windows, which each layer may have of its own, are copied unread.
     config = head_config.normalise_config({key: merged[key] for key in _KEYS if key in merged}, where)
     ids = read_map(tensors, config, where, d2t_form)
-    taps = _tap_layers(source_config, where)
-    if given_taps is not None and tuple(given_taps) != taps:
+    taps = head_config.tap_layers(merged, where)
+    if taps is None:
+        if given_taps is None:
+            raise MismatchError.at(
+                where,
+                "config.json names no layers of the target, and engines choose different ones: vLLM 2, n // 2, n - 3, "
+                "SGLang as many as the draft has.\nName the layers whose inputs the draft reads with --tap-layers.",
+                option="--tap-layers",
+            )
+        taps = head_config.given_tap_layers(given_taps, where)
+        source_config = _with_tap_layers(source_config, taps)
+    elif given_taps is not None and tuple(given_taps) != taps:
         raise MismatchError.at(
             where,
-            "--tap-layers for a DFlash draft, whose config.json names its layers.\nLeave the option out.",
+            f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}.\nLeave the option out.",
             option="--tap-layers",
-            found=taps,
         )
-    settle_dflash(tensors, config, None if taps is None else len(taps), where)
+    _check_mask(merged, config["vocab_size"], where)
+    settle_dflash(tensors, config, len(taps), where)
     is_sorted = ids is None or bool(np.all(np.diff(ids) > 0))
     kept = {name: stored for name, stored in table.stored.items() if name not in names.MAPS}
     return DraftHead(
@@ -101,18 +111,21 @@ def _refuse_others(config: Mapping[str, Any], where: str, source: ResolvedSource
         )
 
 
-def _tap_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """Inputs of these layers are captured; None where the engine chooses them by the number of layers."""
+def _with_tap_layers(source_config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
+    """The configuration with the layers named where its form has them: inputs in speculators', outputs in z-lab's."""
+    if "transformer_layer_config" in source_config:
+        return {**source_config, "aux_hidden_state_layer_ids": list(layers)}
+    own = source_config.get("dflash_config")
+    named = {**(own if isinstance(own, Mapping) else {}), "target_layer_ids": [layer - 1 for layer in layers]}
+    return {**source_config, "dflash_config": named}
+
+
+def _check_mask(config: Mapping[str, Any], vocab: int, where: str) -> None:
+    """Refuse a mask token, in `dflash_config` or beside it, that the vocabulary does not have."""
     own = config.get("dflash_config")
-    outputs = own.get("target_layer_ids") if isinstance(own, Mapping) else None
-    inputs = config.get("aux_hidden_state_layer_ids")
-    key, ids, shift = "aux_hidden_state_layer_ids", inputs, 0
-    if inputs is None:
-        key, ids, shift = "target_layer_ids", config.get("target_layer_ids") if outputs is None else outputs, 1
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not all(type(layer) is int and layer + shift >= 0 for layer in ids):
-        raise MismatchError.at(
-            where, f"{key}: expected numbers of layers, found {ids!r}.\nCorrect config.json.", key=key
-        )
-    return tuple(layer + shift for layer in ids)
+    for key, part in (("dflash_config.mask_token_id", own), ("mask_token_id", config)):
+        mask = part.get("mask_token_id") if isinstance(part, Mapping) else None
+        if mask is not None and not (type(mask) is int and 0 <= mask < vocab):
+            raise MismatchError.at(
+                where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.", key=key
+            )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..manifest import Manifest
+from ..artifact.manifest import Manifest
+from ..errors import MismatchError
 from ..sources.source import ResolvedSource
 from . import names
-from .config import EMBEDDING_TRAINED_KEY
+from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
 from .tensors import LazyTensors
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class DraftHead:
             `fc_norm.N.weight`; those of a DFlash draft as stored. The maps are not among them: `draft_ids_to_target`.
         draft_ids_to_target: int64 [draft_vocab], absolute target id of each `lm_head` row in stored order; None where
             row i is target id i (a full vocabulary, or an LM head that is the target's).
-        tap_layers: the head reads the inputs of these decoder layers of the target; None is every engine's default,
-            (2, n // 2, n - 3) for n layers; () is the target's last hidden state alone.
+        tap_layers: the head reads the inputs of these decoder layers of the target, as far as that is known without the
+            target (`taps`); None is every engine's default, (2, n // 2, n - 3) for n layers; () is the target's last
+            hidden state alone.
         warnings: what a user of the head should know.
         location: the repository or folder, for messages.
         source_config: config.json as it was found.
@@ -107,6 +109,26 @@ class DraftHead:
     def dtype_name(self) -> str:
         """Dtype of the head's matrices as safetensors spells it: one of `weights.dtypes.FLOATS`."""
         return self.tensors.info(self._matrix).dtype
+
+    def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
+        """The decoder layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
+
+        Raises:
+            MismatchError: the configuration contradicts itself, or names a layer that the target has not.
+        """
+        taps = self.tap_layers
+        if self.kind == "eagle3" and taps:
+            taps = tap_layers(self.config, self.location, num_layers)
+        if num_layers is not None and taps != () and self.kind != "eagle":
+            found = default_taps(num_layers) if taps is None else taps
+            if not all(0 <= layer <= num_layers for layer in found):
+                raise MismatchError.at(
+                    self.location,
+                    f"the head reads the inputs of layers {list(found)}, and the target has {num_layers} layers.\n"
+                    "Name the right target with --target, or the layers with --tap-layers.",
+                    option="--tap-layers",
+                )
+        return taps
 
     @property
     def _matrix(self) -> str:

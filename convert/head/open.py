@@ -178,5 +178,7 @@ def _eagle3(
         )
     taps = settle_taps(config, tensors, where, given_taps)
     if given_taps is not None and taps:
-        config.update(head_config.with_tap_layers(config, taps))
+        written = head_config.with_tap_layers(config, taps)
+        config.clear()
+        config.update(written)
     return ids, taps, warnings

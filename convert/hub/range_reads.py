@@ -19,7 +19,8 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -31,33 +32,50 @@ from ..artifact.checksums import sha256_from, sha256_of
 from ..atomic import require_space
 from ..errors import OutputError, SourceError
 from ..rows.safetensors_file import SafetensorsFile
-from ..rows.safetensors_header import (
-    LENGTH_BYTES,
-    SafetensorsHeader,
-    TensorSpan,
-    header_bytes,
-    header_length,
-    parse_header,
-)
+from ..rows.types import TensorInfo, damaged
 from .client import UnreachableError
 from .remote_file import HubFile, progress_bar
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
+_LENGTH_BYTES = 8
 _FIRST_BYTES = 64 << 10
 _FIRST_SHARE = 100
 _MAX_FILE_NAME = 200
 
 
-def read_remote_header(file: HubFile) -> SafetensorsHeader:
-    """Fetch and check the header of a remote safetensors file."""
-    wanted = max(LENGTH_BYTES, min(_FIRST_BYTES, file.size_bytes // _FIRST_SHARE))
+@dataclass(frozen=True)
+class RemoteHeader:
+    """The header of a remote safetensors file: every tensor by name, and where its data begins in the file."""
+
+    tensors: Mapping[str, TensorInfo]
+    offsets: Mapping[str, int]
+
+
+def read_remote_header(file: HubFile) -> RemoteHeader:
+    """Fetch the header of a remote safetensors file; `safetensors` checks it at the head of an empty file."""
+    wanted = max(_LENGTH_BYTES, min(_FIRST_BYTES, file.size_bytes // _FIRST_SHARE))
     first = _fetch_bytes(file, 0, min(wanted, file.size_bytes))
-    end = LENGTH_BYTES + header_length(first, file.size_bytes, file.label)
+    end = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+    if end > file.size_bytes:
+        raise damaged(file.label, f"not a safetensors file: its header would end at byte {end:,}")
     raw = first if end <= len(first) else first + _fetch_bytes(file, len(first), end)
-    return parse_header(raw[LENGTH_BYTES:end], file.size_bytes, file.label)
+    with tempfile.NamedTemporaryFile() as empty:
+        empty.write(raw[:end])
+        empty.truncate(file.size_bytes)
+        empty.flush()
+        found = SafetensorsFile(Path(empty.name), file.label)
+    return RemoteHeader(found.tensors, {name: found.offset(name) for name in found.tensors})
 
 
-def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path) -> Path:
+def _small_header(info: TensorInfo, etag: str) -> bytes:
+    """The bytes before the data of a safetensors file of one tensor, padded as the library pads them."""
+    described = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.size_bytes]}
+    text = json.dumps({"__metadata__": {"etag": etag}, info.name: described}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def fetch_tensor(file: HubFile, span: TensorInfo, offset: int, folder: Path) -> Path:
     """Return a safetensors file of one tensor of a remote file: from the cache folder of its content, or fetched."""
     entry = CacheEntry(folder, span.name)
     if entry.checked():
@@ -68,7 +86,7 @@ def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have fetched it while this one waited.
             if not entry.checked():
-                _complete(file, span, entry)
+                _complete(file, span, offset, entry)
     return entry.whole
 
 
@@ -102,9 +120,8 @@ class CacheEntry:
         return self.folder / (name + suffix)
 
 
-def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry) -> None:
-    described = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": [0, span.size_bytes]}
-    prefix = header_bytes({span.name: described}, {"etag": file.etag})
+def _complete(file: HubFile, span: TensorInfo, offset: int, entry: CacheEntry) -> None:
+    prefix = _small_header(span, file.etag)
     total = len(prefix) + span.size_bytes
     with open(entry.path(".partial"), "a+b") as partial:
         done = _resume(partial, prefix, total)
@@ -116,7 +133,7 @@ def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry) -> None:
             partial.write(chunk)
             digest.update(chunk)
 
-        begin = span.offset - len(prefix)
+        begin = offset - len(prefix)
         with progress_bar(f"{file.label}: {span.name}", done - len(prefix), span.size_bytes) as advance:
             try:
                 _transfer(file, begin + done, begin + total, keep, advance)

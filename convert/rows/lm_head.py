@@ -16,7 +16,7 @@ from ..errors import MismatchError
 from ..head import names
 from ..head.draft_head import DraftHead
 from .checkpoint import Checkpoint
-from .rows import GatheredRows
+from .gather import GatheredRows
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class LmHead:
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         return GatheredRows(self.checkpoint, self.name, rows, self.dtype_written(head), self.where, target_ids)
 
+    def forked(self) -> LmHead:
+        """The same open matrix with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, checkpoint=self.checkpoint.fork())
+
     @property
     def warnings(self) -> list[str]:
         """What a user should know of it."""
@@ -76,7 +80,7 @@ def own_lm_head(head: DraftHead) -> LmHead:
 
 
 def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
-    """A target's LM head for the rows of a head, with a record of reads of its own (`Checkpoint.fork`).
+    """A target's LM head, named in messages by that target, if it fits the head whose rows it lends.
 
     Raises:
         MismatchError: its shape is not [vocab_size, hidden_size] of the head.
@@ -88,10 +92,8 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
             raise MismatchError(
                 f"{where}: {lm_head.name} has {found} {what}, the head {head.location} needs {wanted}.\n"
                 "This is not the target that the head was trained for: give that one with --target.",
-                tensor=lm_head.name,
-                found=found,
             )
-    return replace(lm_head, where=where, checkpoint=lm_head.checkpoint.fork())
+    return replace(lm_head, where=where)
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,7 +131,5 @@ def all_ids(head: DraftHead) -> NDArray[np.int64]:
             head.location,
             f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
             f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
-            trained=head.draft_vocab,
-            rows=head.target_vocab,
         )
     return np.arange(head.target_vocab, dtype=np.int64)

@@ -22,11 +22,10 @@ from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
 from ..hub.remote_file import HubFile
 from ..hub.snapshot import cache_folder, fetch, not_cached
 from ..sources.source import ResolvedSource
-from .checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
+from .checkpoint import Checkpoint, open_checkpoint, open_weights_file
 from .dtypes import FLOATS
 from .lm_head import LmHead
 from .paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
-from .safetensors_header import SafetensorsHeader
 from .types import shorten
 
 LM_HEAD_NAMES = (
@@ -126,9 +125,16 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
     if unused is not None and (shards is None or (folder / shards[unused]).is_file()):
         # Opened anew: what is read for this comparison is not what the conversion read.
         both = open_checkpoint(folder, {name, unused})
-        unused = None if same_tensors(both, name, both, unused) else unused
+        unused = None if _same(both, name, unused) else unused
     file = checkpoint.file_of(name).path.name
     return _checked(LmHead(checkpoint, name, label, "target", unused, file))
+
+
+def _same(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    infos = [checkpoint.info(each) for each in (name, other)]
+    is_alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+    return is_alike and checkpoint.sha256(name) == checkpoint.sha256(other)
 
 
 def _checked(lm_head: LmHead) -> LmHead:
@@ -148,7 +154,6 @@ def _checked(lm_head: LmHead) -> LmHead:
 def _fetch(target: ResolvedSource) -> LmHead:
     snapshot = target.snapshot
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
-    header: SafetensorsHeader | None = None
     stored: Collection[str] = ()
     name, said = "", ties_embedding(target.folder)
     if chosen.endswith(".index.json"):
@@ -176,7 +181,7 @@ def _fetch(target: ResolvedSource) -> LmHead:
             tensor=name,
             shard=chosen,
         )
-    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder)
+    fetch_tensor(file, header.tensors[name], header.offsets[name], _entry(target, file.etag, name).folder)
     unused = unused_lm_head(stored, name)
     note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said, "unused": unused}
     with contextlib.suppress(OSError):

@@ -1,15 +1,17 @@
-"""What every reader of weights files shares: the description of a tensor, the record of a read, words of messages."""
+"""What readers of weights files share: the description of a tensor, the record of a read, words of messages."""
 
 from __future__ import annotations
 
+import os
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import open_regular
 
-FETCH_AGAIN = "The download may have been cut short or the file damaged: delete it and fetch it again."
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,33 @@ class ReadRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One weights file: its size on disk, and every read of it in the order in which they happened."""
+    """One weights file: its size on disk, and every finished read of it in the order in which they began."""
 
     path: Path
     size_bytes: int
     reads: tuple[ReadRecord, ...]
 
 
-def damaged(where: str, problem: str, **facts: Any) -> CheckpointError:
-    """The error for a file that is not what it claims to be: fetch it again."""
-    return CheckpointError.at(where, f"{problem}.\n{FETCH_AGAIN}", **facts)
+def damaged(where: str | Path, problem: str, **facts: Any) -> CheckpointError:
+    """Build the error for a file that is not what it claims to be."""
+    advice = "The download may have been cut short or the file damaged: delete it and fetch it again."
+    return CheckpointError.at(where, f"{problem}.\n{advice}", **facts)
+
+
+def refuse_pointers(path: Path) -> None:
+    """Raise CheckpointError for what is no regular file, and for the text that Git LFS leaves in a file's place."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError as error:
+        raise CheckpointError.at(path, f"cannot be opened: {error.strerror}.\nExpected a file of weights.") from error
+    if is_pointer:
+        raise CheckpointError.at(
+            path,
+            "this is a Git LFS pointer, not the weights.\n"
+            "Run `git lfs pull` in that folder, or fetch the repository with `hf download`.",
+            found="Git LFS pointer",
+        )
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
 
+from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
 from ..head.names import canonical_names
 from ..hub.client import UnreachableError
 from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
-from ..manifest import MANIFEST_NAME, Manifest
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from . import card
 from .builtin import embedded_head

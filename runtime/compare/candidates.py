@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from eagle_slim.convert.conversion.vocab_choice import Ranking, VocabRequest, make_ranking
 from eagle_slim.convert.sources.builtin import embedded_target_folder
+from eagle_slim.convert.vocabulary_choice import Ranking, VocabRequest, make_ranking
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from numpy.typing import NDArray
 

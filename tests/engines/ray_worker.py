@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from eagle_slim.vocab_tools.counting import count_tokens, ray_workers
+from eagle_slim.vocab_tools import ray_workers
+from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.sources import parse_source, with_unique_names
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from protocol import Json, serve

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.engines import (
     ENGINES,
     HeadFacts,
@@ -14,6 +13,7 @@ from eagle_slim.convert.engines import (
     require_engines,
 )
 from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.verify.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 from engines.head_table import EAGLE1, EAGLE3, HEADS, head_table, with_config
@@ -65,19 +65,6 @@ def test_a_window_without_a_layer_type_is_none() -> None:
 
 def test_old_linear_rope_scaling_is_fine_for_safeailab() -> None:
     assert problems(with_config(EAGLE3, rope_scaling={"type": "linear", "factor": 2.0}), "safeailab") == []
-
-
-def test_tap_layers_in_one_place_only() -> None:
-    top = with_config(EAGLE3, eagle_aux_hidden_state_layer_ids=[1, 3, 6])
-    nested = with_config(EAGLE3, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
-    both = with_config(top, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
-    assert top.taps == nested.taps == both.taps == [1, 3, 6]
-    assert "--tap-layers 1,3,6" in problems(top, "sglang")[0][1]
-    assert problems(top, "vllm") == []
-    assert "--tap-layers 1,3,6" in problems(nested, "vllm")[0][1]
-    assert problems(nested, "sglang") == []
-    assert problems(both, "vllm") == problems(both, "sglang") == []
-    assert "[0,2,5]" in problems(both, "tensorrt-llm")[0][1]
 
 
 def test_the_default_taps_spelt_out_are_not_other_taps() -> None:

@@ -14,7 +14,7 @@ from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
-from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
+from eagle_slim.runtime.pairing import check_tokenizer
 from eagle_slim.runtime.target.wrapper import check_supported
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -29,9 +29,8 @@ from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pa
     [
         ({"hidden": 16}, {"field": "hidden_size", "expected": 16, "found": 32}),
         ({"vocab": 30}, {"field": "vocab_size", "expected": 30, "found": 24}),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}, {"field": "tap_layers", "expected": 6, "found": 9}),
     ],
-    ids=["hidden", "vocabulary", "taps"],
+    ids=["hidden", "vocabulary"],
 )
 def test_wrong_pairs_are_refused_before_any_forward(
     tmp_path: Path, head: dict[str, Any], facts: dict[str, Any]
@@ -84,13 +83,6 @@ def test_tokenizer_hashes() -> None:
     check_tokenizer("a", "a", "head", "target")
     with raises(PairingError, field="tokenizer_hash", expected="a", found="b"):
         check_tokenizer("a", "b", "head", "target")
-
-
-def test_default_taps_need_enough_layers(tmp_path: Path) -> None:
-    # n = 2: the default taps 2, 1, -1 do not exist.
-    config = tiny_target("llama", num_hidden_layers=2).config
-    with raises(PairingError, field="tap_layers", expected=2):
-        check_pairing(open_head(write_head(tmp_path)), config, "target")
 
 
 SMALL = {"vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2}

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools import records
-from eagle_slim.vocab_tools.counting import count_tokens, draws
+from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
 from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
 from eagle_slim.vocab_tools.sources import CorpusSource
+from eagle_slim.vocab_tools.workers import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import WORDS, llama3_like

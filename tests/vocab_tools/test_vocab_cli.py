@@ -50,10 +50,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shift in (("chat", 0), ("code", 1)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for number in range(40):
-                text = TEXT[(number + shift) % 3]
+                text = f"{TEXT[(number + shift) % 3]} {number}"
                 file.write(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
         arguments = ["count", f"{name}={folder / f'{name}.jsonl'}", "--tokenizer", str(folder / "tok")]
-        arguments += ["--held-out", "0.3", "--workers", "1", "--no-progress"]
+        arguments += ["--held-out", "0.3", "--workers", "0", "--no-progress"]
         arguments += ["--out", str(folder / f"{name}.counts")]
         with pytest.raises(SystemExit) as caught:
             run_cli(vocab, arguments, "eagle-vocab")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from eagle_slim.convert import UnsupportedHeadError
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.names import canonical_names
+from eagle_slim.convert.vocabulary_choice import VocabRequest
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.sources import CorpusSource
 from safetensors.torch import load_file

@@ -201,7 +201,6 @@ def test_card_says_what_matters(slim):
         "cut from 49,152 to 32,000 tokens",
         "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct --speculative-config",
         "--speculative-algorithm EAGLE3",
-        "trtllm-serve",
         "bit-identical",
         "400 of the 4000 shipped chats",
     ):

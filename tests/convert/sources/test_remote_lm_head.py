@@ -225,7 +225,7 @@ def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
         open_lm_head("org/target")
     content = bytes(sharded()[SHARD])
     hub.add_model("org/target", sharded() | {SHARD: content[:-1]})
-    with pytest.raises(CheckpointError, match="truncated"):
+    with pytest.raises(CheckpointError, match="org/target@"):
         open_lm_head("org/target")
     index = {"weight_map": {"lm_head.weight": "../../../etc/passwd"}}
     hub.add_model("org/target", sharded() | {"model.safetensors.index.json": json.dumps(index)})

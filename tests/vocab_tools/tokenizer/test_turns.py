@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting import BlockCounter, CountPlan, SourcePlan, count_tokens
+from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer.encode import encoder_spec
@@ -19,6 +19,7 @@ from eagle_slim.vocab_tools.tokenizer.messages import ChatError, normalise_messa
 from eagle_slim.vocab_tools.tokenizer.template import chat_spec
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.tokenizer.turns import ChatRenderer
+from eagle_slim.vocab_tools.workers import BlockCounter, CountPlan, SourcePlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises

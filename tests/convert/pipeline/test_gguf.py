@@ -9,8 +9,7 @@ import pytest
 import torch
 from eagle_slim.convert import MismatchError, UnsupportedHeadError, VocabRequest, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.convert.conversion.convert import prepare_conversion
-from eagle_slim.convert.conversion.options import ConvertOptions
+from eagle_slim.convert.pipeline import ConvertOptions, plan_conversion
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load_file
@@ -251,7 +250,7 @@ def test_a_value_too_large_for_the_type_is_refused_by_a_dry_run_too(tmp_path, ta
     )
     if is_refused:
         for attempt in (
-            prepare_conversion(head, options).check_values,
+            lambda: plan_conversion(head, options)[0].check(),
             lambda: slim(tmp_path, target, head=head, gguf=(kind,)),
         ):
             with raises(MismatchError) as caught:
@@ -259,7 +258,7 @@ def test_a_value_too_large_for_the_type_is_refused_by_a_dry_run_too(tmp_path, ta
             assert f"too large for {kind}" in str(caught.value)
         assert not (tmp_path / "slim").exists()
     else:
-        prepare_conversion(head, options).check_values()
+        plan_conversion(head, options)[0].check()
         _, found = read(slim(tmp_path, target, head=head, gguf=(kind,)) / f"model-{kind}.gguf")
         assert np.isfinite(floats(found["output.weight"])).all()
 

@@ -15,17 +15,17 @@ from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import row_checksums
-from ..artifact.original import folder_beside, open_original
-from ..conversion import target as targets
-from ..conversion.target import Target, TargetChoice
+from ..artifact.manifest import Manifest
+from ..artifact.provenance import folder_beside, open_original
 from ..errors import CheckpointError, SourceError
 from ..head import names
 from ..head.draft_head import DraftHead
-from ..manifest import Manifest
 from ..rows.checkpoint import Checkpoint
+from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
-from ..rows.rows import GatheredRows
 from ..rows.target import open_target_lm_head
+from ..sources import target as targets
+from ..sources.target import Target, TargetChoice
 from .findings import Findings, SkipCheck, join, refuse
 
 
@@ -206,9 +206,7 @@ class SourceChecks:
         if self.tokenizer_name is None and self._target is None:
             raise SkipCheck("no tokenizer is at hand; name it with --tokenizer or --target")
         with contextlib.suppress(TokenizerError) if self.tokenizer_name is None else contextlib.nullcontext():
-            loaded = targets.open_tokenizer(
-                self.tokenizer_name, None, self._target, manifest.target_vocab, self.offline
-            )
+            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, manifest.target_vocab, self.offline)
             if loaded is not None:
                 return loaded
         raise SkipCheck("the target has no tokenizer; name it with --tokenizer")

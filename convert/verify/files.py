@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..artifact.artifact import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..artifact.checksums import sha256_file
+from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
+from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import ArtifactError
 from ..files import read_object
-from ..manifest import MANIFEST_NAME, Manifest
 from ..rows.paths import TORCH_SUFFIXES
 from ..rows.safetensors_file import SafetensorsFile
 from .findings import Doubt, Findings, join, refuse, written_otherwise
@@ -46,7 +46,7 @@ class FileChecks:
     def weights(self) -> str:
         """The safetensors header is sound and carries the metadata that loaders ask for."""
         self.found.weights = SafetensorsFile(self.found.folder / WEIGHTS_NAME)
-        metadata = self.found.weights.header.metadata
+        metadata = self.found.weights.metadata
         refuse(metadata.get("format") != "pt", f"metadata: expected format 'pt', found {dict(metadata)}")
         return f"{len(self.found.weights.tensors)} tensors, {self.found.weights.size_bytes:,} bytes"
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_of
+from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
 from ..head.draft_head import DraftHead
 from ..head.open import head_from_checkpoint
-from ..manifest import Manifest
 from ..rows import dtypes
 from ..rows.checkpoint import Checkpoint
 from ..rows.safetensors_file import SafetensorsFile
@@ -108,7 +108,7 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 def written_otherwise(file: SafetensorsFile, entry: Mapping[str, Any], digest: Callable[[str], str]) -> list[str]:
     """Where a safetensors file differs from its `entry` in the manifest; `digest`: SHA-256 of a tensor by name."""
     with file.path.open("rb") as opened:
-        start = opened.read(file.header.data_offset)
+        start = opened.read(file.data_offset)
     problems = []
     if file.size_bytes != entry.get("size_bytes"):
         problems.append(f"expected {entry.get('size_bytes')} bytes, found {file.size_bytes}")

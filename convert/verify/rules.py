@@ -10,10 +10,9 @@ import numpy as np
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
 from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 
-from ..artifact.artifact import freq_name
 from ..artifact.checksums import row_checksums
 from ..artifact.eagle3 import layer_class
-from ..head import config as head_config
+from ..artifact.format import freq_name
 from ..head import names
 from ..rows.dtypes import FLOATS, LONG_NAMES
 from .findings import Doubt, Findings, SkipCheck, all_finite, join, refuse
@@ -181,14 +180,9 @@ class RuleChecks:
 
     def taps(self) -> str:
         """config.json names the tap layers of the manifest."""
-        manifest, config = self.found.need_lm_head(), self.found.need_config()
-        layers: tuple[int, ...] | None = ()
-        if manifest.kind == "dflash":
-            layers = self.found.need_head("config.json").tap_layers
-        elif not head_config.uses_aux_layers(config):
-            pass
-        else:
-            layers = head_config.tap_layers(config, None, "config.json")
+        manifest = self.found.need_lm_head()
+        num_layers = manifest.target.get("num_hidden_layers")
+        layers = self.found.need_head("config.json").taps(num_layers if isinstance(num_layers, int) else None)
         refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
         return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from eagle_slim.convert import Artifact, open_head, verify_artifact
+from eagle_slim.convert import Artifact, open_head, push_folder, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
@@ -114,26 +114,19 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_pushed_and_loaded_again(hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_pushed_and_loaded_again(hub, tmp_path):
     with connected(hub, tmp_path / "home", token="hf_good"):
-        with pytest.raises(SystemExit) as stop:
-            convert_command(
-                ["org/head", "--draft-vocab", "320", "--order", "ids", "--push-to-hub", "tester/slim", "--json"]
-            )
-        out, err = capsys.readouterr()
-        assert stop.value.code == 0, err
-        assert "tester/slim" in json.loads(out)["pushed_to"]
+        made = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim").folder
+        assert "tester/slim" in push_folder(made, "tester/slim")
         pushed = hub.repo("tester/slim").files
-        for name, data in files(tmp_path / "head-v320").items():
-            assert pushed[name] == data
-        here, there = Artifact.load(tmp_path / "head-v320"), Artifact.load(open_head_source("tester/slim").folder)
+        assert {name: pushed[name] for name in files(made)} == files(made)
+        here, there = Artifact.load(made), Artifact.load(open_head_source("tester/slim").folder)
         assert there.rank_order_ids.tolist() == here.rank_order_ids.tolist()
         assert open_head("tester/slim").draft_ids_to_target.tolist() == sorted(here.rank_order_ids.tolist())
 
 
 def test_default_dataset_is_streamed_and_named(hub, tmp_path):
-    from eagle_slim.convert.conversion.vocab_choice import DEFAULT_DATASET
+    from eagle_slim.convert.vocabulary_choice import DEFAULT_DATASET
 
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"The quick fox {n}"}]}

@@ -1,6 +1,6 @@
 """The artifact: a folder with a slim head, its manifest and its side files; how it is loaded and what its files are.
 
-    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png
+    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
 
 FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
 weights; `verify_artifact` reads everything.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,13 @@ from numpy.typing import NDArray
 
 from ..errors import ArtifactError
 from ..head.open import DraftHead, open_head
-from ..manifest import Manifest
-from ..rows.writer import WrittenFile
 from ..sources.source import ResolvedSource, open_head_source
 from .checksums import sha256_of
+from .manifest import Manifest
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 CARD_NAME = "README.md"
-PLOT_NAME = "coverage.png"
 METADATA = {"format": "pt"}
 """What loaders ask of the metadata of a safetensors file."""
 
@@ -83,8 +81,6 @@ class Artifact:
                 self.folder,
                 f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
                 f"(the forced ids) to {len(ranked)} (its rows).",
-                least=self.num_forced,
-                most=len(ranked),
             )
         ids = np.sort(ranked[:draft_vocab])
         if self.head.kind == "eagle":
@@ -115,16 +111,12 @@ class Artifact:
                 raise ArtifactError.at(
                     path,
                     f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
-                    expected=entry.get("size_bytes"),
-                    found=size,
                 )
         head = open_head(source)
         problem = _disagreement(head, manifest)
         if problem is not None:
-            raise ArtifactError.at(
-                folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.", problem=problem
-            )
-        return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
+            raise ArtifactError.at(folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.")
+        return cls(folder, head, manifest)
 
 
 def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
@@ -170,11 +162,6 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
         for name, data in records.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
     return buffer.getvalue()
-
-
-def record_of(written: WrittenFile) -> dict[str, Any]:
-    """What the manifest holds of a safetensors file."""
-    return asdict(written)
 
 
 def record_of_bytes(data: bytes) -> dict[str, Any]:

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
 
 from ..errors import MismatchError, SourceError
 from ..files import read_object
 from ..head.draft_head import DraftHead
-from ..sources import card
-from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from ..sources.public_heads import known_target
-from ..sources.source import ResolvedSource, target_files
+from . import card
+from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
+from .public_heads import known_target
+from .source import ResolvedSource, target_files
 
 # Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use.
 _MOST_PADDING = 2048
@@ -120,42 +119,25 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
             raise MismatchError(
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
                 f"{_OTHER_TARGET}",
-                key=key,
-                expected=value,
-                found=found,
             )
-    layers = target.num_layers
-    if layers is not None and head.tap_layers and not all(0 <= layer <= layers for layer in head.tap_layers):
-        raise MismatchError(
-            f"head {head.location} reads the inputs of layers {list(head.tap_layers)}, but target {target.name} has "
-            f"{layers} layers.\nName the right target with --target, or the layers with --tap-layers.",
-            layers=layers,
-            found=head.tap_layers,
-        )
+    head.taps(target.num_layers)
 
 
 def open_tokenizer(
-    given: str | Path | None, revision: str | None, target: Target | None, target_vocab: int, offline: bool
+    given: str | Path | None, target: Target | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
     """The tokenizer: as given, else the target's own; None where there is neither.
 
     Raises:
-        UsageError: a revision of a tokenizer that is not given.
         MismatchError: it is not the target's tokenizer, by its hash or by its size.
         TokenizerError: it cannot be loaded.
     """
-    if given is None and revision is not None:
-        raise UsageError(
-            f"--tokenizer-revision {revision}: no tokenizer is named that it could be a revision of.\nName the "
-            "repository with --tokenizer.",
-            option="--tokenizer-revision",
-        )
     own = None
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if target is not None and any((target.source.folder / name).is_file() for name in names):
         # Under the target's name, since nobody knows the cache folder that holds it.
         own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
-    tokenizer = own if given is None else load_tokenizer(given, revision=revision, offline=offline)
+    tokenizer = own if given is None else load_tokenizer(given, offline=offline)
     if tokenizer is None:
         return None
     if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
@@ -176,8 +158,6 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
             head.location,
             f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
             "Name the right one with --target or --tokenizer.",
-            expected=recorded,
-            found=tokenizer.tokenizer_hash,
         )
 
 
@@ -194,8 +174,6 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
             f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
             f"{target_vocab} rows.\n"
             "This is the tokenizer of another model: name the right one with --tokenizer or --target.",
-            expected=target_vocab,
-            found=tokenizer.vocab_size,
         )
 
 

@@ -17,14 +17,15 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import check_named
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.sources import CorpusSource
+from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from ..errors import MismatchError
-from ..head.draft_head import DraftHead
-from ..manifest import Manifest
-from ..sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
+from .artifact.manifest import Manifest
+from .errors import MismatchError
+from .head.draft_head import DraftHead
+from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"
@@ -72,9 +73,7 @@ class VocabRequest:
         }
         used = [name for name, is_used in given.items() if is_used]
         if len(used) > 1:
-            raise UsageError(
-                f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.", options=used
-            )
+            raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
         if self.weights and (self.token_map is not None or self.order is not None):
             raise UsageError(
                 "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
@@ -86,17 +85,6 @@ class VocabRequest:
         """Whether nothing was asked for."""
         return not (self.counts or self.corpus or self.order) and self.token_map is None
 
-    @property
-    def summary(self) -> str:
-        """Where the ranking comes from, in words."""
-        if self.token_map is not None:
-            return f"token map {self.token_map}" if isinstance(self.token_map, str | Path) else "a token map"
-        if self.counts:
-            return "counts " + ", ".join(str(item) for item in self.counts if isinstance(item, str | Path))
-        if self.corpus:
-            return "text still to be counted: " + ", ".join(source.location for source in self.corpus)
-        return "the order of the ids" if self.order else "the default"
-
 
 @dataclass(frozen=True)
 class Ranking:
@@ -107,7 +95,6 @@ class Ranking:
         counts: that made the order; None for a token map or id order.
         measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
         recorded_tokenizer: where the order is the head's own, the tokenizer part of its manifest.
-        is_guess: text must be counted first; until then the ids stand in their own order.
     """
 
     head: DraftHead
@@ -116,7 +103,6 @@ class Ranking:
     counts: TokenCounts | None
     measured: tuple[TokenCounts, str] | None
     recorded_tokenizer: Mapping[str, Any] | None = None
-    is_guess: bool = False
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
         """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it."""
@@ -153,7 +139,9 @@ class Ranking:
             )
         if self.request.token_map is None:
             return rank_by_order(None, size, **common)
-        given = load_token_map(self.request.token_map, self.head.target_vocab)
+        given = self.request.token_map
+        if not isinstance(given, DraftVocab):
+            given = import_token_map(given, target_vocab=self.head.target_vocab)
         if not given.ranked and size is not None and size < len(given):
             # An unranked map has no smaller prefix; `prefix` says so.
             given.prefix(size)
@@ -191,17 +179,19 @@ def make_ranking(
     *,
     embedded: bool,
     offline: bool,
-    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts] | None,
+    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
     say: Say,
     target: str | None = None,
+    sizes: Sequence[int] = (),
 ) -> Ranking:
     """Read or count what a request names, once for all sizes.
 
     Args:
         embedded: whether the head is the built-in one, which has counts of its own.
         offline: refuse to fetch the default dataset.
-        count: counts text; None to look at all that could end the conversion before, and rank by id meanwhile.
+        count: counts text.
         target: name of the target that was looked at for a tokenizer, if any.
+        sizes: that will be cut; those that cannot be are refused before text is counted.
 
     Raises:
         UsageError: a tokenizer is needed and there is none, or a weight is for no source.
@@ -220,9 +210,7 @@ def make_ranking(
             advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
         else:
             advice = f"The target {target} has none beside it: name one with --tokenizer."
-        raise UsageError.at(
-            head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer", target=target
-        )
+        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer")
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
     assert tokenizer is not None
@@ -243,19 +231,16 @@ def make_ranking(
             )
         if not sources:
             sources = (default_corpus(),)
-            if count is None:
-                say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
+            say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
         mixed_weights({source.name: source.weight for source in sources}, request.weights)
-        if count is None:
-            by_id = replace(request, corpus=(), order="ids", weights=None)
-            return Ranking(head, by_id, tokenizer, None, None, is_guess=True)
+        by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None), tokenizer, None, None)
+        for size in sizes:
+            by_id.cut(size)
         counts = count(sources, tokenizer)
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         raise MismatchError(
             f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
             "they were made with another tokenizer.\nCount with the target's own.",
-            expected=head.target_vocab,
-            found=counts.vocab_size,
         )
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)
@@ -282,12 +267,3 @@ def default_corpus() -> CorpusSource:
         roles="assistant",
         max_tokens=DEFAULT_MAX_TOKENS,
     )
-
-
-def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVocab:
-    """A token map as a vocabulary: FR-Spec and SGLang `freq_N.pt`, vLLM's, `d2t` files, or our own JSON."""
-    if isinstance(value, DraftVocab):
-        return value
-    from eagle_slim.vocab_tools.token_maps import import_token_map
-
-    return import_token_map(value, target_vocab=target_vocab)

@@ -1,4 +1,4 @@
-"""README.md of an artifact: what it is, how it was made, what it covers, and the command that serves it in each engine.
+"""README.md of an artifact: what it is, how it was made, what it covers, and commands that serve it.
 
 Holds no time and no path. The front matter is the Hugging Face Hub's.
 """
@@ -9,11 +9,11 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..manifest import Manifest
+from .manifest import Manifest
 
 UNKNOWN_LICENCE = "unknown"
 
-_ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM (PyTorch backend)"}
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
 
 
 def model_card(
@@ -24,7 +24,6 @@ def model_card(
     bytes_before: int,
     bytes_after: int,
     licence: str | None,
-    plot: str | None,
     refused: Collection[str] = (),
 ) -> str:
     """The text of README.md.
@@ -35,7 +34,6 @@ def model_card(
         rows_before: rows of the LM head that was cut.
         bytes_before, bytes_after: weights that one draft step reads, LM head included.
         licence: the head's licence as the Hub spells it, or None where its files do not say.
-        plot: file name of the coverage plot, if there is one.
         refused: keys of the engines (`engines.registry.ENGINES`) that cannot take the head; they get no command.
     """
     sizes = [
@@ -47,7 +45,7 @@ def model_card(
         f"# {title}\n",
         _summary(manifest, rows_before),
         _table(("", "before", "after"), sizes),
-        _coverage(manifest.coverage, plot),
+        _coverage(manifest.coverage),
         _serving(manifest, refused),
         _making(manifest),
         _warnings(manifest.warnings),
@@ -74,101 +72,71 @@ def _summary(manifest: Manifest, rows_before: int) -> str:
     name = manifest.head["name"]
     kind = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}[manifest.kind]
     target = manifest.target.get("repo_id") or manifest.target.get("name") or "its target model"
-    if manifest.rank_order_ids is None:
-        what = (
-            f"normalised to the layout that engines share, with its full vocabulary of {manifest.target_vocab:,} tokens"
-        )
-    elif manifest.draft_vocab == rows_before:
-        what = (
-            f"normalised to the layout that serving engines share, with its draft vocabulary of {rows_before:,} tokens"
-        )
-    else:
-        what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
+    what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
+    if manifest.draft_vocab == rows_before:
+        what = f"normalised to the layout that engines share, with its draft vocabulary of {rows_before:,} tokens"
     lossless = "The target still verifies every token over its whole vocabulary, so its output does not change."
     return f"The {kind} draft head {name} for {target}, {what}. {lossless}\n"
 
 
-def _coverage(coverage: Mapping[str, Any] | None, plot: str | None) -> str:
+def _coverage(coverage: Mapping[str, Any] | None) -> str:
     if coverage is None:
         return ""
     text = "## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose"
     text += f" ({coverage['note']}).\n\n" if coverage.get("note") else ".\n\n"
-    header, rows = coverage_rows(coverage)
-    text += _table(header, rows)
-    if plot:
-        text += f"\n![Coverage against the size of the draft vocabulary]({plot})\n"
-    return text
-
-
-def coverage_rows(coverage: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The coverage part of a manifest as a table: header, and one row per source and size shown."""
-    header = ("text", "draft vocabulary", "covered", "95% interval", "first ids instead")
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for source in coverage["sources"]:
         for size in coverage["shown"]:
             at = coverage["sizes"].index(size)
-            low, high = (source[bound] for bound in ("low", "high"))
-            rows.append(
-                (
-                    f"{source['name']} ({source['part']})",
-                    f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
-                    f"{source['coverage'][at]:.2%}",
-                    "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
-                    f"{source['baseline_first_ids'][at]:.2%}",
-                )
+            low, high = source["low"], source["high"]
+            cells = (
+                f"{source['name']} ({source['part']})",
+                f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
+                f"{source['coverage'][at]:.2%}",
+                "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
+                f"{source['baseline_first_ids'][at]:.2%}",
             )
-    return header, rows
+            rows.append(cells)
+    return text + _table(("text", "draft vocabulary", "covered", "95% interval", "first ids instead"), rows)
 
 
 def _serving(manifest: Manifest, refused: Collection[str]) -> str:
     target = manifest.target.get("repo_id") or "TARGET"
-    where = "`HEAD` is this repository or folder" + ("." if target != "TARGET" else ", `TARGET` the target model.")
-    text = f"## Serving\n\n{where}\n"
-    if manifest.flavour == "lmdeploy":
-        return text + _command(
-            "LMDeploy (PyTorch engine)",
-            f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
-            "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3",
-        )
-    if manifest.kind == "dflash":
-        vllm = json.dumps({"method": "dflash", "model": "HEAD", "num_speculative_tokens": 7})
-        text += _command(_ENGINE_TITLES["vllm"], f"vllm serve {target} --speculative-config '{vllm}'")
-        return text + (
-            "\n`num_speculative_tokens` is at most the `block_size` of config.json less one; the method of a DSpark "
-            "draft is `dspark`.\n"
-        )
+    text = "## Serving\n\n`HEAD` is this repository or folder, `TARGET` the target model.\n"
+    if manifest.kind != "eagle3":
+        # SGLang refuses an EAGLE-1/2 head by its class name alone, of which the card tells.
+        refused = ()
+    for title, command in _commands(manifest, target, refused).items():
+        text += f"\n{title}:\n\n```bash\n{command}\n```\n"
     if manifest.kind == "eagle":
-        text += _command(
-            "SGLang",
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE \\\n"
-            "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
-            f"    --speculative-num-draft-tokens 32 --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt",
-        )
-        return text + (
+        text += (
             "\nSGLang loads the head only under a class name that ends in `Eagle`, which `eagle-convert --for sglang` "
-            "writes. SGLang and FR-Spec gather the rows of `freq_N.pt` from the target themselves. vLLM and SafeAILab "
-            "load the head and use the whole vocabulary.\n"
+            "writes. It gathers the rows of `freq_N.pt` from the target itself.\n"
         )
-    vllm = json.dumps({"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3})
-    commands = {
-        "vllm": f"vllm serve {target} --speculative-config '{vllm}'",
-        "sglang": f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\\n"
-        "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
-        "    --speculative-num-draft-tokens 32",
-        "tensorrt-llm": "cat > speculative.yaml <<'EOF'\nspeculative_config:\n  decoding_type: Eagle3\n"
-        f"  speculative_model: HEAD\n  max_draft_len: 3\nEOF\ntrtllm-serve {target} --config speculative.yaml",
-    }
-    for engine, command in commands.items():
-        if engine not in refused:
-            text += _command(_ENGINE_TITLES[engine], command)
-    if "tensorrt-llm" not in refused:
-        text += "\nTensorRT-LLM was not run with such a head; its source asks for these names, shapes and types.\n"
-    left_out = [_ENGINE_TITLES[engine] for engine in commands if engine in refused]
-    if left_out:
+    if left_out := [_TITLES[engine] for engine in _TITLES if engine in refused]:
         text += f"\nNot with {' or '.join(left_out)}: *Good to know* says why.\n"
-    if "lmdeploy" not in refused:
-        text += "\nLMDeploy reads another architecture name: convert with `--for lmdeploy`.\n"
-    return text + _command("eagle-slim", f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'")
+    return text
+
+
+def _commands(manifest: Manifest, target: str, refused: Collection[str]) -> dict[str, str]:
+    """The command of each engine that serves the head, by the engine's name."""
+    own = {"eagle-slim": f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'"}
+    if manifest.flavour == "lmdeploy":
+        command = f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
+        return {"LMDeploy": command + "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3"}
+    vllm = {"method": manifest.kind, "model": "HEAD", "num_speculative_tokens": 7 if manifest.kind == "dflash" else 3}
+    algorithm, token_map = "EAGLE3", ""
+    if manifest.kind == "eagle":
+        algorithm, token_map = "EAGLE", f" --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt"
+    commands = {
+        "vllm": f"vllm serve {target} --speculative-config '{json.dumps(vllm)}'",
+        "sglang": f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\\n"
+        "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
+        f"    --speculative-num-draft-tokens 32{token_map}",
+    }
+    left_out = {"eagle3": "", "eagle": "vllm", "dflash": "sglang"}[manifest.kind]
+    served = {_TITLES[name]: commands[name] for name in commands if name not in refused and name != left_out}
+    return served | own if manifest.kind == "eagle3" else served
 
 
 def _making(manifest: Manifest) -> str:
@@ -247,10 +215,6 @@ def _licence(licence: str | None) -> str:
         )
     rows = "Rows of the target's LM head stay under the target's license."
     return f"## License\n\nThat of the original head: {licence}. {rows}\n"
-
-
-def _command(engine: str, command: str) -> str:
-    return f"\n{engine}:\n\n```bash\n{command}\n```\n"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

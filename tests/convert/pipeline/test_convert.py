@@ -19,7 +19,7 @@ from eagle_slim.convert import (
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert.conversion.options import ConvertOptions
+from eagle_slim.convert.pipeline import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from hypothesis import HealthCheck, given, settings
@@ -83,7 +83,7 @@ def test_own_full_head(tmp_path, container, dtype):
     artifact = Artifact.load(done.folder)
     assert artifact.rank_order_ids.tolist() == RANKED[:8]
     assert torch.load(done.folder / "freq_8.pt", weights_only=True) == RANKED[:8]
-    assert (done.rows_before, done.draft_vocab) == (VOCAB, 8)
+    assert (done.head.draft_vocab, done.draft_vocab) == (VOCAB, 8)
     assert done.bytes_before - done.bytes_after == (VOCAB - 8) * HIDDEN * dtype.itemsize
     assert verify_artifact(done.folder, head=head).ok
 
@@ -154,7 +154,7 @@ def test_same_size_normalises_and_more_is_refused(tmp_path):
     assert torch.equal(tensors["lm_head.weight"], source[np.argsort(old)])
     with pytest.raises(UsageError, match="has rows for 100 ids"):
         convert(head, draft_vocab=101, vocabulary=request, out=tmp_path / "more")
-    with raises(MismatchError, rows=384, trained=100):
+    with pytest.raises(MismatchError, match="100 of 384 ids"):
         convert(head, draft_vocab="full", out=tmp_path / "full")
     assert not (tmp_path / "more").exists()
     assert not (tmp_path / "full").exists()
@@ -236,7 +236,7 @@ def test_rows_too_large_for_the_heads_dtype(tmp_path):
     tensors["lm_head.weight"][5, 3] = 70000.0
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     head = write_eagle3(tmp_path / "head", lm_head=False, dtype=torch.float16)
-    with raises(MismatchError, tensor="lm_head.weight", found="bfloat16", expected="float16"):
+    with pytest.raises(MismatchError, match="token 5 holds a value too large"):
         convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -245,7 +245,7 @@ def test_full_writes_no_map(tmp_path):
     head = write_eagle3(tmp_path / "head", ids=np.arange(VOCAB), spelling="layers.0")
     done = convert(head, draft_vocab="full", out=tmp_path / "out")
     said = []
-    convert(head, draft_vocab="full", vocabulary=BY_ID, out=tmp_path / "out", force=True, say=said.append)
+    convert(head, draft_vocab="full", vocabulary=BY_ID, out=tmp_path / "other", say=said.append)
     assert said[0].startswith("--draft-vocab full keeps every row")
     tensors = written(done.folder)
     assert set(tensors) == set(eagle3_tensors(rows=VOCAB))
@@ -336,7 +336,7 @@ def test_norms_of_q_and_k_in_an_eagle1_head(tmp_path, target):
 
 
 def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_path):
-    commands = ("vllm serve", "sglang.launch_server", "trtllm-serve", "--for lmdeploy", "eagle-generate HEAD")
+    commands = ("vllm serve", "sglang.launch_server", "eagle-generate HEAD")
     found = {}
     for name, changes in {
         "plain": {},
@@ -350,7 +350,7 @@ def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_pat
         assert ("Not with SGLang or TensorRT-LLM" in card) == (name == "before")
     assert found["plain"] == list(commands)
     assert found["before"] == ["vllm serve", "eagle-generate HEAD"]
-    assert found["output"] == ["vllm serve", "sglang.launch_server", "trtllm-serve", "eagle-generate HEAD"]
+    assert found["output"] == list(commands)
 
 
 @pytest.mark.parametrize("sizes", [np.int64(8), np.array([8, 8]), range(8, 9)])
@@ -366,21 +366,19 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
     ranked = by_map(tmp_path, RANKED)
     with raises(UsageError, option="--weights"):
         replace(ranked, weights={"chat": 2.0})
-    with raises(UsageError, options=["--counts", "--order"]):
+    with pytest.raises(UsageError, match="--counts and --order"):
         VocabRequest(counts=("a",), order="ids")
     for empty in ({"counts": ("",)}, {"token_map": ""}):
-        with raises(UsageError, found=""):
+        with pytest.raises(UsageError, match="empty"):
             VocabRequest(**empty)
     for size in (8.0, True):
-        with raises(UsageError, option="--draft-vocab", found=size):
+        with raises(UsageError, option="--draft-vocab"):
             convert(head, draft_vocab=size, vocabulary=ranked)
-    with raises(UsageError, option="--tokenizer", target=None):
+    with raises(UsageError, option="--tokenizer"):
         convert(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
-    with raises(UsageError, option="--tokenizer-revision"):
-        convert(head, draft_vocab=8, vocabulary=ranked, tokenizer_revision="main", out=tmp_path / "out")
     with raises(UsageError, option="--target-revision"):
         convert(head, draft_vocab=8, vocabulary=ranked, target_revision="main", out=tmp_path / "out")
-    with raises(UsageError, option="--out", found=""):
+    with raises(UsageError, option="--out"):
         convert(head, draft_vocab=8, vocabulary=ranked, out="", force=True)
 
 
@@ -389,8 +387,8 @@ def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
     head = write_eagle3(tmp_path / "head", ids=ids)
     row_of_id = np.argsort(ids)
     source = eagle3_tensors(rows=VOCAB)["lm_head.weight"]
-    for size, kept in ((8, sorted(RANKED[:8])), ("full", list(range(VOCAB)))):
-        done = convert(head, draft_vocab=size, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"out-{size}")
+    made = convert_all(head, draft_vocab=[8, "full"], vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "made")
+    for done, size, kept in zip(made, (8, VOCAB), (sorted(RANKED[:8]), list(range(VOCAB))), strict=True):
         found = written(done.folder)
         assert torch.equal(found["lm_head.weight"], source[row_of_id[kept]])
         assert ("d2t" in found) == (size == 8)
@@ -432,7 +430,7 @@ def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
     assert output.dtype == torch.bfloat16
     assert config_of(done.folder)["attention_bias"] is True
     assert verify_artifact(done.folder, head=head).ok
-    assert any("SGLang" in warning and "q, k and v" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "biases" in warning for warning in done.warnings)
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
@@ -484,7 +482,7 @@ def test_eagle1_keeps_its_own_bias(tmp_path):
     head = write_eagle1(tmp_path / "head", bias=bias)
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert torch.equal(written(done.folder)["fc.bias"], bias)
-    assert any("vLLM drops it" in warning for warning in done.warnings)
+    assert any("fc.bias is dropped" in warning for warning in done.warnings)
     with raises(UnsupportedHeadError, option="--for"):
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
@@ -503,12 +501,10 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     small, large = (Artifact.load(one.folder) for one in done)
     assert small.rank_order_ids.tolist() == large.rank_order_ids[:270].tolist()
     assert large.tokenizer_hash == tokenizer.tokenizer_hash
-    assert (done[1].folder / "coverage.png").read_bytes().startswith(b"\x89PNG")
     entry = done[0].to_json()["coverage"][0]
     held = np.array([300, 301, 302] * 20 + [5, 290, 2])
     assert entry["covered"] == pytest.approx(np.isin(held, small.rank_order_ids).mean(), abs=1e-6)
     card = (done[1].folder / "README.md").read_text()
-    assert "coverage.png" in card
     assert f"{entry['covered']:.2%}" in card
     assert verify_artifact(large.folder, head=head, target=target).ok
 
@@ -524,7 +520,7 @@ def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(t
         write_eagle3(tmp_path / "head", ids=ids), draft_vocab=310, vocabulary=VocabRequest(counts=(counts,)),
         target=target, out=tmp_path / "out",
     )  # fmt: skip
-    assert done.coverage.draft_vocab == 310
+    assert done.manifest.coverage["draft_vocab"] == 310
     lost = [warning for warning in done.warnings if "which need no corpus" in warning]
     assert len(lost) == 1
     assert "less than the 100.00% of the first 310 ids" in lost[0]
@@ -533,25 +529,25 @@ def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(t
 def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
     other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
-    with raises(TokenizerError, expected="sha256:other"):
+    with pytest.raises(TokenizerError):
         convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
     longer = token_counts([1] * (VOCAB + 9))
-    with raises(MismatchError, found=393, expected=384):
+    with pytest.raises(MismatchError, match="id 392"):
         convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o")
 
 
 def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     head = write_eagle3(tmp_path / "head", lm_head=False)
     wide = write_target(tmp_path / "wide", hidden=48)
-    with raises(MismatchError, key="hidden_size", found=48, expected=32):
+    with pytest.raises(MismatchError, match="hidden_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=wide, out=tmp_path / "o")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
-    with raises(MismatchError, key="vocab_size", found=448, expected=384):
+    with pytest.raises(MismatchError, match="vocab_size"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
     (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    with raises(MismatchError, found=(2, 4, 5), layers=3):
+    with raises(MismatchError, option="--tap-layers"):
         convert(tapped, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
@@ -562,7 +558,7 @@ def test_tokenizer_that_is_not_the_targets(tmp_path, target):
     with pytest.raises(MismatchError, match="not that of the target"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, tokenizer=other, out=tmp_path / "o")
     large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
-    with raises(MismatchError, found=457, expected=384):
+    with pytest.raises(MismatchError, match="up to 456"):
         convert(head, draft_vocab=300, vocabulary=BY_ID, tokenizer=large, out=tmp_path / "o")
 
 
@@ -577,7 +573,7 @@ def test_nan_rows_and_tensors_are_refused(tmp_path):
     tensors = eagle3_tensors(rows=VOCAB)
     tensors["midlayer.mlp.up_proj.weight"][2, 1] = float("inf")
     head = write_eagle3(tmp_path / "other", tensors=tensors)
-    with raises(CheckpointError, tensor="midlayer.mlp.up_proj.weight", row=2):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: row 2"):
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
@@ -597,7 +593,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
     assert not counted
     with pytest.raises(UsageError, match=r"360.*360"):
         attempt(draft_vocab=TOKENS, vocabulary=BY_ID)
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="not both"):
         attempt(draft_vocab=300, coverage=0.9)
     with raises(UsageError, option="--draft-vocab"):
         attempt()
@@ -610,12 +606,12 @@ def test_sizes_that_do_not_fit(tmp_path, target):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "error", "facts"),
-    [([8, "full"], MismatchError, {"rows": 384, "trained": 200}), ([8, 11], UsageError, {})],
+    ("sizes", "error"),
+    [([8, "full"], MismatchError), ([8, 11], UsageError)],
 )
-def test_of_several_sizes_none_is_written_where_one_does_not_fit(tmp_path, sizes, error, facts):
+def test_of_several_sizes_none_is_written_where_one_does_not_fit(tmp_path, sizes, error):
     head = write_eagle3(tmp_path / "head", ids=trained_ids())
-    with raises(error, **facts):
+    with pytest.raises(error):
         convert(head, draft_vocab=sizes, vocabulary=by_map(tmp_path, trained_ids()[:10]), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -636,7 +632,7 @@ def test_existing_output_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(OutputExistsError):
         convert("no/such-head", draft_vocab=8, out=tmp_path / "out")
-    with raises(OutputExistsError, marker="eagle_slim.json"):
+    with pytest.raises(OutputExistsError, match=r"no eagle_slim\.json"):
         convert("no/such-head", draft_vocab=8, out=tmp_path / "out", force=True)
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
@@ -659,10 +655,10 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     other = shutil.copytree(target, tmp_path / "other")
     write_folder(other, byte_level_bpe(TOKENS - 9))
     for vocabulary in (VocabRequest(), BY_ID, VocabRequest(counts=(token_counts([3] * 300),))):
-        with raises(MismatchError, expected=alone.manifest.tokenizer["hash"]):
+        with pytest.raises(MismatchError, match="chosen for another tokenizer"):
             convert(first.folder, draft_vocab=280, vocabulary=vocabulary, target=other, out=tmp_path / "no")
-    with raises(TokenizerError, expected=alone.manifest.tokenizer["hash"]):
-        ranks = VocabRequest(token_map=first.folder)
+    ranks = VocabRequest(token_map=first.folder)
+    with pytest.raises(TokenizerError):
         convert(head, draft_vocab=280, vocabulary=ranks, target=other, out=tmp_path / "no")
 
 
@@ -686,10 +682,8 @@ def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, t
     assert forced.manifest.num_forced == first.manifest.num_forced + 1
     with pytest.raises(UsageError, match=r"259.*260"):
         convert(first.folder, draft_vocab=259, vocabulary=more, out=tmp_path / "less")
-    with raises(SourceError, repo_id="org/nowhere") as refused:
+    with pytest.raises(SourceError, match="org/nowhere"):
         convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(force_added="all"), out=tmp_path / "all")
-    # httpx's name; requests' below huggingface_hub 1.0.
-    assert refused.value.facts["cause"] in ("ConnectError", "ConnectionError")
 
 
 def test_two_runs_give_the_same_bytes(tmp_path, target):
@@ -705,7 +699,7 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
     first, second = tmp_path / "one" / "x", tmp_path / "two" / "x"
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in second.iterdir())
-    assert "coverage.png" in names
+    assert names == ["README.md", "config.json", "eagle_slim.json", "freq_300.pt", "model.safetensors"]
     for name in names:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
         assert str(tmp_path).encode() not in (first / name).read_bytes()
@@ -713,7 +707,7 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
 
 def test_defaults_are_named(tmp_path, target, monkeypatch):
     said = []
-    monkeypatch.setattr("eagle_slim.convert.conversion.target.known_target", lambda head: str(target))
+    monkeypatch.setattr("eagle_slim.convert.sources.target.known_target", lambda head: str(target))
     counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
     asked = []
 
@@ -729,11 +723,11 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
         "HuggingFaceH4/ultrachat_200k", "train_sft", "assistant",
     )  # fmt: skip
     assert asked[0].max_tokens == 10_000_000
-    assert done.coverage is None
+    assert done.manifest.coverage is None
 
 
 def test_target_named_by_the_head(tmp_path):
-    from eagle_slim.convert.conversion.target import choose_target
+    from eagle_slim.convert.sources.target import choose_target
 
     opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
     choice = choose_target(None, opened)

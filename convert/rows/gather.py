@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ..artifact.checksums import row_checksums
 from ..errors import CheckpointError, MismatchError
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Hashed
 from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
-from .stream import Bytes, Hashed
+from .safetensors_file import Bytes
 
 
 @dataclass
@@ -54,14 +54,13 @@ class GatheredRows:
         return np.concatenate(self._checksums)
 
     def chunks(self) -> Generator[Bytes, None, str]:
-        """Yield the rows, uint8 [n, row_bytes], in order; a chunk is valid until two more have been asked for.
+        """Begin to gather: a generator of the rows in order, uint8 [n, row_bytes], that returns their SHA-256."""
+        return self._chunks(Hashed(self.source.pieces(self.name, self.row_ids)))
 
-        Returns the SHA-256 of what was yielded.
-        """
+    def _chunks(self, reading: Hashed) -> Generator[Bytes, None, str]:
         self._checksums.clear()
         found = self.source.info(self.name).dtype
         start, of_rounded = 0, hashlib.sha256()
-        reading = Hashed(self.source.pieces(self.name, self.row_ids))
         for rows in reading:
             tokens = self.target_ids[start : start + len(rows)]
             start += len(rows)

@@ -15,10 +15,10 @@ import numpy as np
 from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
-from .artifact.checksums import decode_checksums, encode_checksums
-from .errors import ArtifactError
-from .files import read_regular
-from .head.names import HeadKind
+from ..errors import ArtifactError
+from ..files import read_regular
+from ..head.names import HeadKind
+from .checksums import decode_checksums, encode_checksums
 
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"
@@ -86,6 +86,25 @@ class Manifest:
         counted = (self.vocabulary or {}).get(COUNTED_IDS)
         return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
 
+    @property
+    def coverage_summary(self) -> list[dict[str, Any]]:
+        """Coverage at the artifact's own size, one entry a source; [] where none was measured."""
+        report = self.coverage
+        if report is None:
+            return []
+        at = report["sizes"].index(report["draft_vocab"])
+        return [
+            {
+                "source": source["name"],
+                "part": source["part"],
+                "tokens": source["tokens"],
+                "covered": source["coverage"][at],
+                "interval": None if source["low"] is None else [source["low"][at], source["high"][at]],
+                "first_ids_instead": source["baseline_first_ids"][at],
+            }
+            for source in report["sources"]
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
         arrays = {
@@ -116,37 +135,34 @@ class Manifest:
             raise ArtifactError.at(
                 folder,
                 f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first.",
-                file=MANIFEST_NAME,
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise _broken(str(path), f"cannot be read as JSON ({error})") from error
         where = str(path)
         if not isinstance(value, Mapping) or value.get("format") != FORMAT_NAME:
-            raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})", key="format")
+            raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
         version = value.get("format_version")
         if version != FORMAT_VERSION:
             is_newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ArtifactError(
                 f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}.\n"
                 + ("Upgrade eagle-slim." if is_newer else "Convert the head again."),
-                key="format_version",
-                found=version,
             )
         for key, types in _TYPES.items():
             if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):
                 found = "nothing" if key not in value else type(value[key]).__name__
                 expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-                raise _broken(where, f"{key}: expected {expected}, found {found}", key=key, found=found)
+                raise _broken(where, f"{key}: expected {expected}, found {found}")
         for key, is_sound in _parts(value):
             if not is_sound:
                 raise _broken(where, f"{key}: an entry is missing or of a wrong type")
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
-            raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}", key="kind")
+            raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         draft_vocab = value["draft_vocab"]
         ranked = value["rank_order_ids"]
         ids = None if ranked is None else _ids(ranked, draft_vocab, where, "rank_order_ids")
         if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
-            raise _broken(where, f"num_forced is {value['num_forced']} of {draft_vocab} ids", key="num_forced")
+            raise _broken(where, f"num_forced is {value['num_forced']} of {draft_vocab} ids")
         checksums = value["row_checksums"]
         rows = None if checksums is None else _checksums(checksums, draft_vocab, where, "row_checksums")
         taps = value["tap_layers"]
@@ -212,23 +228,22 @@ def _are_integers(values: Any) -> bool:
 
 def _ids(values: list[Any], count: int, where: str, key: str) -> NDArray[np.int64]:
     if not _are_integers(values) or len(values) != count:
-        raise _broken(where, f"{key}: expected {count} integers, found {len(values)} entries", key=key,
-                      found=len(values))  # fmt: skip
+        raise _broken(where, f"{key}: expected {count} integers, found {len(values)} entries")
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError as error:
-        raise _broken(where, f"{key}: an id does not fit 64 bits", key=key) from error
+        raise _broken(where, f"{key}: an id does not fit 64 bits") from error
 
 
 def _checksums(text: str, count: int, where: str, key: str) -> NDArray[np.uint8]:
     try:
         return decode_checksums(text, count)
     except ValueError as error:
-        raise _broken(where, f"{key}: {error}", key=key) from error
+        raise _broken(where, f"{key}: {error}") from error
 
 
-def _broken(where: str, problem: str, **facts: Any) -> ArtifactError:
-    return ArtifactError.at(where, f"{problem}.\nConvert the head again.", **facts)
+def _broken(where: str, problem: str) -> ArtifactError:
+    return ArtifactError.at(where, f"{problem}.\nConvert the head again.")
 
 
 def _pretty(value: Any, indent: str) -> str:
