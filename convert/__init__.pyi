@@ -13,7 +13,8 @@ from .errors import (
 from .head.draft_head import DraftHead
 from .head.open import open_head
 from .head.tensors import LazyTensors
-from .pipeline import Conversion, ConvertOptions, convert_head, plan_conversion
+from .options import ConvertOptions
+from .pipeline import Conversion, convert_head, plan_conversion
 from .push import push_folder
 from .rows.checkpoint import Checkpoint, open_checkpoint
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target

@@ -123,7 +123,8 @@ def convert(
     """
     from eagle_slim.vocab_tools.counting import count_tokens
 
-    from .pipeline import ConvertOptions, plan_conversion
+    from .options import ConvertOptions
+    from .pipeline import plan_conversion
     from .vocabulary_choice import VocabRequest
 
     request = VocabRequest(

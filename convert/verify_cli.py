@@ -9,7 +9,6 @@ from eagle_slim.vocab_tools.base_cli import (
     EagleCommand,
     emit_json,
     json_option,
-    network_options,
     run_cli,
     version_option,
 )
@@ -37,7 +36,6 @@ Examples:
               help="Engine to serve it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
-@network_options
 @json_option
 @version_option()
 def verify(

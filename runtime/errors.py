@@ -10,6 +10,7 @@ EagleSlimError
 ├── DrafterError            the drafter asked for cannot run here: other drafter or device
 │   ├── CheckError          EAGLE_SLIM_CHECK found a wrong value in a step: a defect, to be reported with the message
 │   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
+├── DeviceMemoryError       the GPU's memory is full: fewer slots, shorter texts, smaller trees
 └── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
 """
 
@@ -43,6 +44,10 @@ class PromptError(EagleSlimError):
 
 class DrafterError(EagleSlimError):
     """The drafter asked for cannot run with these dimensions or on this device."""
+
+
+class DeviceMemoryError(EagleSlimError):
+    """The memory of the device is full; says what can be lowered. The next call starts with what was free before."""
 
 
 class CheckError(DrafterError):

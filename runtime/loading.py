@@ -18,8 +18,7 @@ from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.hub_errors import trouble_of
-from eagle_slim.vocab_tools.hub_session import be_patient
+from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
@@ -31,6 +30,7 @@ from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
+from .target.wrapper import check_supported
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -219,8 +219,8 @@ def _device(name: str | torch.device) -> torch.device:
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Say which target it is that transformers cannot load; its requests keep the rule of `hub_session`."""
-    be_patient()
+    """Name the target in the errors of transformers."""
+    keep_limit()
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -299,7 +299,11 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
-    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for."""
+    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for.
+
+    Raises `UnsupportedModelError` for what cannot be a target at all, such as a single layer (`check_supported`).
+    """
+    check_supported(target)
     weight = next(target.parameters())
     if isinstance(dtype, str):
         dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)

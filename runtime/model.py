@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,6 @@ from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
 from .target.cache import row_bytes
-from .target.choose import choose_target_backend
 from .target.short_cache import unfit_reason
 from .target.wrapper import TargetModel
 
@@ -240,7 +240,7 @@ class SpeculativeModel:
         if model is None:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
-        wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
+        wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
@@ -325,10 +325,12 @@ class SpeculativeModel:
         return other
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
-        return SpeculativeModel(
+        other = SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
+        other.drafter_reason = self.drafter_reason
+        return other
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location
@@ -345,6 +347,7 @@ class SpeculativeModel:
 
         # Else a pipeline logs that it does not know this class; the key is of no configuration.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
+        weakref.finalize(self, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop, "eagle_slim", None).atexit = False
         return True
 
     @property
@@ -482,7 +485,7 @@ class SpeculativeModel:
         states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
         tree = self._tree_of(size)
         loop = GenerationLoop(
-            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced, ahead
+            self._decoders, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced, ahead
         )
         results, stats = loop.run()
         path = self._path(rules, size)
@@ -565,8 +568,7 @@ class SpeculativeModel:
         pace, _ = self._ahead(partial_verification, requests, rules, size, max_slots)
         ahead = None if pace is None else pace.option
         num_slots, tree = min(num_prompts, max_slots), self._tree_of(size)
-        with self.target.lock.hold():
-            return self._decoders.warm_up(num_slots, max_length, tree, rules.rules, ahead)
+        return self._decoders.run(lambda: self._decoders.warm_up(num_slots, max_length, tree, rules.rules, ahead))
 
     def _is_paced(self, speculative: bool) -> bool:
         """Whether the clock may end drafting: where drafted and plain tokens are the same, and only their time differs.

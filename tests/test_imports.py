@@ -33,7 +33,7 @@ ALLOWED = {
 FLOORS = {
     "vocab_tools": """
         errors
-        hub_errors
+        hub hub_errors
         files hub_session
         base_cli
         records tokenizer
@@ -51,13 +51,15 @@ FLOORS = {
         artifact/checksums atomic files head/names
         rows
         hub artifact/manifest
+        rows/hub_tensor
         sources
         head
         engines rows/lm_head sources/target
         rows/target
         artifact
         verify vocabulary_choice
-        pipeline push
+        options push
+        pipeline
         cli push_cli verify_cli
     """,
     "runtime": """
@@ -83,7 +85,7 @@ FLOORS = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/sources\.py",
-    "huggingface_hub": r"convert/hub/.*|vocab_tools/hub_\w+\.py",
+    "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\w*\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from .errors import INTERRUPTED, EagleSlimError, UsageError
-from .hub_session import LIMITS, Limits
+from .hub import limit_silence
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -55,23 +55,6 @@ def version_option() -> Callable[[_Decorated], _Decorated]:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
-
-
-def network_options(function: _Decorated) -> _Decorated:
-    """Add --patience and --min-speed, which set the limits of `hub_session`."""
-
-    def keep(ctx: click.Context, param: click.Parameter, value: float) -> None:
-        setattr(LIMITS, str(param.name), value)
-
-    for name, flag, default, what in (
-        ("min_bytes_per_s", "--min-speed", Limits.min_bytes_per_s, "Abort transfers below this many bytes per second."),
-        ("patience_s", "--patience", Limits.patience_s, "Seconds to keep retrying a busy or broken Hub."),
-    ):
-        function = click.option(
-            flag, name, type=click.FloatRange(min=0), default=default, show_default=True, callback=keep, help=what,
-            expose_value=False, metavar="N",
-        )(function)  # fmt: skip
-    return function
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:
@@ -124,6 +107,7 @@ def warn(messages: Iterable[str]) -> None:
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
     """Run a command and leave the process with its exit code; the body of every console script."""
     arguments = list(sys.argv[1:] if args is None else args)
+    limit_silence()
     with _signals_interrupt():
         code = _run(command, arguments, prog_name)
     sys.exit(code)

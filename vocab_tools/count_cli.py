@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, network_options, note
+from .base_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
@@ -43,7 +43,7 @@ def tokenizer_options(function: _Decorated) -> _Decorated:
         ),
     ):
         function = option(function)
-    return network_options(function)
+    return function
 
 
 def counts_to_write(out: str, force: bool) -> Path:

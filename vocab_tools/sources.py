@@ -23,8 +23,7 @@ from typing import Any, Literal
 
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
-from .hub_errors import causes, is_given_up, trouble_of
-from .hub_session import be_patient
+from .hub import keep_limit, plain, trouble_of
 from .records import PACKED, BadRecord, Block, parquet_blocks, parquet_rows, plain_blocks, rows_blocks, stream_blocks
 from .tokenizer.messages import kind_of, messages_in_text
 
@@ -44,6 +43,7 @@ _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
 _BATCH_ROWS = 100
+_NETWORK = ("huggingface_hub", "httpx", "httpx2", "requests", "aiohttp")
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ def _choose_split(location: str, split: str | None, present: list[str]) -> str:
 @contextmanager
 def hub_errors(location: str) -> Iterator[None]:
     """Turn what `datasets` and the network raise into errors a user can act on."""
-    be_patient()
+    keep_limit()
     try:
         yield
     except EagleSlimError:
@@ -454,16 +454,19 @@ def hub_errors(location: str) -> Iterator[None]:
 
 
 def _readable(location: str, error: Exception) -> EagleSlimError:
-    if any(is_given_up(cause) for cause in causes(error)):
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes):
         return CorpusError(f"{trouble_of(error, location)}\nLocal files always work.")
     if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
-        return UsageError(f"{location}: {str(error).strip()}")
-    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
-    return CorpusError(
-        f"{location}: cannot be read as a dataset: {first_line}. Check the spelling. A private or gated dataset needs "
-        "access: accept its terms on its page, then set HF_TOKEN or run `hf auth login`. Without the network, or with "
-        "HF_HUB_OFFLINE set, only a dataset that is already in the cache can be read; local files always work."
-    )
+        return UsageError(f"{location}: {plain(error, 1000)}. Name one with ,config=NAME behind the source.")
+    advice = ""
+    if isinstance(error, ConnectionError):
+        advice = " Without the network, or with HF_HUB_OFFLINE set, only what is in the cache already can be read."
+    elif isinstance(error, FileNotFoundError):
+        advice = " Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`."
+    return CorpusError(f"{location}: cannot be read as a dataset: {plain(error)}.{advice} Local files always work.")
 
 
 # Columns

@@ -13,8 +13,7 @@ from eagle_slim.vocab_tools.files import expand_home
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
 from ..head.names import canonical_names
-from ..hub.client import UnreachableError
-from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
+from ..hub.snapshot import Choose, HubError, Snapshot, fetch, find_snapshot, without
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from . import card
 from .builtin import embedded_head
@@ -178,10 +177,12 @@ def _resolve(
         )
     try:
         found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
-    except UnreachableError as error:
+    except HubError as error:
+        if error.trouble.reason not in ("silent", "unreachable"):
+            raise
         why = error.trouble.headline.removeprefix(f"{repo_id}: ")
         headline = f"{repo_id}: no such folder here, and no such repository could be looked up: {why}"
-        raise UnreachableError(replace(error.trouble, headline=headline)) from error
+        raise HubError(replace(error.trouble, headline=headline)) from error
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 

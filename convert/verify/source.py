@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-from numpy.typing import NDArray
 
 from ..artifact.checksums import row_checksums
 from ..artifact.manifest import Manifest
@@ -20,36 +19,37 @@ from ..artifact.provenance import folder_beside, open_original
 from ..errors import CheckpointError, SourceError
 from ..head import names
 from ..head.draft_head import DraftHead
-from ..rows.checkpoint import Checkpoint
-from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
 from ..rows.target import open_target_lm_head
 from ..sources import target as targets
 from ..sources.target import Target, TargetChoice
-from .findings import Findings, SkipCheck, join, refuse
+from .parts import Parts, SkipCheck, join, refuse
 
 
 @dataclass
 class SourceChecks:
-    """The third group: skipped where nothing is at hand to compare with. Names are the user's."""
+    """Checks that are skipped where nothing is at hand to compare with; what the user named must be there."""
 
-    found: Findings
+    parts: Parts
     head_name: str | None
     target_name: str | None
     tokenizer_name: str | None
     offline: bool
     _target: Target | None = field(default=None, init=False)
 
-    def all(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Name and function of each check, in order."""
-        yield "tensors of the source head", self.source_tensors
-        yield "target", self.target
-        yield "lm_head rows of the source", self.source_rows
-        yield "tokenizer", self.tokenizer
+    @property
+    def checks(self) -> dict[str, Callable[[], str]]:
+        """The checks by name, in order."""
+        return {
+            "tensors of the source head": self.source_tensors,
+            "target": self.target,
+            "lm_head rows of the source": self.source_rows,
+            "tokenizer": self.tokenizer,
+        }
 
     def source_tensors(self) -> str:
         """Every tensor that is copied is bit-identical to the source head's."""
-        weights = self.found.need_weights()
+        weights = self.parts.weights
         source = self._source_head
         skipped = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
         # Zeros that a conversion adds where the source has none.
@@ -60,7 +60,7 @@ class SourceChecks:
         for name in copied:
             if name not in source.tensors:
                 problems.append(f"{name} is not in the source")
-            elif source.tensors.source.sha256(source.tensors.stored[name]) != self.found.digest(name):
+            elif source.tensors.source.sha256(source.tensors.stored[name]) != self.parts.digest(name):
                 problems.append(f"{name} differs from the source's")
         problems += [
             f"{name} differs from the source's rows" for name in source.row_tensors if not self._has_rows(name)
@@ -70,25 +70,23 @@ class SourceChecks:
 
     def _has_rows(self, name: str) -> bool:
         """Whether a tensor with a row for each draft id has the source's rows of these ids."""
-        source, weights = self._source_head, self.found.need_weights()
-        rows = rows_of_ids(source, self.found.need_ids())
-        mine = self.found.checkpoint.tensor(name) if name in weights.tensors else None
+        source, weights = self._source_head, self.parts.weights
+        rows = rows_of_ids(source, self.parts.ids)
+        mine = self.parts.checkpoint.tensor(name) if name in weights.tensors else None
         return mine is not None and mine.equal(source.tensors.rows(name, rows))
 
     def source_rows(self) -> str:
         """Every lm_head row is the row of its token in the head or the target that it came from."""
-        manifest = self.found.need_lm_head()
-        self.found.need_weights()
-        ids = self.found.need_ids() if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
-        return self.compare_rows(ids, self.found.checkpoint)
-
-    def compare_rows(self, ids: NDArray[np.int64], written: Checkpoint) -> str:
-        """Compare the `lm_head.weight` rows of a file, for target ids `ids` [rows], with where they came from.
-
-        Raises ArtifactError where they differ, SkipCheck where the source is not at hand.
-        """
-        gathered, lm_head = self.gather(ids)
-        mine_raw = written.raw(names.LM_HEAD)
+        manifest, written = self.parts.with_lm_head(), self.parts.checkpoint
+        ids = self.parts.ids if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
+        if (manifest.lm_head or {}).get("from") == "head":
+            source = self._source_head
+            refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
+            lm_head = own_lm_head(source)
+        else:
+            source = self.parts.head(str(self.parts.folder))
+            lm_head = self._target_lm_head(source)
+        gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.chunks():
             mine = row_checksums(mine_raw[start : start + len(chunk)])
@@ -99,35 +97,27 @@ class SourceChecks:
         how = "rounded from" if gathered.rounded else "bit-identical to"
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
 
-    def gather(self, ids: NDArray[np.int64]) -> tuple[GatheredRows, LmHead]:
-        """The rows of target ids `ids` where those of the artifact came from; raises SkipCheck as `compare_rows`."""
-        provenance = self.found.need_manifest().lm_head or {}
-        if provenance.get("from") == "head":
-            source = self._source_head
-            refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
-            lm_head = own_lm_head(source)
-        else:
-            if self._target is None:
-                raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
-            source = self.found.need_head(str(self.found.folder))
-            try:
-                opened = open_target_lm_head(self._target.source, offline=self._only_cache)
-            except SourceError as error:
-                if not self._only_cache:
-                    raise
-                raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
-            lm_head = fitting(opened, source, self._target.name)
-        return lm_head.gather(source, ids), lm_head
+    def _target_lm_head(self, head: DraftHead) -> LmHead:
+        """The LM head of the target that the rows came from, or skip the check."""
+        if self._target is None:
+            raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
+        try:
+            opened = open_target_lm_head(self._target.source, offline=self._only_cache)
+        except SourceError as error:
+            if self.target_name is not None:
+                raise
+            raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
+        return fitting(opened, head, self._target.name)
 
     def target(self) -> str:
         """Widths, vocabulary and tap layers fit the target."""
-        manifest = self.found.need_manifest()
+        manifest = self.parts.manifest
         choice = self._target_choice(manifest)
         try:
             revision = manifest.target.get("revision") if choice.reason == "recorded" else None
             self._target = targets.open_target(choice, revision, self._only_cache)
         except SourceError as error:
-            if not self._only_cache:
+            if self.target_name is not None:
                 raise
             raise SkipCheck(f"not at hand; name it with --target ({error})") from error
         if choice.reason == "beside" and any(
@@ -135,12 +125,12 @@ class SourceChecks:
         ):
             self._target = None
             raise SkipCheck(f"{choice.name} is of another size than the target was; name that with --target")
-        targets.check_head_fits(self.found.need_head(str(self.found.folder)), self._target)
+        targets.check_head_fits(self.parts.head(str(self.parts.folder)), self._target)
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
     def tokenizer(self) -> str:
         """The vocabulary was chosen for this tokenizer, and holds what it forces and nothing that it lacks."""
-        manifest = self.found.need_manifest()
+        manifest = self.parts.manifest
         loaded = self._tokenizer(manifest)
         recorded = (manifest.tokenizer or {}).get("hash")
         if recorded is None:
@@ -169,7 +159,7 @@ class SourceChecks:
 
     @cached_property
     def _source_head(self) -> DraftHead:
-        manifest = self.found.need_manifest()
+        manifest = self.parts.manifest
         try:
             found = open_original(manifest, self.head_name or self._at_hand(manifest.head), self.offline)
         except (SourceError, CheckpointError) as error:
@@ -182,7 +172,7 @@ class SourceChecks:
 
     def _at_hand(self, recorded: Mapping[str, Any]) -> str | None:
         """A local head or target that still lies under its name beside the artifact, if its files have their sizes."""
-        found = folder_beside(self.found.folder, recorded)
+        found = folder_beside(self.parts.folder, recorded)
         if found is None:
             return None
         sizes = {file["name"]: file["size_bytes"] for file in recorded.get("files", ())}

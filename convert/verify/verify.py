@@ -6,22 +6,17 @@ needs something that is not at hand, is skipped with its reason. FORMAT.md gives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-from eagle_slim.vocab_tools.errors import EagleSlimError
+from typing import Any
 
 from ..engines import ENGINES, HeadFacts, check_engine, require_engines
 from ..errors import ArtifactError
-from .files import FileChecks
-from .findings import Doubt, Findings, SkipCheck, refuse
-from .rules import RuleChecks
+from .parts import Doubt, Parts, Status, ended, refuse
+from .rules import CHECKS
 from .source import SourceChecks
-
-Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ def verify_artifact(
         target: folder or repository of the target; its LM head is compared where the rows came from it.
         tokenizer: folder, tokenizer.json or repository; default the target's.
         offline: fetch nothing for `head`, `target` and `tokenizer` either.
-        engines: also check that these engines take it (keys of `engines.registry.ENGINES`).
+        engines: also check that these engines take it (keys of `engines.ENGINES`).
         engine_version: the version that will serve it, for one engine; default the installed one.
 
     Raises:
@@ -94,37 +89,21 @@ def verify_artifact(
     if not folder.is_dir():
         raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
     require_engines(engines, engine_version)
-    found = Findings(folder)
-    checks: list[Check] = []
-
-    def run(name: str, check: Callable[[], str]) -> None:
-        try:
-            checks.append(Check(name, "ok", check()))
-        except SkipCheck as reason:
-            checks.append(Check(name, "skipped", str(reason)))
-        except Doubt as doubt:
-            checks.append(Check(name, "warning", str(doubt)))
-        except EagleSlimError as error:
-            checks.append(Check(name, "failed", str(error)))
-
-    named = (None if value is None else str(value) for value in (head, target, tokenizer))
-    head_name, target_name, tokenizer_name = named
-    sources = SourceChecks(found, head_name, target_name, tokenizer_name, offline)
-    for group in (FileChecks(found), RuleChecks(found), sources):
-        for name, check in group.all():
-            run(name, check)
-    for engine in engines:
-        run(f"engine {engine}", partial(_check_engine, found, engine, engine_version))
-    return Verification(folder, tuple(checks))
+    parts = Parts(folder)
+    head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
+    sources = SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
+    checks = {name: partial(check, parts) for name, check in CHECKS.items()} | sources.checks
+    checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
+    return Verification(folder, tuple(Check(name, *ended(check)) for name, check in checks.items()))
 
 
-def _check_engine(found: Findings, engine: str, version: str | None) -> str:
+def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
     """Whether an engine takes such a head, in a version that was tried; its notes come with the ok."""
-    manifest, head = found.need_manifest(), found.need_head("model.safetensors")
+    manifest, head = parts.manifest, parts.head("model.safetensors")
     layers = manifest.target.get("num_hidden_layers")
     facts = HeadFacts.of(
         head,
-        config=found.need_config(),
+        config=parts.config,
         draft_vocab=manifest.draft_vocab,
         target_layers=layers if isinstance(layers, int) else None,
         has_gguf=any(name.endswith(".gguf") for name in manifest.files),

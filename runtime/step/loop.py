@@ -23,12 +23,11 @@ from ..ops import current, named_range
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
 from ..settings import TreeConfig
-from ..target.lock import GenerationLock
 from .ahead_pace import AheadPace
 from .choice_rules import CallRules
 from .decoders import Decoders
 from .host_choice import HostChoice
-from .kept_rows import KeptRows, match_slots
+from .kept_rows import HeldRow, KeptRows, match_slots
 from .kernels.acceptance import RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import token_bits
 from .pace import Pace
@@ -57,7 +56,6 @@ class GenerationLoop:
     def __init__(
         self,
         decoders: Decoders,
-        lock: GenerationLock,
         states: Sequence[RunningRequest],
         rules: CallRules,
         max_slots: int,
@@ -67,7 +65,7 @@ class GenerationLoop:
         is_paced: bool = False,
         ahead: AheadPace | None = None,
     ) -> None:
-        self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
+        self.decoders, self.states, self.rules = decoders, states, rules.rules
         self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
         self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
         self.is_paced, self.ahead, self.went_plain, self.went_full = is_paced, ahead, "", ""
@@ -84,10 +82,11 @@ class GenerationLoop:
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
         """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
-        if not self.waiting:
-            return collect(self.states, {})
+        return self.decoders.run(self._run_held) if self.waiting else collect(self.states, {})
+
+    def _run_held(self) -> tuple[list[RequestOutput], GenerationStats]:
         device = self.decoders.target.device
-        with self.lock.hold(), current(device), counted_apart() as self.launches:
+        with current(device), counted_apart() as self.launches:
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
@@ -171,7 +170,7 @@ class GenerationLoop:
         ends = sorted(request.eos_ids)
         eos = ends[: decoder.state.eos_ids.shape[1]]
         blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
-        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused, self.tree is not None)
+        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused)
         self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.stream is not None:
@@ -183,7 +182,21 @@ class GenerationLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        decoder.enter(len(prompt) - state.num_reused, self.rules, self.host)
+        held, first = None, state.num_reused
+        if first > 0:
+            held = HeldRow(decoder.cache, slot, first, self.decoders.model.exactness is not None)
+        decoder.enter(len(prompt) - first, self.rules, self.host, held)
+
+    def _enter_again(self, record: _Record) -> None:
+        """Run a prompt from its beginning: the rows that it took over are of other weights, as all others are."""
+        self.decoders.forget()
+        for slot, state in record.sequences.items():
+            for later in self.flying:
+                later.sequences.pop(slot, None)
+            if self.running.get(slot) is state:
+                self.decoder.stop_slot(slot)
+                del self.running[slot]
+                self.waiting.appendleft(state)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
         """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
@@ -229,6 +242,9 @@ class GenerationLoop:
             raise timed_out(self.decoder.drafter.bufs)
         if self.decoder.checks is not None:
             self.decoder.checks.raise_fault()
+        if not record.is_step and rows[-1][1]:
+            self._enter_again(record)
+            return
         num_active = sum(row[0] > 0 for row in rows[:-1])
         self.num_empty_steps += record.is_step and not num_active
         self.active_sequences[num_active] += record.is_step and num_active > 0

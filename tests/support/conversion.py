@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.convert.pipeline import Conversion, ConvertOptions, convert_head
+from eagle_slim.convert.options import ConvertOptions
+from eagle_slim.convert.pipeline import Conversion, convert_head
 from eagle_slim.convert.vocabulary_choice import VocabRequest
 
 from .heads import write_freq

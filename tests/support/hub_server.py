@@ -118,6 +118,7 @@ class Fault:
     silent: the connection stays open without an answer, until the server closes.
     portal: an HTML page with status 200, as the login page of a network.
     circle: a redirection to the same address.
+    answer: this value as JSON with status 200.
     any_status: this status.
     head_status: this status for HEAD alone, with which a download begins.
     """
@@ -134,13 +135,14 @@ class Fault:
     silent: bool = False
     portal: bool = False
     circle: bool = False
+    answer: Any = None
     any_status: int | None = None
     head_status: int | None = None
 
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        early = self.unanswered or self.silent or self.portal or self.circle
+        early = self.unanswered or self.silent or self.portal or self.circle or self.answer is not None
         return early or self.any_status is not None or self.head_status is not None
 
 
@@ -340,6 +342,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if early.circle:
                 self.send(302, None, {"Location": self.path})
+                return
+            if early.answer is not None:
+                self.send(200, early.answer)
                 return
             status = early.any_status or (early.head_status if self.command == "HEAD" else None)
             if status is not None:

@@ -27,7 +27,7 @@ LLAMA3_VOCAB = 128256
 @pytest.fixture(scope="module")
 def chats() -> TokenCounts:
     source = CorpusSource(location=str(embedded_chats()), name="chat")
-    return count_tokens([source], smollm2(), workers=1, held_out=0.05, progress=False)
+    return count_tokens([source], smollm2(), workers=1, held_out=0.2, progress=False)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from eagle_slim.convert import (
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert.pipeline import ConvertOptions
+from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from hypothesis import HealthCheck, given, settings

@@ -9,7 +9,8 @@ import pytest
 import torch
 from eagle_slim.convert import MismatchError, UnsupportedHeadError, VocabRequest, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.convert.pipeline import ConvertOptions, plan_conversion
+from eagle_slim.convert.options import ConvertOptions
+from eagle_slim.convert.pipeline import plan_conversion
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load_file

@@ -6,6 +6,7 @@ import pytest
 import torch
 from eagle_slim.convert import Artifact, open_head, push_folder, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.rows import hub_tensor
 from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
 from support.conversion import BY_ID, convert
@@ -35,8 +36,9 @@ def hub(tmp_path):
         yield server
 
 
-def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
+def test_only_the_needed_bytes_are_fetched(hub, tmp_path, monkeypatch):
     said = []
+    monkeypatch.setattr(hub_tensor, "_FIRST_BYTES", 1000)
     with connected(hub, tmp_path / "home"):
         done = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim", say=said.append)
         needed = VOCAB * HIDDEN * 2

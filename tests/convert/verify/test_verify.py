@@ -255,6 +255,14 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
     assert all("--" in reason for reason in skipped.values())
 
 
+@pytest.mark.parametrize(
+    ("named", "check"), [("head", "tensors of the source head"), ("target", "target"), ("tokenizer", "tokenizer")]
+)
+def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, check):
+    result = verify_artifact(slim, offline=True, **{named: tmp_path / "nope"})
+    assert [found.name for found in result.failed] == [check]
+
+
 def test_local_folders_are_found_under_their_names_beside_the_artifact(made, tmp_path):
     folder = shutil.copytree(made, tmp_path / "work")
     result = verify_artifact(folder / "slim")
