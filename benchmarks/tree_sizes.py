@@ -28,7 +28,7 @@ from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
 from eagle_slim.runtime.compare.prompts import Prompt
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head
-from eagle_slim.runtime.requests.tree_size import TABLES
+from eagle_slim.runtime.step.tree_size import TABLES
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import LAYERS

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.sources import CorpusSource
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact import dflash, eagle1, eagle3
@@ -44,9 +44,9 @@ from .artifact.provenance import (
 from .atomic import atomic_directory, check_output, require_space
 from .engines import Finding, HeadFacts, conversion_findings, in_words
 from .errors import UnsupportedHeadError
-from .head import names
-from .head.draft_head import DraftHead
-from .head.open import open_head
+from .heads import names
+from .heads.draft_head import DraftHead
+from .heads.open import open_head
 from .options import ConvertOptions, DraftVocabSize
 from .rows.dtypes import item_size
 from .rows.gather import GatheredRows

@@ -15,16 +15,16 @@ from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts, mixed_weigh
 from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import check_named
+from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact.manifest import Manifest
 from .errors import MismatchError
-from .head.draft_head import DraftHead
+from .heads.draft_head import DraftHead
 from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"

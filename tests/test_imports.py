@@ -33,10 +33,12 @@ ALLOWED = {
 FLOORS = {
     "vocab_tools": """
         errors
-        hub hub_errors
-        files hub_session
-        base_cli
-        records tokenizer
+        hub
+        files
+        common_cli
+        tokenizer
+        chats encoding
+        forced records
         counts sources
         workers
         ray_workers
@@ -48,12 +50,12 @@ FLOORS = {
     """,
     "convert": """
         errors default
-        artifact/checksums atomic files head/names
+        artifact/checksums atomic files heads/names
         rows
         hub artifact/manifest
         rows/hub_tensor
         sources
-        head
+        heads
         engines rows/lm_head sources/target
         rows/target
         artifact
@@ -72,7 +74,7 @@ FLOORS = {
         drafter/kernels
         drafter pairing
         drafter/tuning
-        loading requests
+        loading api
         step/kernels
         step
         model

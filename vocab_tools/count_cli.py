@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+from .common_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
@@ -134,7 +134,7 @@ def count(
 ) -> None:
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
-    from .tokenizer.load import load_tokenizer
+    from .tokenizer import load_tokenizer
 
     path = counts_to_write(out, force)
     if options["run_on"] == "ray":

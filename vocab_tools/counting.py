@@ -16,14 +16,14 @@ from typing import Literal
 
 import numpy as np
 
+from .chats import chat_spec
 from .counts import JSON, HeldOut, SourceCounts, TokenCounts
+from .encoding import choose_library, encoder_spec, name_and_version
 from .errors import CorpusError, UsageError
 from .ray_workers import RayWorkers
 from .records import BadRecord, Block
 from .sources import CorpusSource, OpenSource, open_source, refuse_repeated_inputs
-from .tokenizer.encode import choose_library, encoder_spec, name_and_version
-from .tokenizer.template import chat_spec
-from .tokenizer.tokenizer import LoadedTokenizer
+from .tokenizer import LoadedTokenizer
 from .workers import MAX_REPORTS, BlockCounter, CountPlan, Documents, Processes, SourcePlan, Tally, Workers, tally
 
 HELD_OUT_SHARE = 0.01
@@ -186,16 +186,22 @@ def count_tokens(
     )
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
-    counted = []
+    counted: list[SourceCounts] = []
+    apart = 0
     with _workers(run_on, plan, workers, opened) as running, ProgressBar(opened, progress) as bar:
         for at, source in enumerate(opened):
             total, last = _count_source(at, source, plan, running, bar, say)
             counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
+            apart += total.apart
             if held_out and counted[-1].held_out is None:
                 say(
                     f"{source.source.name}: none of its {total.documents:,} documents was held out, so its coverage "
                     "can only be measured on what was counted; hold out a larger share"
                 )
+    if apart:
+        say(
+            f"{apart:,} texts of assistant messages were counted by themselves: no turn of the chat template holds them"
+        )
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 
 

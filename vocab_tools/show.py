@@ -10,8 +10,7 @@ import numpy as np
 
 from .counts import TokenCounts
 from .errors import TokenizerError, printable
-from .tokenizer.load import check_tokenizer
-from .tokenizer.tokenizer import LoadedTokenizer
+from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import DraftVocab
 
 

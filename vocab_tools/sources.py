@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from .chats import kind_of, messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import keep_limit, plain, trouble_of
 from .records import PACKED, BadRecord, Block, parquet_blocks, parquet_rows, plain_blocks, rows_blocks, stream_blocks
-from .tokenizer.messages import kind_of, messages_in_text
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]

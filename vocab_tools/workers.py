@@ -25,14 +25,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
+from .encoding import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from .errors import EagleSlimError, TokenizerError
 from .records import BadRecord, Block
 from .sources import OpenSource
-from .tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
-from .tokenizer.messages import ChatError, kind_of, normalise_messages
-from .tokenizer.skeleton import Piece
-from .tokenizer.template import ChatSpec
-from .tokenizer.turns import ChatRenderer
 
 MAX_REPORTS = 10
 """Bad records of a block that are told one by one; the others are only counted."""
@@ -74,6 +71,7 @@ class Documents:
         offsets: int64 [documents + 1].
         hashes: uint64 [documents].
         cuts: cuts made in a text too long to be tokenized whole, int64 [documents].
+        apart: texts of a chat that are in no turn of the template and were encoded by themselves, int64 [documents].
         bad: number in the block and reason of the first bad records.
         bad_after: how many documents stand before each bad record, int64 [bad records].
     """
@@ -82,6 +80,7 @@ class Documents:
     offsets: NDArray[np.int64]
     hashes: NDArray[np.uint64]
     cuts: NDArray[np.int64]
+    apart: NDArray[np.int64]
     bad: tuple[tuple[int, str], ...]
     bad_after: NDArray[np.int64]
 
@@ -90,7 +89,8 @@ class Documents:
         stop = int(np.flatnonzero(np.diff(self.offsets))[num_documents - 1]) + 1
         ids, num_bad = self.token_ids[: self.offsets[stop]], int((self.bad_after < stop).sum())
         bad, bad_after = self.bad[:num_bad], self.bad_after[:num_bad]
-        return Documents(ids, self.offsets[: stop + 1], self.hashes[:stop], self.cuts[:stop], bad, bad_after)
+        cuts, apart = self.cuts[:stop], self.apart[:stop]
+        return Documents(ids, self.offsets[: stop + 1], self.hashes[:stop], cuts, apart, bad, bad_after)
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class Tally:
         documents, tokens: with the held-out ones; documents are those with a token.
         empty: documents without a token.
         skipped: bad records.
-        cuts: cuts made in texts too long to be tokenized whole.
+        cuts, apart: sums of those of `Documents`.
         digest: sum of the hashes of all documents, modulo 2^64.
         bad: as in `Documents`.
     """
@@ -115,6 +115,7 @@ class Tally:
     empty: int = 0
     skipped: int = 0
     cuts: int = 0
+    apart: int = 0
     digest: int = 0
     bad: tuple[tuple[int, str], ...] = ()
 
@@ -123,7 +124,7 @@ class Tally:
         self.counts += other.counts
         self.held_out += other.held_out
         self.digest = (self.digest + other.digest) % 2**64
-        for name in ("documents", "tokens", "empty", "skipped", "cuts"):
+        for name in ("documents", "tokens", "empty", "skipped", "cuts", "apart"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -160,6 +161,7 @@ def tally(found: Documents, plan: CountPlan) -> Tally:
         empty=len(lengths) - present,
         skipped=len(found.bad_after),
         cuts=int(found.cuts.sum()),
+        apart=int(found.apart.sum()),
         digest=int(found.hashes.sum(dtype=np.uint64)),
         bad=found.bad,
     )
@@ -205,11 +207,12 @@ class BlockCounter:
                 hashes.append(key)
         if self._plan.sources[source].kind == "text":
             encoded, cuts = encode_all(self._encoder, documents)
-            token_ids, offsets = encoded.token_ids, encoded.offsets
+            token_ids, offsets, apart = encoded.token_ids, encoded.offsets, np.zeros(len(documents), np.int64)
         else:
             token_ids, offsets, cuts = self.encode_chats(documents)
+            apart = np.array([sum(not piece.is_turn for piece in chat) for chat in documents], np.int64)
         keys, after = np.array(hashes, np.uint64), np.array(bad_after, np.int64)
-        return Documents(token_ids, offsets, keys, cuts, tuple(bad), after)
+        return Documents(token_ids, offsets, keys, cuts, apart, tuple(bad), after)
 
     def documents(self, source: int, block: Block) -> Iterator[tuple[int, str | list[Piece] | BadRecord, int]]:
         """Yield the number of each sampled record, its text or the pieces of its chat, and its hash; or a BadRecord."""

@@ -18,7 +18,7 @@ import torch
 from eagle_slim.convert import verify_artifact
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from engines.artifacts import chat_prompts, command
 from engines.llama_cpp import Answer, build, generate, missing_programs, source
 from support.programs import skip_or_fail

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from eagle_slim.runtime.api.options import build_processors
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.requests.options import build_processors
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,

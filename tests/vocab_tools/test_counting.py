@@ -256,9 +256,9 @@ def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> Non
 
 
 def test_texts_too_long_are_cut_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_slim.vocab_tools.tokenizer import encode
+    from eagle_slim.vocab_tools import encoding
 
-    monkeypatch.setattr(encode, "MAX_TEXT_CHARS", 100)
+    monkeypatch.setattr(encoding, "MAX_TEXT_CHARS", 100)
     text = " ".join(some_texts(5))
     path = write_jsonl(tmp_path / "a.jsonl", [text])
     counts = count_tokens([CorpusSource(str(path), column="text")], llama3_like(), workers=0)

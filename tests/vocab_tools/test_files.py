@@ -11,7 +11,7 @@ from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises, waiting_for_nothing
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from transformers.generation.logits_process import TypicalLogitsWarper
 
 from ...errors import UsageError
 from ...tensor_checks import check_tensors
@@ -119,13 +118,10 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     return scores
 
 
-def choose_token(
-    scores: Tensor, rules: ChoiceRules, numbers: Tensor, uniform: float, typical_p: float = 1.0
-) -> int:  # fmt: skip
+def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, uniform: float) -> int:
     """Choose from processed scores, float32 [vocab]: the rule that all choices follow.
 
-    ``numbers`` as in `ChoiceState`, ``uniform`` in [0, 1). ``typical_p`` below 1 is transformers' last cut, which the
-    kernels do not make. Waits for the device.
+    ``numbers`` as in `ChoiceState`, ``uniform`` in [0, 1). Waits for the device.
     """
     if not rules.sampled:
         return int((scores == scores.max()).nonzero()[0, 0])
@@ -143,9 +139,6 @@ def choose_token(
         weights = weights.masked_fill(torch.zeros_like(is_cut).scatter(0, least_probable_first, is_cut), 0)
     if rules.has_min_p:
         weights = weights.masked_fill(weights < float(numbers[3]) * ONE.value, 0)
-    if typical_p < 1:
-        left = scores.masked_fill(weights == 0, float("-inf"))[None]
-        weights = weights.masked_fill(TypicalLogitsWarper(typical_p)(None, left)[0] == float("-inf"), 0)
     reached = weights.cumsum(0)
     total = int(reached[-1])
     return int((reached <= min(int(uniform * total), total - 1)).sum())

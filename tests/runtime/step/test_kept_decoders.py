@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import PartialVerification, SpeculativeModel
-from eagle_slim.runtime.requests.tree_size import TreeSizes
 from eagle_slim.runtime.step import decoder, graphs
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.decoder import MOST_RULES
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
 from eagle_slim.runtime.step.graphs import GraphPool, recall
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
+from eagle_slim.runtime.step.tree_size import TreeSizes
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
