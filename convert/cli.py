@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     force_option,

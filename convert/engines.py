@@ -15,10 +15,10 @@ from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .head import config as head_config
-from .head import names
-from .head.dflash import whole_config
-from .head.draft_head import DraftHead
+from .heads import config as head_config
+from .heads import names
+from .heads.dflash import whole_config
+from .heads.draft_head import DraftHead
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]
@@ -131,9 +131,11 @@ class HeadFacts:
 
     @property
     def rope_kind(self) -> str | None:
-        """Kind of RoPE scaling, or None without one."""
+        """Kind of RoPE scaling, or None without one; Hunyuan's "dynamic", by alpha, is another than transformers'."""
         rope = self.config.get("rope_scaling")
-        return str(rope.get("rope_type") or rope.get("type") or "unnamed") if isinstance(rope, Mapping) else None
+        if not isinstance(rope, Mapping):
+            return None
+        return str(rope.get("rope_type") or rope.get("type") or "unnamed") + (" with alpha" if "alpha" in rope else "")
 
     @property
     def partial_rotation(self) -> object:

@@ -40,9 +40,12 @@ def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[
     try:
         value = json.loads(read_regular(path), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise error_type(
-            f"{where}: {path.name} is missing.\nExpected the folder that has it beside the weights."
-        ) from None
+        advice = "Expected the folder that has it beside the weights."
+        if (path.parent / "params.json").is_file():
+            advice = (
+                "This is Mistral's own format (params.json), which is not read: give a repository in Hugging Face's."
+            )
+        raise error_type(f"{where}: {path.name} is missing.\n{advice}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise error_type(f"{where}: {path.name} cannot be read as JSON ({error}).") from error
     if not isinstance(value, dict):

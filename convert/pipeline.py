@@ -44,9 +44,9 @@ from .artifact.provenance import (
 from .atomic import atomic_directory, check_output, require_space
 from .engines import Finding, HeadFacts, conversion_findings, in_words
 from .errors import UnsupportedHeadError
-from .head import names
-from .head.draft_head import DraftHead
-from .head.open import open_head
+from .heads import names
+from .heads.draft_head import DraftHead
+from .heads.open import open_head
 from .options import ConvertOptions, DraftVocabSize
 from .rows.dtypes import item_size
 from .rows.gather import GatheredRows

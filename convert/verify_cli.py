@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     json_option,

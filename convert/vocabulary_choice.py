@@ -24,7 +24,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact.manifest import Manifest
 from .errors import MismatchError
-from .head.draft_head import DraftHead
+from .heads.draft_head import DraftHead
 from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"

@@ -35,7 +35,7 @@ FLOORS = {
         errors
         hub hub_errors
         files hub_session
-        base_cli
+        common_cli
         tokenizer
         chats encoding
         forced
@@ -48,12 +48,12 @@ FLOORS = {
     """,
     "convert": """
         errors default
-        artifact/checksums atomic files head/names
+        artifact/checksums atomic files heads/names
         rows
         hub artifact/manifest
         rows/hub_tensor
         sources
-        head
+        heads
         engines rows/lm_head sources/target
         rows/target
         artifact

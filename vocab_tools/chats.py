@@ -110,14 +110,14 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
     if role.lower() not in _TEMPLATES_KNOW:
         role = _ROLES.get(role.lower(), role)
     if content is None and not rest:
-        raise ChatError(f"{where} ({role}): no content")
+        raise ChatError(f"{where} ({role!r}): no content")
     if isinstance(content, list):
         content = [
             {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else part
             for part in content
         ]
     elif not isinstance(content, str | None):
-        raise ChatError(f"{where} ({role}): expected content as text or in parts, found {kind_of(content)}")
+        raise ChatError(f"{where} ({role!r}): expected content as text or in parts, found {kind_of(content)}")
     return {"role": role, "content": content, **rest}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .base_cli import (
+from .common_cli import (
     EagleGroup,
     emit_json,
     force_option,
@@ -20,7 +20,7 @@ from .base_cli import (
     whole_numbers,
 )
 from .count_cli import count, counts_to_write, tokenizer_options
-from .errors import UsageError
+from .errors import UsageError, printable
 from .files import refuse_existing
 from .token_maps import FORMATS
 
@@ -86,8 +86,8 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     if as_json:
         emit_json({"out": str(path), "sources": rows, "tokens": merged.num_tokens})
         return
-    for row in rows:
-        click.echo(f"{row['name']}: {row['tokens']:,} tokens, weight {row['weight']:g}")
+    for source in merged.sources:
+        click.echo(f"{printable(source.name)}: {source.num_tokens:,} tokens, weight {source.weight:g}")
     click.echo(f"wrote {path}")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+from .common_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
     from .corpus.source import CorpusSource

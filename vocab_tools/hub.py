@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 SILENCE_S = 60.0
@@ -91,6 +92,19 @@ def list_model(repo_id: str, revision: str | None = None) -> tuple[str, tuple[st
     if not isinstance(info.sha, str):
         raise ValueError("the answer about the repository names no commit")
     return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
+
+
+def fetch_file(repo_id: str, name: str, revision: str | None, only_cache: bool) -> Path | None:
+    """Return a file of a model repository in the Hub's cache, fetched unless `only_cache`; None where it is not there.
+
+    Raises one of `transfer_errors`.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if only_cache:
+        found = try_to_load_from_cache(repo_id, name, revision=revision)
+        return Path(found) if isinstance(found, str) else None
+    return Path(hf_hub_download(repo_id, name, revision=revision))
 
 
 def transfer_errors() -> tuple[type[Exception], ...]:

@@ -3,8 +3,7 @@
 The hash names a vocabulary, not a folder: it is over the canonical (id, token, special) list, the normaliser and the
 pre-tokeniser. The chat template has a hash of its own, because a changed template changes no id.
 
-Files of the Hub are fetched by transformers, so HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, revisions and the cache work as
-usual. Only the small text files are fetched, never weights, and no code of a repository is ever run.
+Of a repository of the Hub only the small text files are fetched, never weights, and none of its code is ever run.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from numpy.typing import NDArray
 
 from .errors import TokenizerError
 from .files import expand_home, read_json, regular_file
-from .hub_errors import NOT_ASKED, HubTrouble, not_cached, transfer_errors, trouble_of
-from .hub_session import be_patient, list_folder
+from .hub import fetch_file, is_offline, keep_limit, list_model, not_cached, transfer_errors, trouble_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -256,51 +254,46 @@ def _side_files_of(folder: Path) -> dict[str, Path]:
 
 
 def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
-    from transformers.utils import cached_file
-    from transformers.utils.hub import extract_commit_hash, is_offline_mode
-
-    only_cache = offline or is_offline_mode()
-    be_patient()
-
-    def fetch(name: str) -> Path | None:
-        try:
-            found = cached_file(source, name, revision=revision, local_files_only=only_cache)
-        except transfer_errors() as error:
-            # The error for a file that the Hub does not have has no cause; where the Hub gave no answer, it has one.
-            if type(error) is OSError and error.errno is None and error.__cause__ is None:
-                return None
-            trouble = trouble_of(error, source, revision)
-            if trouble.reason in NOT_ASKED:
-                return None
-            raise _hub_error(trouble, name) from error
-        return None if found is None else Path(found)
-
-    def templates(beside: Path) -> list[str]:
+    """Fetch the small files of a repository; where the Hub is out of reach, those in the cache do."""
+    keep_limit()
+    only_cache = offline or is_offline()
+    trouble = not_cached(source)
+    wanted = [_TOKENIZER, *_SIDE_FILES]
+    try:
         if not only_cache:
-            try:
-                return list_folder(source, _TEMPLATE_FOLDER, revision)
-            except transfer_errors() as error:
-                trouble = trouble_of(error, source, revision)
-                # A Hub that is out of reach, or that lists nothing, is no reason; what is in the cache does instead.
-                is_broken = trouble.reason == "connection" and trouble.is_passing
-                if is_broken or trouble.reason not in ("connection", "HfHubHTTPError", *NOT_ASKED):
-                    raise _hub_error(trouble, _TEMPLATE_FOLDER) from error
-        return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in (beside / _TEMPLATE_FOLDER).glob("*.jinja")]
+            _, names = list_model(source, revision)
+            wanted = [name for name in names if name in wanted or _is_extra_template(name)]
+    except transfer_errors() as error:
+        trouble = trouble_of(error, source, revision)
+        if not trouble.is_unreachable:
+            raise TokenizerError(str(trouble)) from error
+        only_cache = True
+    found: dict[str, Path] = {}
+    for name in wanted:
+        try:
+            file = fetch_file(source, name, revision, only_cache)
+        except transfer_errors() as error:
+            broken = trouble_of(error, source, revision)
+            file = fetch_file(source, name, revision, only_cache=True) if broken.is_unreachable else None
+            if file is None:
+                raise TokenizerError(f"{name} of {broken}") from error
+        if file is not None:
+            found[name] = file
+    if only_cache and not found:
+        raise TokenizerError(str(trouble))
+    if only_cache:
+        found.update(_side_files_of(next(iter(found.values())).parent))
+    commits = {file.parts[file.parts.index("snapshots") + 1] for file in found.values()}
+    if len(commits) > 1:
+        raise TokenizerError(f"{source}: the repository changed while it was read. Run the same command again.")
+    side = {name.removesuffix(".jinja") if _is_extra_template(name) else name: file for name, file in found.items()}
+    tokenizer_file = side.pop(_TOKENIZER, None)
+    commit = commits.pop() if commits else None
+    return _load(source, tokenizer_file, side, commit, revision=revision, offline=only_cache)
 
-    tokenizer_file = fetch(_TOKENIZER)
-    side = {name: file for name in _SIDE_FILES if (file := fetch(name)) is not None}
-    if tokenizer_file is None and not side:
-        raise _hub_error(not_cached(source), _TOKENIZER)
-    any_file = tokenizer_file or next(iter(side.values()))
-    for name in sorted(templates(any_file.parent)):
-        if name.endswith(".jinja") and (file := fetch(name)) is not None:
-            side[name.removesuffix(".jinja")] = file
-    commit = extract_commit_hash(str(any_file), None)
-    return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
 
-
-def _hub_error(trouble: HubTrouble, name: str) -> TokenizerError:
-    return TokenizerError(f"{name} of {trouble}")
+def _is_extra_template(name: str) -> bool:
+    return name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")
 
 
 def _load(

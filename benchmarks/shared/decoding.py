@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from eagle_slim.convert.head.config import default_taps
+from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job

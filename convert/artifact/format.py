@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
-from ..head.open import DraftHead, open_head
+from ..heads.open import DraftHead, open_head
 from ..sources.source import ResolvedSource, open_head_source
 from .checksums import sha256_of
 from .manifest import Manifest

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArtifactError
 from ..files import read_regular
-from ..head.names import HeadKind
+from ..heads.names import HeadKind
 from .checksums import decode_checksums, encode_checksums
 
 MANIFEST_NAME = "eagle_slim.json"

@@ -9,7 +9,6 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from ..artifact.checksums import sha256_of
 from ..errors import CheckpointError
 from .bin import TorchFile
 from .dtypes import long_name
-from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
+from .paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
 from .safetensors_file import Bytes, SafetensorsFile
 from .types import FileRecord, ReadRecord, TensorInfo, damaged, shorten
 
@@ -33,19 +32,6 @@ PIECE_BYTES = 2 << 20
 WeightsFile = SafetensorsFile | TorchFile
 
 
-@dataclass
-class _Read:
-    """A read that has begun; `sha256` is empty until it has ended."""
-
-    tensor: str
-    rows: int | None
-    size_bytes: int
-    sha256: str = ""
-
-    def record(self) -> ReadRecord:
-        return ReadRecord(self.tensor, self.rows, self.size_bytes, self.sha256)
-
-
 class Checkpoint:
     """Named tensors of one or several weights files, with a record of what was read, in the order asked for.
 
@@ -55,7 +41,7 @@ class Checkpoint:
     def __init__(self, where: str, file_of: Mapping[str, WeightsFile]) -> None:
         self.where = where
         self._file_of = dict(file_of)
-        self._reads: dict[Path, list[_Read]] = {}
+        self._reads: dict[Path, list[ReadRecord]] = {}
 
     @classmethod
     def of(cls, file: WeightsFile, where: str | None = None) -> Checkpoint:
@@ -139,7 +125,7 @@ class Checkpoint:
         """Every file of the checkpoint, with what was read of it so far."""
         files = {file.path: file for file in self._file_of.values()}
         return tuple(
-            FileRecord(path, file.size_bytes, tuple(read.record() for read in self._reads.get(path, ()) if read.sha256))
+            FileRecord(path, file.size_bytes, tuple(read for read in self._reads.get(path, ()) if read.sha256))
             for path, file in files.items()
         )
 
@@ -187,14 +173,14 @@ class Checkpoint:
             )
         return wanted.astype(np.int64)
 
-    def _begin(self, name: str, rows: int | None) -> _Read:
+    def _begin(self, name: str, rows: int | None) -> ReadRecord:
         info = self.info(name)
-        read = _Read(name, rows, info.size_bytes if rows is None else rows * info.row_bytes)
+        read = ReadRecord(name, rows, info.size_bytes if rows is None else rows * info.row_bytes)
         self._reads.setdefault(self.file_of(name).path, []).append(read)
         return read
 
 
-def _pieces(array: Bytes, ids: NDArray[np.int64] | None, read: _Read) -> Generator[Bytes, None, str]:
+def _pieces(array: Bytes, ids: NDArray[np.int64] | None, read: ReadRecord) -> Generator[Bytes, None, str]:
     step = max(1, PIECE_BYTES // max(1, array.shape[1]))
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1) as hasher:
@@ -245,28 +231,16 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     chosen = weights_file or choose_weights(list_names(path), str(path))
     if not chosen.endswith(".index.json"):
         return Checkpoint.of(open_weights_file(path_inside(path, chosen)), str(path))
-    index = read_index(path_inside(path, chosen))
-    return Checkpoint(str(path), _sharded(path, index, only))
+    shard_of = read_index(path_inside(path, chosen))
+    wanted = {name: shard for name, shard in shard_of.items() if only is None or name in only}
+    shards = {shard: open_weights_file(path_inside(path, shard)) for shard in dict.fromkeys(wanted.values())}
+    for name, shard in wanted.items():
+        if name not in shards[shard].tensors:
+            problem = f"says that {shard} holds {shorten(name)}, but it does not.\nThey come from different versions"
+            raise damaged(path / chosen, problem, tensor=name, shard=shard)
+    return Checkpoint(str(path), {name: shards[shard] for name, shard in wanted.items()})
 
 
 def open_weights_file(path: Path) -> WeightsFile:
     """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors."""
     return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)
-
-
-def _sharded(folder: Path, index: WeightsIndex, only: Collection[str] | None) -> dict[str, WeightsFile]:
-    wanted = {name: shard for name, shard in index.shard_of.items() if only is None or name in only}
-    needed = tuple(dict.fromkeys(wanted.values()))
-    shards = {shard: open_weights_file(path_inside(folder, shard)) for shard in needed}
-    versions = "Index and shards come from different versions"
-    for name, shard in wanted.items():
-        if name not in shards[shard].tensors:
-            problem = f"says that {shard} holds {shorten(name)}, but it does not.\n{versions}"
-            raise damaged(index.where, problem, tensor=name, shard=shard)
-    for shard, file in shards.items():
-        for name in file.tensors:
-            if (claimed := index.shard_of.get(name)) != shard:
-                says = f"says {claimed}" if claimed else "does not name it"
-                problem = f"holds tensor {shorten(name)}, but the index {says}.\n{versions}"
-                raise damaged(folder / shard, problem, tensor=name, shard=shard, claimed=claimed)
-    return {name: shards[shard] for name, shard in wanted.items()}

@@ -115,7 +115,7 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
     """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
     chosen = choose_weights(list_names(folder), str(folder))
-    shards = read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
+    shards = read_index(path_inside(folder, chosen)) if chosen.endswith(".index.json") else None
     checkpoint = open_checkpoint(folder) if shards is None else None
     stored = checkpoint.names if checkpoint is not None else tuple(shards or ())
     name = find_lm_head(stored, label, ties_embedding(folder))
@@ -158,7 +158,7 @@ def _fetch(target: ResolvedSource) -> LmHead:
     shard_of: Mapping[str, str] = {}
     if chosen.endswith(".index.json"):
         fetch(snapshot, [chosen], offline=False)
-        shard_of = read_index(target.folder / chosen).shard_of
+        shard_of = read_index(target.folder / chosen)
         chosen = shard_of[find_lm_head(shard_of, target.label, tied)]
     if chosen.endswith(TORCH_SUFFIXES):
         why = "has no safetensors, so that one tensor cannot be fetched alone"

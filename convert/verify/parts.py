@@ -16,8 +16,8 @@ from ..artifact.format import CONFIG_NAME, WEIGHTS_NAME
 from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
 from ..files import read_object
-from ..head.draft_head import DraftHead
-from ..head.open import head_from_checkpoint
+from ..heads.draft_head import DraftHead
+from ..heads.open import head_from_checkpoint
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import LONG_NAMES
 from ..rows.safetensors_file import SafetensorsFile

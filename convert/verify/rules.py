@@ -17,7 +17,7 @@ from ..artifact.eagle3 import layer_class
 from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import ArtifactError
-from ..head import names
+from ..heads import names
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
 from ..rows.paths import TORCH_SUFFIXES
 from .parts import Doubt, Parts, SkipCheck, join, refuse

@@ -17,8 +17,8 @@ from ..artifact.checksums import row_checksums
 from ..artifact.manifest import Manifest
 from ..artifact.provenance import folder_beside, open_original
 from ..errors import CheckpointError, SourceError
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import names
+from ..heads.draft_head import DraftHead
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
 from ..rows.target import open_target_lm_head
 from ..sources import target as targets

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.vocab_tools.base_cli import run_cli
 from eagle_slim.vocab_tools.cli import vocab
+from eagle_slim.vocab_tools.common_cli import run_cli
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 
 

@@ -5,14 +5,15 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 import torch
-from eagle_slim.vocab_tools import base_cli
-from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
+from eagle_slim.vocab_tools import common_cli
 from eagle_slim.vocab_tools.cli import vocab
+from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -228,6 +229,20 @@ def failing(error: BaseException) -> click.Command:
     return fail
 
 
+def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_path: Path) -> None:
+    name = "chat\n\x1b[31mred"
+    counts = TokenCounts.load(files / "chat.counts")
+    TokenCounts((replace(counts.sources[0], name=name),), counts.tokenizer_hash).save(tmp_path / "named.counts")
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
+    measured = run("coverage", tmp_path / "v.json", tmp_path / "named.counts")
+    merged = run("merge", tmp_path / "named.counts", "-o", tmp_path / "m.counts")
+    failed = run(command=failing(VocabularyError("a: \x1b[31mred")))
+    assert failed.err == "error: a: \\x1b[31mred\n"
+    assert "\x1b" not in measured.out + measured.err + merged.out + merged.err
+    assert "chat\\n\\x1b[31mred" in measured.out
+    assert merged.out.startswith("chat\\n\\x1b[31mred: ")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -247,7 +262,7 @@ def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
 def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
     with pytest.raises(RuntimeError, match="oops"):
-        base_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
+        common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
     # After `--` it is an argument like any other.
     assert "Traceback" not in run("--", "--debug", command=failing(VocabularyError("bad map"))).err
 

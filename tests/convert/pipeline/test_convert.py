@@ -552,6 +552,28 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(("logical", "head_vocab"), [(TOKENS, TOKENS), (TOKENS, VOCAB), (TOKENS, 370), (VOCAB, 400)])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path, target, logical, head_vocab, own):
+    """The tokenizer has 360 tokens, the target's LM head 384 rows, and its config.json says one or the other."""
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": logical}))
+    tensors = eagle3_tensors(rows=head_vocab if own else None)
+    head = write_eagle3(
+        tmp_path / "head", tensors=tensors, vocab_size=head_vocab, draft_vocab_size=head_vocab if own else None
+    )
+    done = convert(head, draft_vocab=350, vocabulary=BY_ID, target=target, out=tmp_path / "o")
+    found = written(done.folder)
+    ids = (found["d2t"] + torch.arange(350)).tolist()
+    assert max(ids) < TOKENS
+    rows = tensors["lm_head.weight"] if own else target_lm_head(target)
+    assert torch.equal(found["lm_head.weight"], rows[ids])
+    assert len(found["t2d"]) == head_vocab
+    assert verify_artifact(done.folder, head=head, target=target).ok
+    with raises(UsageError):
+        convert(head, draft_vocab=TOKENS + 1, vocabulary=BY_ID, target=target, out=tmp_path / "more")
+
+
 def test_tokenizer_that_is_not_the_targets(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
     other = write_folder(tmp_path / "other", byte_level_bpe(340))

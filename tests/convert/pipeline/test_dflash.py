@@ -16,7 +16,7 @@ from eagle_slim.convert import (
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert.head.dflash import QWEN3_DEFAULTS
+from eagle_slim.convert.heads.dflash import QWEN3_DEFAULTS
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from safetensors.torch import load_file, save_file

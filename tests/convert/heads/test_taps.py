@@ -9,7 +9,7 @@ import json
 import pytest
 from eagle_slim.convert import MismatchError
 from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.pairing import resolve_tap_layers
 from support.conversion import by_map, convert
 from support.heads import VOCAB, eagle3_tensors, write_dflash, write_eagle1, write_eagle3

@@ -1,8 +1,8 @@
-"""`DraftHead`: a draft head, whatever its file looked like."""
+"""`DraftHead`: a draft head, whatever its file looked like, and its tensors under their canonical names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,74 @@ from numpy.typing import NDArray
 
 from ..artifact.manifest import Manifest
 from ..errors import MismatchError
+from ..rows.checkpoint import Checkpoint
+from ..rows.dtypes import item_size
+from ..rows.types import TensorInfo
 from ..sources.source import ResolvedSource
 from . import names
 from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
-from .tensors import LazyTensors
 
 if TYPE_CHECKING:
     import torch
+
+
+MOST_PADDING = 2048
+"""Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
+
+
+def has_padding_of(rows: int, vocab: int) -> bool:
+    """Whether rows are those of a vocabulary, with padding or without: not of another model's vocabulary."""
+    return vocab <= rows <= vocab + MOST_PADDING
+
+
+@dataclass(frozen=True)
+class LazyTensors:
+    """The tensors of a head under their canonical names, read from the checkpoint when asked for.
+
+    `stored` has the name there by the canonical one.
+    """
+
+    source: Checkpoint
+    stored: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names, sorted."""
+        return tuple(sorted(self.stored))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape and size of a tensor, from the header. KeyError where it is absent."""
+        return self.source.info(self.stored[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header. KeyError where it is absent."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, from the header. KeyError where it is absent."""
+        return self.source.dtype(self.stored[name])
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU, as stored. KeyError where it is absent."""
+        return self.source.tensor(self.stored[name])
+
+    def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
+        """Rows `ids` [n] of a matrix, [n, columns], bit for bit as stored. KeyError where the matrix is absent."""
+        return self.source.rows(self.stored[name], ids)
+
+    def is_nonzero(self, name: str) -> bool:
+        """Whether a floating-point tensor is there and holds anything but zeros, of either sign."""
+        if name not in self:
+            return False
+        # Every bit but the sign of each element, which is the highest of its last byte.
+        raw = self.source.raw(self.stored[name]).reshape(-1, item_size(self.info(name).dtype))
+        return bool(raw[:, :-1].any() or (raw[:, -1] & 0x7F).any())
 
 
 @dataclass(frozen=True)
@@ -58,7 +119,7 @@ class DraftHead:
 
     @property
     def target_vocab(self) -> int:
-        """V: the size of the target's vocabulary, padding rows included."""
+        """V: the size of the target's vocabulary, with the padding that the head has."""
         return int(self.config["vocab_size"])
 
     @property
@@ -109,6 +170,10 @@ class DraftHead:
     def dtype_name(self) -> str:
         """Dtype of the head's matrices as safetensors spells it: one of `weights.dtypes.FLOATS`."""
         return self.tensors.info(self._matrix).dtype
+
+    def without_padding(self, vocab: int) -> DraftHead:
+        """The same head for a vocabulary of `vocab` ids, where its own is padded beyond them."""
+        return replace(self, config={**self.config, "vocab_size": vocab})
 
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
         """The decoder layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.

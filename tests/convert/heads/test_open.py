@@ -5,10 +5,20 @@ import json
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
-from eagle_slim.convert.head.config import AUX_LAYER_KEY, sliding_window
+from eagle_slim.convert import (
+    CheckpointError,
+    ConvertError,
+    MismatchError,
+    UnsupportedHeadError,
+    open_head,
+    verify_artifact,
+)
+from eagle_slim.convert.artifact import dflash
+from eagle_slim.convert.engines import HeadFacts, check_engine
+from eagle_slim.convert.heads.config import AUX_LAYER_KEY, sliding_window
+from eagle_slim.runtime.drafter.rope import rotary_embedding
 from support import heads
-from support.conversion import convert
+from support.conversion import BY_ID, convert
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from support.raising import raises
 from transformers import AutoConfig
@@ -470,13 +480,20 @@ _WHOLE_MODEL = {
     [
         ({"odd": ones(1)}, {"architectures": ["MedusaModel"]}, "a Medusa head", '"method": "medusa"'),
         ({"1.0.linear.weight": ones(4, 4)}, {}, "a Medusa head", '"method": "medusa"'),
-        ({"odd": ones(1)}, {"model_type": "mlp_speculator"}, "an MLP speculator", '"method": "mlp_speculator"'),
-        ({"odd": ones(1)}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator", "vLLM"),
-        ({"speculator.emb.0.weight": ones(4, 4)}, {}, "an MLP speculator", "vLLM"),
+        ({"odd": ones(1)}, {"model_type": "mlp_speculator"}, "an MLP speculator", "none of vLLM 0.32.0"),
+        ({"odd": ones(1)}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator", "none of vLLM"),
+        ({"speculator.emb.0.weight": ones(4, 4)}, {}, "an MLP speculator", "none of vLLM"),
         ({"odd": ones(1)}, {"speculators_model_type": "peagle"}, "a P-EAGLE head", '"parallel_drafting": true'),
         ({"mask_hidden": ones(1, 4)}, {"architectures": ["LlamaForCausalLM"]}, "a P-EAGLE head", "vLLM"),
-        ({"odd": ones(1)}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash draft", "--spec-type draft-dflash"),
-        ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "--spec-type draft-dspark"),
+        ({"odd": ones(1)}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash draft", "in vLLM 0.32.0 or SGLang"),
+        (
+            {"odd": ones(1)},
+            {"architectures": ["DFlash9DraftModel"]},
+            "a DFlash draft",
+            "its class, DFlash9DraftModel",
+        ),
+        ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "in vLLM 0.32.0."),
+        ({"odd": ones(1)}, {"architectures": ["LingDSparkModel"]}, "a DSpark draft", "in SGLang 0.5.23 or llama.cpp"),
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
         ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
         (_WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
@@ -491,6 +508,79 @@ def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, c
     assert text.startswith(f"{folder}: this is {found}")
     assert advice in text
     assert "\n" not in text
+
+
+def test_an_old_configuration_of_vllm_keeps_the_head_in_a_part(tmp_path):
+    folder = write_eagle1(tmp_path / "head")
+    flat = json.loads((folder / "config.json").read_text())
+    heads.write_json(folder / "config.json", {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": flat})
+    assert open_head(folder).config == open_head(write_eagle1(tmp_path / "flat")).config
+
+
+@pytest.mark.parametrize("kind", ["head", "target"])
+def test_a_folder_in_mistrals_own_format_is_called_that(tmp_path, target, kind):
+    folder = target if kind == "target" else write_eagle3(tmp_path / "head")
+    (folder / "config.json").rename(folder / "params.json")
+    head = write_eagle3(tmp_path / "other") if kind == "target" else folder
+    with pytest.raises(ConvertError, match=r"Mistral's own format \(params.json\)"):
+        convert(head, draft_vocab=8, target=target, out=tmp_path / "out", vocabulary=BY_ID)
+
+
+@pytest.mark.parametrize("flag", [{"projector_type": "domino"}, {"conv_kernel_size": 4}, {"selector_rank": 8}])
+def test_a_flag_inside_dflash_config_makes_a_draft_of_another_form(tmp_path, flag):
+    with pytest.raises(UnsupportedHeadError, match=f"dflash_config.{next(iter(flag))} is"):
+        open_head(heads.write_dflash(tmp_path / "draft", dflash_config={"target_layer_ids": [1, 3, 5], **flag}))
+
+
+def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    head = open_head(write_eagle3(tmp_path / "head", rope_scaling=scaling))
+    (found,) = [each for each in check_engine(HeadFacts.of(head), "safeailab") if "rope_scaling" in each.problem]
+    assert "'dynamic with alpha'" in found.problem
+    # Two of four frequencies by hand: the base is 10000 * 1000 ** (8 / 6) = 1e8, and 1e8 ** (-2 / 8) = 0.01.
+    frequencies = rotary_embedding(head.config).inverse_frequencies
+    assert frequencies.tolist() == pytest.approx([1.0, 0.01, 1e-4, 1e-6], rel=1e-5)
+    with raises(MismatchError, key="rope_scaling.alpha"):
+        open_head(write_eagle3(tmp_path / "wrong", rope_scaling={**scaling, "alpha": "large"}))
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"quant_method": "modelopt", "quant_algo": None, "exclude_modules": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": None, "targets": ["Linear"]}}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"num_bits": 8}}},
+            "ignore": ["re:.*"],
+        },
+        {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quantization": {"quant_algo": "NO_QUANT"}, "producer": {"name": "modelopt"}},
+        {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "gptq", "bits": 16},
+        {"modules_to_not_convert": ["lm_head"]},
+    ],
+)
+@pytest.mark.parametrize("place", ["", "text_config", "eagle_config", "speculators", "dflash", "dflash-speculators"])
+def test_a_quantisation_of_nothing_is_none_wherever_it_stands(tmp_path, place, nothing):
+    folder = tmp_path / "head"
+    if place.startswith("dflash"):
+        heads.write_dflash(folder, "speculators" if "speculators" in place else "z-lab")
+    else:
+        write_eagle3(folder, spelling="speculators" if place == "speculators" else "midlayer")
+    key = "transformer_layer_config" if "speculators" in place else "" if place == "dflash" else place
+    config = json.loads((folder / "config.json").read_text())
+    part = config.setdefault(key, {}) if key else config
+    part["quantization_config"] = nothing
+    heads.write_json(folder / "config.json", config)
+    head = open_head(folder)
+    written = dflash.slim_config(head, 100) if head.kind == "dflash" else head.config
+    assert "quantization_config" not in {**written, **written.get("transformer_layer_config", {})}
+    part["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    heads.write_json(folder / "config.json", config)
+    with raises(UnsupportedHeadError, found="fp8"):
+        open_head(folder)
 
 
 def test_null_quantisation_file_is_no_quantisation(tmp_path):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from . import names
-from .tensors import LazyTensors
+from .draft_head import LazyTensors
 
 D2tForm = Literal["auto", "offset", "absolute"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from eagle_slim.convert import UnsupportedHeadError
-from eagle_slim.convert.head.names import canonical_names
+from eagle_slim.convert.heads.names import canonical_names
 from eagle_slim.convert.vocabulary_choice import VocabRequest
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.count import count_tokens

@@ -53,6 +53,10 @@ _KEY_ORDER = (
     "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+# What stands for no method of quantisation: ModelOpt's, TensorRT-LLM's and transformers' words.
+_NO_METHODS = ("none", "null", "", "no_quant", "float16", "bfloat16", "float32", "fp16", "bf16")
+# Flags by which a DFlashDraftModel has other layers or chooses otherwise (SGLang, `speculative/dflash_utils.py`).
+_OTHER_FORM_FLAGS = ("projector_type", "conv_kernel_size", "selector_rank")
 _TAPS_FLAG = "--tap-layers"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -65,8 +69,9 @@ _SIZES = (
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 
 # Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
-_SCALING_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _SCALING_NUMBERS}
+_LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
+_SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
 # Flags that change what the layer computes, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -130,8 +135,12 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 def flattened_text(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The configuration without a `text_config`, where heads of multimodal targets keep their sizes.
 
-    Engines would take that for the whole configuration, and miss what stands beside it.
+    Engines would take that for the whole configuration, and miss what stands beside it. Nor with a `model`, where old
+    configurations of vLLM have all of an EAGLE-1/2 head's (`transformers_utils/configs/eagle.py`).
     """
+    whole = source.get("model")
+    if source.get("model_type") == "eagle" and isinstance(whole, Mapping):
+        source = {**{key: value for key, value in source.items() if key not in ("model", "model_type")}, **whole}
     nested = source.get("text_config")
     if not isinstance(nested, Mapping | None):
         raise _wrong(where, "text_config", "an object or null", nested)
@@ -274,7 +283,16 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
         if draft in ("dflash", "dspark") and is_dflash(source):
             continue
         if draft != "model" and any(draft in str(name).lower() for name in said):
-            raise names.other_draft(draft, where, architecture=str(said[0]))
+            named = next((name for name in (kind, *said) if isinstance(name, str)), None)
+            raise names.other_draft(draft, where, None if named == source.get("model_type") else named)
+    own = source.get("dflash_config")
+    flags = {key: own[key] for key in _OTHER_FORM_FLAGS if own.get(key)} if isinstance(own, Mapping) else {}
+    for key, value in flags.items():
+        raise UnsupportedHeadError.at(
+            where,
+            f"dflash_config.{key} is {value!r}: a DFlash draft of another form, which is not converted.\n"
+            "Serve it as it is, in an engine that reads this flag.",
+        )
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError.at(
@@ -284,15 +302,39 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
             )
     if kind not in (None, "eagle3") and not is_dflash(source):
         raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
-    quantisation = source.get("quantization_config")
-    if isinstance(quantisation, Mapping) and any(quantisation.values()):
-        method = quantisation.get("quant_method") or quantisation.get("quant_algo") or "unnamed"
-        raise UnsupportedHeadError.at(
-            where,
-            f"the head is quantised ({method}); its rows are not defined without their scales.\n"
-            "Convert the unquantised head, then quantise the result.",
-            found=method,
-        )
+    for place in ("", "text_config", "transformer_layer_config", "eagle_config"):
+        part = source.get(place) if place else source
+        method = quantisation(part.get("quantization_config")) if isinstance(part, Mapping) else None
+        if method is not None:
+            raise UnsupportedHeadError.at(
+                where,
+                f"the head is quantised ({method}); its rows are not defined without their scales.\n"
+                "Convert the unquantised head, then quantise the result.",
+                found=method,
+            )
+
+
+def quantisation(config: Any) -> str | None:
+    """The method by which a `quantization_config` quantises weights; None for one that quantises none.
+
+    Trainers copy the target's or leave what says nothing: no method, no group with weights, 16 bits, all left out.
+    """
+    if not isinstance(config, Mapping):
+        return None
+    if isinstance(config.get("quantization"), Mapping):
+        return quantisation(config["quantization"])
+    method = next((config[key] for key in ("quant_algo", "quant_method") if config.get(key)), None)
+    groups, ignored = config.get("config_groups"), config.get("ignore")
+    says_nothing = (
+        str(method).lower() in _NO_METHODS,
+        "quant_algo" in config and str(config["quant_algo"]).lower() in _NO_METHODS,
+        isinstance(groups, Mapping)
+        and not any(isinstance(each, Mapping) and each.get("weights") for each in groups.values()),
+        any(config.get(key) in (16, 32) for key in ("bits", "w_bit")),
+        method == "bitsandbytes" and not (config.get("load_in_8bit") or config.get("load_in_4bit")),
+        isinstance(ignored, list) and any(pattern in ("*", ".*", "re:.*") for pattern in ignored),
+    )
+    return None if any(says_nothing) else str(method)
 
 
 def _check_constants(config: Mapping[str, Any], where: str) -> None:

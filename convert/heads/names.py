@@ -80,22 +80,17 @@ _DROPPED = (
 )
 
 _WHOLE = "it is not slimmed: serve it as it is, "
+_NOWHERE = "it is not slimmed, and none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves"
 OTHER_DRAFTS = {
     "medusa": ("a Medusa head", _WHOLE + 'in vLLM ("method": "medusa")'),
-    "mlp_speculator": ("an MLP speculator", _WHOLE + 'in vLLM ("method": "mlp_speculator")'),
-    "mlpspeculator": ("an MLP speculator", _WHOLE + 'in vLLM ("method": "mlp_speculator")'),
+    "mlp_speculator": ("an MLP speculator", _NOWHERE + " one"),
+    "mlpspeculator": ("an MLP speculator", _NOWHERE + " one"),
     "peagle": (
         "a P-EAGLE head, which drafts in parallel",
         _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
     ),
-    "dflash": (
-        "a DFlash draft model of another form than DFlashDraftModel",
-        _WHOLE + 'in vLLM ("method": "dflash") or llama.cpp (--spec-type draft-dflash)',
-    ),
-    "dspark": (
-        "a DSpark draft model of another form than Qwen3DSparkModel",
-        _WHOLE + 'in vLLM ("method": "dspark") or llama.cpp (--spec-type draft-dspark)',
-    ),
+    "dflash": ("a DFlash draft model of another form than DFlashDraftModel", _WHOLE + "in vLLM or SGLang"),
+    "dspark": ("a DSpark draft model of another form than Qwen3DSparkModel", _WHOLE + "in vLLM or SGLang"),
     # SGLang's `init_lm_head` cuts the target's LM head (`speculative/eagle_worker_v2.py`), but `models/qwen3_5_mtp.py`
     # ignores what it is given where that is the embedding. None of vLLM's `*mtp*.py` reads `draft_vocab_size` or `d2t`.
     # llama.cpp expects a `nextn.shared_head_head` for the whole vocabulary in all of `src/models/`, and reads `d2t` in
@@ -115,6 +110,35 @@ OTHER_DRAFTS = {
     ),
 }
 """Drafts that are no EAGLE heads, by a word of their class or type: what each is, and what to do with it."""
+
+_VLLM, _SGLANG, _LLAMA_CPP = "vLLM 0.32.0", "SGLang 0.5.23", "llama.cpp b11434"
+_SERVED: Mapping[str, tuple[str, ...]] = {
+    "peagle": (_VLLM,),
+    "dflash2": (_VLLM,),
+    "MedusaModel": (_VLLM,),
+    "PEagleDraftModel": (_VLLM,),
+    "PeagleLlamaForCausalLM": (_VLLM,),
+    "PeagleQwen3ForCausalLM": (_VLLM,),
+    "DFlash2DraftModel": (_VLLM, _SGLANG, _LLAMA_CPP),
+    "DFlash2BeamDraftModel": (_SGLANG,),
+    "MiniMaxDFlash2DraftModel": (_SGLANG,),
+    "DFlashLagunaForCausalLM": (_VLLM, _SGLANG),
+    "MuseGlimmerAssistantModel": (_VLLM, _SGLANG),
+    "DFlashMuseGlimmerAssistantModel": (_VLLM,),
+    "LiLiCorrDraftModel": (_VLLM, _SGLANG),
+    "DSparkDraftModel": (_VLLM, _SGLANG, _LLAMA_CPP),
+    "DSparkV41DraftModel": (_VLLM,),
+    "Qwen3OmniDSparkModel": (_VLLM,),
+    "K3DSparkModel": (_VLLM,),
+    "Gemma4DSparkModel": (_VLLM,),
+    "LingDSparkModel": (_SGLANG, _LLAMA_CPP),
+    "Lfm2DSparkDraftModel": (_SGLANG, _LLAMA_CPP),
+    "DSparkMiniMaxDraftModel": (_SGLANG,),
+}
+"""Engines that know such a draft by its class or, in speculators' form, its type.
+
+Sources: vLLM's registry and `configs/speculators/algos.py`, SGLang's `EntryClass`, llama.cpp's `conversion`.
+"""
 
 # Marks of heads that resemble EAGLE and are something else, with the name to refuse them by.
 _FOREIGN = (
@@ -250,9 +274,17 @@ def dflash_layers(names: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
 
 
-def other_draft(draft: str, where: str, **facts: str) -> UnsupportedHeadError:
-    """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
+def other_draft(draft: str, where: str, architecture: str | None = None, **facts: str) -> UnsupportedHeadError:
+    """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line.
+
+    Of a class that config.json names, only engines that know it are named.
+    """
     found, advice = OTHER_DRAFTS[draft]
+    if architecture is not None and draft not in ("mtp", "model"):
+        engines = _SERVED.get(architecture)
+        advice = f"{_NOWHERE} its class, {architecture}" if engines is None else _WHOLE + "in " + " or ".join(engines)
+        if engines is not None and draft in ("medusa", "peagle"):
+            advice = OTHER_DRAFTS[draft][1]
     return UnsupportedHeadError.at(where, f"this is {found}; {advice}.", found=found, **facts)
 
 

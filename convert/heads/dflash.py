@@ -21,9 +21,8 @@ from ..sources.source import ResolvedSource
 from . import config as head_config
 from . import names
 from .check import check_dtypes, settle_dflash
-from .draft_head import DraftHead
-from .tensors import LazyTensors
-from .vocab_map import D2tForm, read_map
+from .draft_head import DraftHead, LazyTensors
+from .map import D2tForm, read_map
 
 _KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",

@@ -22,9 +22,8 @@ from . import config as head_config
 from . import names
 from .check import check_dtypes, check_head_norms, settle_biases, settle_eagle, settle_eagle3, settle_taps
 from .dflash import open_dflash
-from .draft_head import DraftHead
-from .tensors import LazyTensors
-from .vocab_map import D2tForm, read_map, vocab_size
+from .draft_head import DraftHead, LazyTensors
+from .map import D2tForm, read_map, vocab_size
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
 
@@ -79,10 +78,10 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
     config = read_object(folder / "config.json", CheckpointError, where)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
-        algorithms = read_object(quantised, CheckpointError, where).get("quantization")
+        found = read_object(quantised, CheckpointError, where)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
-        if isinstance(algorithms, dict) and algorithms.get("quant_algo"):
-            config.setdefault("quantization_config", {"quant_algo": algorithms["quant_algo"]})
+        if head_config.quantisation(found) is not None:
+            config["quantization_config"] = found
     return config
 
 

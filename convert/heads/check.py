@@ -9,7 +9,7 @@ from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..rows.dtypes import FLOATS, LONG_NAMES
 from . import config as head_config
 from . import names
-from .tensors import LazyTensors
+from .draft_head import LazyTensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 

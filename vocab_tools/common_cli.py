@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from .errors import INTERRUPTED, EagleSlimError, UsageError
+from .errors import INTERRUPTED, EagleSlimError, UsageError, printable
 from .hub import limit_silence
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -71,9 +71,9 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights")
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.")
+            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights")
         weights[name] = number
     return weights
 
@@ -94,14 +94,14 @@ def emit_json(value: Any) -> None:
 
 
 def note(message: str) -> None:
-    """Tell the user something on stderr."""
-    click.echo(message, err=True)
+    """Tell the user something on stderr; codes that a terminal would obey are escaped."""
+    click.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 
 def warn(messages: Iterable[str]) -> None:
-    """Print warnings to stderr, one line each."""
+    """Print warnings to stderr."""
     for message in messages:
-        click.echo(f"warning: {message}", err=True)
+        note(f"warning: {message}")
 
 
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
@@ -174,7 +174,7 @@ def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
         traceback.print_exc()
     # The reader of stderr may be gone as well; the exit code still tells.
     with contextlib.suppress(OSError):
-        click.echo(f"{kind}{message}", err=True)
+        note(f"{kind}{message}")
     return code
 
 
