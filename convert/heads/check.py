@@ -25,9 +25,7 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
                 if dtype == "F64"
                 else "A quantised head is not converted: convert the unquantised one, then quantise the result."
             )
-            raise UnsupportedHeadError.at(
-                where, f"{name} is {found}; expected bfloat16, float16 or float32.\n{advice}", tensor=name, found=found
-            )
+            raise UnsupportedHeadError.at(where, f"{name} is {found}; expected bfloat16, float16 or float32.\n{advice}")
 
 
 def settle_biases(tensors: LazyTensors, config: dict[str, Any], kind: names.HeadKind, where: str) -> None:
@@ -46,9 +44,7 @@ def check_head_norms(tensors: LazyTensors, kind: names.HeadKind, is_qwen3: bool,
     missing = [name for name in names.HEAD_NORMS[kind] if name not in tensors]
     if len(missing) == 1 or (missing and is_qwen3):
         why = "config.json says a Qwen3 layer" if len(missing) > 1 else "the other one of q and k is there"
-        raise CheckpointError.at(
-            where, f"{' and '.join(missing)} missing: {why}.\nFetch the complete head.", missing=missing
-        )
+        raise CheckpointError.at(where, f"{' and '.join(missing)} missing: {why}.\nFetch the complete head.")
 
 
 def settle_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
@@ -85,7 +81,6 @@ def settle_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> l
             where,
             f"the head's width {hidden} differs from the target's {target_hidden}, so it needs an "
             "embed_tokens.weight of its own, which is missing.\nFetch the complete head.",
-            tensor=names.EMBEDDING,
         )
     warnings = []
     if config.get("num_hidden_layers") not in (None, 1):
@@ -106,15 +101,11 @@ def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int, wh
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
     for key in ("num_hidden_layers", "intermediate_size"):
         if config.get(key) is None:
-            raise MismatchError.at(
-                where, f"{key}: expected a positive integer, found none.\nCorrect config.json.", key=key
-            )
+            raise MismatchError.at(where, f"{key}: expected a positive integer, found none.\nCorrect config.json.")
     layers = names.dflash_layers(tensors.names)
     if config["num_hidden_layers"] != layers:
         raise MismatchError.at(
-            where,
-            f"num_hidden_layers is {config['num_hidden_layers']}, the file has {layers} layers.\nFetch it again.",
-            key="num_hidden_layers",
+            where, f"num_hidden_layers is {config['num_hidden_layers']}, the file has {layers} layers.\nFetch it again."
         )
     target_hidden = config.get("target_hidden_size") or hidden
     columns = tensors.shape(names.FC)[-1]
@@ -123,7 +114,6 @@ def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int, wh
             where,
             f"fc.weight takes {columns} features, the configuration names {taps} captured layers of {target_hidden}.\n"
             "Correct config.json, or fetch the draft again.",
-            taps=taps,
         )
     rank = tensors.shape(names.MARKOV_OUT)[-1] if names.MARKOV_OUT in tensors else 0
     expected: dict[str, tuple[int, ...]] = {
@@ -244,9 +234,6 @@ def _settle_intermediate(tensors: LazyTensors, config: dict[str, Any], layer: st
             where,
             f"intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows.\n"
             "Correct config.json, or fetch the head again.",
-            key="intermediate_size",
-            expected=middle,
-            found=config["intermediate_size"],
         )
 
 
@@ -272,7 +259,7 @@ def _settle_biases(
         )
     else:
         return
-    raise MismatchError.at(where, f"{problem}.", key=flag, found=present)
+    raise MismatchError.at(where, f"{problem}.")
 
 
 def _check_norm_flag(config: Mapping[str, Any], flag: str, tensor: str, is_there: bool, where: str) -> None:
@@ -283,8 +270,6 @@ def _check_norm_flag(config: Mapping[str, Any], flag: str, tensor: str, is_there
             f"{flag} is {str(is_set).lower()} in config.json, but {tensor} is "
             f"{'missing' if is_set else 'in the file'}; engines would load it wrongly.\n"
             "Correct config.json, or fetch the complete head.",
-            key=flag,
-            found=is_set,
         )
 
 
@@ -295,7 +280,4 @@ def _check_shapes(tensors: LazyTensors, expected: Shapes, where: str) -> None:
                 where,
                 f"{name}: expected shape {list(shape)}, found {list(found)}.\n"
                 "Correct config.json, or fetch the head again.",
-                tensor=name,
-                expected=shape,
-                found=found,
             )

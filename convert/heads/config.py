@@ -298,7 +298,6 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
             raise UnsupportedHeadError.at(
                 where,
                 f"architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE head.",
-                found=name,
             )
     if kind not in (None, "eagle3") and not is_dflash(source):
         raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
@@ -310,7 +309,6 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
                 where,
                 f"the head is quantised ({method}); its rows are not defined without their scales.\n"
                 "Convert the unquantised head, then quantise the result.",
-                found=method,
             )
 
 
@@ -356,13 +354,7 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
 
 
 def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
-    return MismatchError.at(
-        where,
-        f"{key}: expected {expected}, found {found!r}.\nCorrect config.json.",
-        key=key,
-        expected=expected,
-        found=found,
-    )
+    return MismatchError.at(where, f"{key}: expected {expected}, found {found!r}.\nCorrect config.json.")
 
 
 def _drop_empty_taps(config: dict[str, Any]) -> None:
@@ -413,9 +405,7 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
         raise _wrong(where, "sliding_window", f"a positive number of tokens, as layer_types says {_SLIDING}", window)
     if config.get("use_sliding_window") is False:
         raise MismatchError.at(
-            where,
-            f"layer_types says {_SLIDING}, use_sliding_window is false.\nCorrect the wrong one in config.json.",
-            key="use_sliding_window",
+            where, f"layer_types says {_SLIDING}, use_sliding_window is false.\nCorrect the wrong one in config.json."
         )
     config["layer_types"] = [_SLIDING]
     config["use_sliding_window"] = True
@@ -461,8 +451,6 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
             where,
             f"RoPE is given for {' and '.join(by_type)} layers apart, and layer_types does not say which the "
             "head's layer is.\nPut the right parameters into config.json as rope_theta and rope_scaling.",
-            key=key,
-            found=sorted(by_type),
         )
     return values[0]
 
@@ -477,4 +465,4 @@ def _layer_ids(value: Any, where: str, key: str, lowest: int) -> tuple[int, ...]
         return tuple(value)
     advice = "" if key == _TAPS_FLAG else f"\nSay which are right with {_TAPS_FLAG}."
     problem = f"{key}: expected {expected}, found {value!r}.{advice}"
-    raise MismatchError.at(where, problem, key=key, found=value, lowest=lowest)
+    raise MismatchError.at(where, problem)

@@ -106,7 +106,6 @@ def _refuse_others(config: Mapping[str, Any], where: str, source: ResolvedSource
             where,
             f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over.\n"
             "Serve the draft as it is.",
-            file=_MASK_EMBEDDING,
         )
 
 
@@ -125,6 +124,4 @@ def _check_mask(config: Mapping[str, Any], vocab: int, where: str) -> None:
     for key, part in (("dflash_config.mask_token_id", own), ("mask_token_id", config)):
         mask = part.get("mask_token_id") if isinstance(part, Mapping) else None
         if mask is not None and not (type(mask) is int and 0 <= mask < vocab):
-            raise MismatchError.at(
-                where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.", key=key
-            )
+            raise MismatchError.at(where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.")

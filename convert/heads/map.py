@@ -36,14 +36,7 @@ def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2t
     rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
 
     def wrong(problem: str, advice: str = _COMPLETE) -> MismatchError:
-        return MismatchError.at(
-            where,
-            f"{problem}.\n{advice}",
-            rows=rows,
-            d2t=None if d2t is None else len(d2t),
-            t2d=None if t2d is None else len(t2d),
-            draft_vocab_size=stated,
-        )
+        return MismatchError.at(where, f"{problem}.\n{advice}")
 
     # Trainers store the trivial map of a full vocabulary too: zero offsets, every token allowed.
     trivial = (d2t is None or (len(d2t) == vocab and not d2t.any())) and (t2d is None or bool(t2d.all()))
@@ -84,7 +77,7 @@ def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2t
             target_vocab=vocab,
         )
     except VocabularyError as error:
-        raise MismatchError.at(where, f"{error}", **error.facts) from error
+        raise MismatchError.at(where, f"{error}") from error
     config["draft_vocab_size"] = rows
     return np.asarray(ids, dtype=np.int64)
 
@@ -107,7 +100,7 @@ def vocab_size(config: Mapping[str, Any], t2d_length: int | None, where: str) ->
         )
     else:
         return stated
-    raise MismatchError.at(where, problem, key="vocab_size", found=stated, t2d=t2d_length)
+    raise MismatchError.at(where, problem)
 
 
 def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] | None:

@@ -205,14 +205,11 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
                     where,
                     f"tensor {name} marks {meaning}, which is not converted.\n"
                     "Expected an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama or Qwen3 decoder layer.",
-                    tensor=name,
-                    found=meaning,
                 )
     if kind == "eagle" and FC not in bare.values():
         raise UnsupportedHeadError.at(
             where,
             f"neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight).\nFound {_some(ordered)}.",
-            found=ordered,
         )
 
     stored: dict[str, str] = {}
@@ -230,13 +227,10 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
                 where,
                 f"tensor {name} has no place in an {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head.\n"
                 "A head of another kind is refused rather than guessed at.",
-                tensor=name,
             )
         if canonical in stored:
             raise CheckpointError.at(
-                where,
-                f"tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them.",
-                tensor=canonical,
+                where, f"tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them."
             )
         stored[canonical] = name
 
@@ -249,18 +243,17 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         raise CheckpointError.at(
             where,
             f"incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing.\n{advice}",
-            missing=missing,
         )
     return NameTable(kind, stored, dropped)
 
 
 def refuse_others(names: Iterable[str], where: str) -> None:
     """Raise UnsupportedHeadError where these are the tensors of a draft that is no EAGLE head, or of a whole model."""
-    bare = {name.removeprefix("module.").removeprefix("model."): name for name in names}
+    bare = {name.removeprefix("module.").removeprefix("model.") for name in names}
     for draft, pattern in _OTHER_MARKS.items():
-        if (mark := next((name for short, name in bare.items() if pattern.fullmatch(short)), None)) is not None:
-            raise other_draft(draft, where, tensor=mark)
-    if FC not in bare and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare):
+        if any(map(pattern.fullmatch, bare)):
+            raise other_draft(draft, where)
+    if FC not in bare and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= bare:
         raise other_draft("model", where)
 
 
@@ -274,7 +267,7 @@ def dflash_layers(names: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
 
 
-def other_draft(draft: str, where: str, architecture: str | None = None, **facts: str) -> UnsupportedHeadError:
+def other_draft(draft: str, where: str, architecture: str | None = None) -> UnsupportedHeadError:
     """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line.
 
     Of a class that config.json names, only engines that know it are named.
@@ -285,7 +278,7 @@ def other_draft(draft: str, where: str, architecture: str | None = None, **facts
         advice = f"{_NOWHERE} its class, {architecture}" if engines is None else _WHOLE + "in " + " or ".join(engines)
         if engines is not None and draft in ("medusa", "peagle"):
             advice = OTHER_DRAFTS[draft][1]
-    return UnsupportedHeadError.at(where, f"this is {found}; {advice}.", found=found, **facts)
+    return UnsupportedHeadError.at(where, f"this is {found}; {advice}.")
 
 
 def is_fc_norm(name: str) -> bool:
@@ -303,14 +296,13 @@ def dflash_names(names: Iterable[str], where: str) -> NameTable:
             where,
             f"tensor {unknown} has no place in a DFlash draft.\nExpected the unquantised tensors of z-lab's or "
             "speculators' DFlash, or DSpark's with a plain Markov head.",
-            tensor=unknown,
         )
     required = [FC, _DFLASH_NORM, "norm.weight"]
     required += [f"layers.{layer}.{name}" for layer in range(dflash_layers(stored)) for name in _DFLASH_LAYER]
     required += [MARKOV_IN, MARKOV_OUT] if {MARKOV_IN, MARKOV_OUT} & set(stored) else []
     if missing := [name for name in required if name not in stored]:
         raise CheckpointError.at(
-            where, f"incomplete DFlash draft: {_some(missing)} missing.\nFetch the checkpoint again.", missing=missing
+            where, f"incomplete DFlash draft: {_some(missing)} missing.\nFetch the checkpoint again."
         )
     return NameTable("dflash", stored, dropped)
 

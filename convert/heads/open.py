@@ -173,7 +173,6 @@ def _eagle3(
             "fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
             "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
             "only a head without it is converted.",
-            tensor=names.FC_BIAS,
         )
     taps = settle_taps(config, tensors, where, given_taps)
     if given_taps is not None and taps:

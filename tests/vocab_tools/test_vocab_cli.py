@@ -106,7 +106,7 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert "padding rows" not in told.err
     assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
     assert run("rank", *ranking[1:], "--force", "--target-vocab", 384).code == 0
-    other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 400)
+    other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 4000)
     assert (other.code, "384" in other.err) == (1, True)
     assert not (tmp_path / "other.safetensors").exists()
 

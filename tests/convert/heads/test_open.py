@@ -20,7 +20,7 @@ from eagle_slim.runtime.drafter.rope import rotary_embedding
 from support import heads
 from support.conversion import BY_ID, convert
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
-from support.raising import raises
+from support.raising import raises_with
 from transformers import AutoConfig
 
 
@@ -90,7 +90,7 @@ def test_own_embedding_of_another_width(tmp_path):
     head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, target_hidden_size=48))
     assert (head.hidden_size, head.target_hidden_size) == (HIDDEN, 48)
     del tensors["embed_tokens.weight"]
-    with raises(MismatchError, tensor="embed_tokens.weight"):
+    with raises_with(MismatchError, "embed_tokens.weight"):
         open_head(write_eagle3(tmp_path / "without", tensors=tensors, target_hidden_size=48))
 
 
@@ -212,7 +212,7 @@ def test_sizes_in_a_text_config(tmp_path, write):
     assert found == {**expected, "rope_theta": 5e5}
     assert verify_artifact(done.folder, head=tmp_path / "head").ok
     (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "text_config": [1]}))
-    with raises(MismatchError, key="text_config"):
+    with raises_with(MismatchError, "text_config"):
         open_head(tmp_path / "head")
 
 
@@ -221,7 +221,7 @@ def test_a_part_that_cannot_be_rotated(tmp_path, part):
     inside = {"rope_scaling": {"partial_rotary_factor": part}}
     for name, where in (("top", {"partial_rotary_factor": part}), ("in", inside)):
         for write in (write_eagle3, write_eagle1):
-            with raises(MismatchError, key="partial_rotary_factor", found=part):
+            with raises_with(MismatchError, "partial_rotary_factor", repr(part)):
                 open_head(write(tmp_path / f"{write.__name__}-{name}", **where))
     done = convert(write_eagle3(tmp_path / "head"), draft_vocab="full", out=tmp_path / "slim")
     config = json.loads((done.folder / "config.json").read_text())
@@ -285,24 +285,24 @@ def test_eagle1(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "facts"),
+    ("arguments", "words"),
     [
-        ({"num_key_value_heads": 4}, {"tensor": "layers.0.self_attn.k_proj.weight", "expected": (32, 32)}),
-        ({"intermediate_size": 47}, {"key": "intermediate_size", "found": 47, "expected": MIDDLE}),
-        ({"attention_bias": True}, {"key": "attention_bias", "found": []}),
-        ({"qkv_bias": True}, {"key": "attention_bias", "found": []}),
+        ({"num_key_value_heads": 4}, ("layers.0.self_attn.k_proj.weight", "[32, 32]")),
+        ({"intermediate_size": 47}, ("intermediate_size", "47", "48")),
+        ({"attention_bias": True}, ("attention_bias",)),
+        ({"qkv_bias": True}, ("attention_bias",)),
         (
             {"extra": {"layers.0.self_attn.o_proj.bias": random((HIDDEN,), 1)}, "attention_bias": None},
-            {"key": "attention_bias", "found": ["layers.0.self_attn.o_proj.bias"]},
+            ("layers.0.self_attn.o_proj.bias",),
         ),
         (
             {"extra": {"layers.0.mlp.down_proj.bias": random((HIDDEN,), 1)}, "mlp_bias": False},
-            {"key": "mlp_bias", "found": ["layers.0.mlp.down_proj.bias"]},
+            ("mlp_bias", "layers.0.mlp.down_proj.bias"),
         ),
     ],
 )
-def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, facts):
-    with raises(MismatchError, **facts):
+def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, words):
+    with raises_with(MismatchError, *words):
         open_head(write_eagle1(tmp_path / "head", **arguments))
 
 
@@ -320,130 +320,130 @@ def ones(*shape):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "facts"),
+    ("arguments", "error", "words"),
     [
         (
             {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
             UnsupportedHeadError,
-            {"found": "Eagle3DeepseekV2ForCausalLM"},
+            ("Eagle3DeepseekV2ForCausalLM",),
         ),
         (
             {"extra": {"midlayer.self_attn.kv_b_proj.weight": ones(4, 4)}},
             UnsupportedHeadError,
-            {"tensor": "midlayer.self_attn.kv_b_proj.weight"},
+            ("midlayer.self_attn.kv_b_proj.weight",),
         ),
         (
             {"extra": {"midlayer.self_attn.q_norm.weight": ones(8)}},
             CheckpointError,
-            {"missing": ["midlayer.self_attn.k_norm.weight"]},
+            ("midlayer.self_attn.k_norm.weight",),
         ),
         (
             {"extra": {f"midlayer.self_attn.{name}_norm.weight": ones(16 if name == "k" else 8) for name in "qk"}},
             MismatchError,
-            {"tensor": "midlayer.self_attn.k_norm.weight", "found": (16,), "expected": (8,)},
+            ("midlayer.self_attn.k_norm.weight", "[16]"),
         ),
-        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, CheckpointError, {"missing": QWEN3_NORMS}),
-        ({"spelling": "speculators", "model_type": "qwen3"}, CheckpointError, {"missing": QWEN3_NORMS}),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, CheckpointError, ("q_norm.weight", "k_norm.weight")),
+        ({"spelling": "speculators", "model_type": "qwen3"}, CheckpointError, ("q_norm.weight", "k_norm.weight")),
         (
             {"extra": {"layers.1.self_attn.q_proj.weight": ones(HIDDEN, HIDDEN)}},
             UnsupportedHeadError,
-            {"tensor": "layers.1.self_attn.q_proj.weight", "found": "an EAGLE-3 head of several layers"},
+            ("layers.1.self_attn.q_proj.weight", "an EAGLE-3 head of several layers"),
         ),
-        ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, {"tensor": "surprise"}),
+        ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, ("surprise",)),
         (
             {"extra": {"lm_head.weight_scale": ones(1)}},
             UnsupportedHeadError,
-            {"tensor": "lm_head.weight_scale", "found": "a quantised head"},
+            ("lm_head.weight_scale", "a quantised head"),
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedHeadError, {"found": "fp8"}),
-        ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, {"tensor": "fc.bias"}),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedHeadError, ("fp8",)),
+        ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, ("fc.bias",)),
         (
             {"extra": {"layers.0.hidden_norm.weight": ones(HIDDEN)}},
             CheckpointError,
-            {"tensor": "midlayer.hidden_norm.weight"},
+            ("midlayer.hidden_norm.weight",),
         ),
-        ({"vocab_size": VOCAB + 1}, MismatchError, {"key": "vocab_size", "found": 385, "t2d": 384}),
-        ({"draft_vocab_size": 199}, MismatchError, {"rows": 200, "d2t": 200, "t2d": 384}),
-        ({"intermediate_size": 47}, MismatchError, {"key": "intermediate_size", "found": 47, "expected": 48}),
+        ({"vocab_size": VOCAB + 1}, MismatchError, ("vocab_size", "385")),
+        ({"draft_vocab_size": 199}, MismatchError, ("d2t",)),
+        ({"intermediate_size": 47}, MismatchError, ("intermediate_size", "47")),
         (
             {"num_attention_heads": 2},
             MismatchError,
-            {"tensor": "midlayer.self_attn.q_proj.weight", "found": (32, 64), "expected": (16, 64)},
+            ("midlayer.self_attn.q_proj.weight", "[32, 64]"),
         ),
-        ({"hidden_size": "32"}, MismatchError, {"key": "hidden_size", "found": "32"}),
-        ({"vocab_size": True}, MismatchError, {"key": "vocab_size", "found": True}),
-        ({"draft_vocab_size": 0}, MismatchError, {"key": "draft_vocab_size", "found": 0}),
-        ({"rope_scaling": "yarn"}, MismatchError, {"key": "rope_scaling", "found": "yarn"}),
-        ({"rope_scaling": {"type": ["linear"]}}, MismatchError, {"key": "rope_scaling.rope_type"}),
+        ({"hidden_size": "32"}, MismatchError, ("hidden_size", "32")),
+        ({"vocab_size": True}, MismatchError, ("vocab_size", "True")),
+        ({"draft_vocab_size": 0}, MismatchError, ("draft_vocab_size", "0")),
+        ({"rope_scaling": "yarn"}, MismatchError, ("rope_scaling", "yarn")),
+        ({"rope_scaling": {"type": ["linear"]}}, MismatchError, ("rope_scaling.rope_type",)),
         (
             {"rope_scaling": {"type": "linear", "factor": 0}},
             MismatchError,
-            {"key": "rope_scaling.factor", "found": 0},
+            ("rope_scaling.factor", "0"),
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": "2"}},
             MismatchError,
-            {"key": "rope_scaling.factor", "found": "2"},
+            ("rope_scaling.factor", "2"),
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             MismatchError,
-            {"key": "rope_scaling.low_freq_factor", "found": None},
+            ("rope_scaling.low_freq_factor", "None"),
         ),
-        ({"rope_theta": float("inf")}, CheckpointError, {}),
-        ({"rope_theta": -1.0}, MismatchError, {"key": "rope_theta", "found": -1.0}),
-        ({"rms_norm_eps": "1e-05"}, MismatchError, {"key": "rms_norm_eps", "found": "1e-05"}),
-        ({"hidden_act": 3}, MismatchError, {"key": "hidden_act", "found": 3, "expected": "a name, such as 'silu'"}),
-        ({"layer_types": True}, MismatchError, {"key": "layer_types", "found": True}),
-        ({"eagle_config": []}, MismatchError, {"key": "eagle_config", "found": []}),
-        ({"norm_before_fc": True}, MismatchError, {"key": "norm_before_fc", "found": True}),
-        ({"fc_norm": True}, MismatchError, {"key": "fc_norm", "found": True}),
-        ({"attention_bias": True}, MismatchError, {"key": "attention_bias", "found": []}),
+        ({"rope_theta": float("inf")}, CheckpointError, ()),
+        ({"rope_theta": -1.0}, MismatchError, ("rope_theta", "-1.0")),
+        ({"rms_norm_eps": "1e-05"}, MismatchError, ("rms_norm_eps", "1e-05")),
+        ({"hidden_act": 3}, MismatchError, ("hidden_act", "3")),
+        ({"layer_types": True}, MismatchError, ("layer_types", "True")),
+        ({"eagle_config": []}, MismatchError, ("eagle_config",)),
+        ({"norm_before_fc": True}, MismatchError, ("norm_before_fc", "true")),
+        ({"fc_norm": True}, MismatchError, ("fc_norm", "true")),
+        ({"attention_bias": True}, MismatchError, ("attention_bias",)),
         (
             {"extra": {"midlayer.self_attn.q_proj.bias": ones(HIDDEN)}},
             MismatchError,
-            {"key": "attention_bias", "found": ["midlayer.self_attn.q_proj.bias"]},
+            ("attention_bias", "midlayer.self_attn.q_proj.bias"),
         ),
         (
             {"extra": {"midlayer.self_attn.q_proj.bias": ones(HIDDEN)}, "attention_bias": None},
             MismatchError,
-            {"key": "attention_bias", "found": ["midlayer.self_attn.q_proj.bias"]},
+            ("midlayer.self_attn.q_proj.bias",),
         ),
         (
             {"extra": {f"midlayer.mlp.{name}_proj.bias": ones(MIDDLE) for name in ("gate", "up", "down")}},
             MismatchError,
-            {"tensor": "midlayer.mlp.down_proj.bias", "found": (MIDDLE,), "expected": (HIDDEN,)},
+            ("midlayer.mlp.down_proj.bias", "[48]"),
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             MismatchError,
-            {"key": "rope_parameters", "found": ["full_attention", "sliding_attention"]},
+            ("full_attention", "sliding_attention"),
         ),
-        ({"layer_types": ["sliding_attention"]}, MismatchError, {"key": "sliding_window"}),
+        ({"layer_types": ["sliding_attention"]}, MismatchError, ("sliding_window",)),
         (
             {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
             MismatchError,
-            {"key": "use_sliding_window"},
+            ("use_sliding_window",),
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [-2, 2, 5]},
             MismatchError,
-            {"key": "eagle_aux_hidden_state_layer_ids", "found": [-2, 2, 5], "lowest": 0},
+            ("eagle_aux_hidden_state_layer_ids", "[-2, 2, 5]"),
         ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}},
             MismatchError,
-            {"key": "eagle_config.eagle_aux_hidden_state_layer_ids", "found": [1, 1, 3]},
+            ("eagle_config.eagle_aux_hidden_state_layer_ids", "[1, 1, 3]"),
         ),
-        ({"d2t": None}, MismatchError, {"rows": 200, "t2d": 384, "draft_vocab_size": 200}),
-        ({"d2t": None, "t2d": False}, MismatchError, {"rows": 200, "draft_vocab_size": 200}),
-        ({"lm_head": False}, MismatchError, {"d2t": 200, "t2d": 384, "draft_vocab_size": 200}),
-        ({"lm_head": False, "d2t": None, "t2d": False}, MismatchError, {"draft_vocab_size": 200}),
+        ({"d2t": None}, MismatchError, ("d2t",)),
+        ({"d2t": None, "t2d": False}, MismatchError, ("lm_head.weight",)),
+        ({"lm_head": False}, MismatchError, ("d2t",)),
+        ({"lm_head": False, "d2t": None, "t2d": False}, MismatchError, ("lm_head.weight",)),
     ],
 )
-def test_refused(tmp_path, arguments, error, facts):
+def test_refused(tmp_path, arguments, error, words):
     folder = write_eagle3(tmp_path / "head", **({"ids": trained_ids()} | arguments))
-    with raises(error, **facts):
+    with raises_with(error, *words):
         open_head(folder)
 
 
@@ -454,19 +454,18 @@ def test_missing_tensor_and_other_models_are_refused(tmp_path):
     ):  # fmt: skip
         tensors = eagle3_tensors(rows=200)
         del tensors[name]
-        with raises(CheckpointError, missing=[name]):
+        with raises_with(CheckpointError, name):
             open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors, spelling=spelling, ids=trained_ids()))
     medusa = {"0.0.linear.weight": ones(4, 4)}
-    with raises(UnsupportedHeadError, tensor="0.0.linear.weight", found="a Medusa head"):
+    with raises_with(UnsupportedHeadError, "a Medusa head"):
         open_head(write_eagle3(tmp_path / "medusa", tensors=medusa))
-    with raises(UnsupportedHeadError, found=["model.layers.0.mlp.up_proj.weight"]):
+    with raises_with(UnsupportedHeadError, "model.layers.0.mlp.up_proj.weight"):
         open_head(write_eagle3(tmp_path / "other", tensors={"model.layers.0.mlp.up_proj.weight": ones(4, 4)}))
     quantised = eagle3_tensors(rows=VOCAB)
     for dtype, advice in ((torch.float8_e4m3fn, "A quantised head"), (torch.float64, "Store it as float32")):
         tensors = quantised | {"fc.weight": quantised["fc.weight"].to(dtype)}
-        with raises(UnsupportedHeadError, tensor="fc.weight", found=str(dtype).removeprefix("torch.")) as refused:
+        with raises_with(UnsupportedHeadError, "fc.weight", str(dtype).removeprefix("torch."), advice):
             open_head(write_eagle3(tmp_path / advice, tensors=tensors))
-        assert advice in str(refused.value)
 
 
 _WHOLE_MODEL = {
@@ -501,10 +500,9 @@ _WHOLE_MODEL = {
 )
 def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):
     folder = write_eagle3(tmp_path / "draft", tensors=tensors, **config)
-    with raises(UnsupportedHeadError) as refused:
+    with pytest.raises(UnsupportedHeadError) as refused:
         open_head(folder)
     text = str(refused.value)
-    assert refused.value.facts["found"].startswith(found)
     assert text.startswith(f"{folder}: this is {found}")
     assert advice in text
     assert "\n" not in text
@@ -540,7 +538,7 @@ def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
     # Two of four frequencies by hand: the base is 10000 * 1000 ** (8 / 6) = 1e8, and 1e8 ** (-2 / 8) = 0.01.
     frequencies = rotary_embedding(head.config).inverse_frequencies
     assert frequencies.tolist() == pytest.approx([1.0, 0.01, 1e-4, 1e-6], rel=1e-5)
-    with raises(MismatchError, key="rope_scaling.alpha"):
+    with raises_with(MismatchError, "rope_scaling.alpha"):
         open_head(write_eagle3(tmp_path / "wrong", rope_scaling={**scaling, "alpha": "large"}))
 
 
@@ -579,7 +577,7 @@ def test_a_quantisation_of_nothing_is_none_wherever_it_stands(tmp_path, place, n
     assert "quantization_config" not in {**written, **written.get("transformer_layer_config", {})}
     part["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     heads.write_json(folder / "config.json", config)
-    with raises(UnsupportedHeadError, found="fp8"):
+    with raises_with(UnsupportedHeadError, "fp8"):
         open_head(folder)
 
 
@@ -588,7 +586,7 @@ def test_null_quantisation_file_is_no_quantisation(tmp_path):
     heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": None}})
     assert open_head(folder).kind == "eagle3"
     heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}})
-    with raises(UnsupportedHeadError, found="FP8"):
+    with raises_with(UnsupportedHeadError, "FP8"):
         open_head(folder)
 
 
