@@ -99,6 +99,10 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ChatError(f"{where}: expected an object with role and content, found {kind_of(message)}")
     rest = {key: item for key, item in message.items() if item is not None and key not in ("role", "content")}
+    # Tables write calls as JSON text, and a message without calls has an empty list of them.
+    calls = rest.pop("tool_calls", None)
+    if calls := _json(calls) if isinstance(calls, str) else calls:
+        rest["tool_calls"] = calls
     role, content = message.get("role"), message.get("content")
     if role is None and "from" in message:
         speaker = rest.pop("from", None)
@@ -577,8 +581,7 @@ def _call_words(message: Message) -> list[list[str]]:
             for item in value:
                 add(item)
         elif isinstance(value, str):
-            quoted = (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value))
-            found.append([value, *(text[1:-1] for text in quoted)])
+            found.append([value, json.dumps(value, ensure_ascii=False)[1:-1]])
         elif not isinstance(value, bool | None):
             found.append([json.dumps(value), str(value)])
 

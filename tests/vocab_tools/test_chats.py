@@ -371,7 +371,11 @@ def test_no_template_is_an_error() -> None:
 def test_chats_of_all_forms_are_brought_into_one() -> None:
     told = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": None}]
     assert normalise_messages(told) == turn("a", "b")
-    assert normalise_messages([{"role": "user", "content": "a", "tool_calls": None, "name": None}]) == turn("a")
+    for calls in (None, [], "", "[]"):
+        table_row = {"role": "user", "content": "a", "tool_calls": calls, "name": None}
+        assert normalise_messages([table_row]) == turn("a")
+    in_text = {"role": "assistant", "content": None, "tool_calls": json.dumps([call({"city": "Paris"})])}
+    assert normalise_messages([in_text])[0]["tool_calls"] == [call({"city": "Paris"})]
     for user, assistant in (("human", "gpt"), ("User", "model"), ("user", "Assistant")):
         messages = [{"role": user, "content": "a"}, {"role": assistant, "content": "b"}]
         assert normalise_messages(messages) == turn("a", "b")
