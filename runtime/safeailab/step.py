@@ -183,7 +183,8 @@ class StepPatch:
     @contextmanager
     def _buffers(self) -> Iterator[None]:
         """Work on buffers: ones made in inference mode could not be written to outside it."""
-        with torch.inference_mode(False), torch.no_grad(), current(self.session.head.device):
+        device = self.session.head.device
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
             yield
 
     def _current(self) -> _Tensors:
