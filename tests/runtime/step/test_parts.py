@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.requests.sampling import uniform_stream, warp
+from eagle_slim.runtime.requests.sampling import noise_keys, warp
 from eagle_slim.runtime.requests.stats import GenerationStats, PhaseTimer
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
@@ -61,10 +61,7 @@ def test_grouped_attention_equals_the_formula(softcap: float | None, with_sinks:
 
 def test_typical_sampling_cuts_what_transformers_cuts() -> None:
     logits = torch.tensor([0.55, 0.2, 0.15, 0.07, 0.03]).log()
-    kept = {
-        choose_token(logits, ChoiceRules(sampled=True), torch.ones(8), uniform / 50, typical_p=0.4)
-        for uniform in range(50)
-    }
+    kept = {choose_token(logits, ChoiceRules(sampled=True), torch.ones(6), key, typical_p=0.4) for key in range(50)}
     assert kept == set(
         warp(logits[None], SamplingConfig(1.0, typical_p=0.4))[0].isfinite().nonzero().flatten().tolist()
     )
@@ -80,11 +77,12 @@ def test_warpers_keep_what_their_names_say() -> None:
 
 
 def test_streams_depend_on_seed_and_request_alone() -> None:
-    assert torch.equal(uniform_stream(3, 1, 10), uniform_stream(3, 1, 20)[:10])
-    firsts = {float(uniform_stream(seed, request, 1)) for seed in range(8) for request in range(8)}
+    assert torch.equal(noise_keys(3, 1, 10), noise_keys(3, 1, 20)[:10])
+    firsts = {int(noise_keys(seed, request, 1)) for seed in range(8) for request in range(8)}
     assert len(firsts) == 64
-    draws = uniform_stream(0, 0, 20000)
-    assert abs(float(draws.mean()) - 0.5) < 4 / math.sqrt(12 * 20000)
+    keys = noise_keys(0, 0, 20000)
+    assert len(keys.unique()) == 20000
+    assert abs(float(keys.double().mean()) / 2**63 - 0.5) < 4 / math.sqrt(12 * 20000)
 
 
 class TwoKinds:
