@@ -21,7 +21,7 @@ PYTHONS := 3.10 3.11 3.12 3.13
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-oldest \
-    test-upstream engines test-engines resolve lock format clean
+    test-upstream engines test-engines test-engines-all resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call environment,$(VENV))
@@ -54,7 +54,7 @@ tests: $(STAMP)
 
 # What `make test` leaves out to be quick: sweeps, odd sizes, long cases.
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'slow and not engine'
 
 # The whole persistent kernel with many programs side by side in Triton's interpreter, and what the compiler makes of every
 # kernel for GPUs that are not here.
@@ -112,17 +112,24 @@ test-upstream:
 	OMP_NUM_THREADS=1 EAGLE_SLIM_UPSTREAM='$(abspath $(EAGLE_SLIM_UPSTREAM))' $(UPSTREAM_VENV)/bin/python $(PYTEST) \
 	    tests/runtime/safeailab tests/benchmarks/test_safeailab.py tests/runtime/test_examples.py -k safeailab
 
-# The artifact in real engines, in an environment of their own (3.5 GB). Arguments for pytest: ARGS='-k sglang'.
+# The artifact in vLLM and SGLang, in an environment of their own (3.5 GB). Arguments for pytest: ARGS='-k sglang'.
 # Threads that wait must sleep: spinning, they take the cores from the processes they wait for.
 ENGINES := .venv-engines
-test-engines: engines
-	test -x $(ENGINES)/bin/eagle-convert || $(ENGINES)/bin/python $(PIP_INSTALL) --no-deps --editable .
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_PROGRAMS=1 \
-	    $(ENGINES)/bin/python -m pytest -m engine tests/engines $(ARGS)
+ENGINE_TESTS = OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_PROGRAMS=1 \
+    $(ENGINES)/bin/python -m pytest tests/engines $(ARGS)
+test-engines: $(ENGINES)/bin/eagle-convert
+	$(ENGINE_TESTS) -m 'engine and not slow'
 
+# Beside these every kind of head, LMDeploy, Ray, and llama.cpp, which is built once (needs cmake and a compiler).
+test-engines-all: $(ENGINES)/bin/eagle-convert
+	$(ENGINE_TESTS) -m engine
+
+$(ENGINES)/bin/eagle-convert: $(ENGINES)/.installed
+	$(ENGINES)/bin/python $(PIP_INSTALL) --no-deps --editable .
+
+engines: $(ENGINES)/.installed
 # Without our own package: this may run beside `make check`, and two installations of one folder are in each other's way.
 # The lock is complete, and the engines' own pins exclude each other, hence --no-deps.
-engines: $(ENGINES)/.installed
 $(ENGINES)/.installed: tests/engines/requirements.lock
 	rm -rf $(ENGINES)
 	$(call environment,$(ENGINES))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from eagle_slim.convert import ConvertOptions, convert_head
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+from eagle_slim.convert.vocabulary_choice import VocabRequest
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.drafter.tuning.arguments import whole_from
-from eagle_slim.runtime.requests.exactness import exactness, first_difference
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import BUCKETS
 
@@ -120,7 +120,7 @@ class Fuzz:
         output = generate(model, questions, **options, speculative=variant.tree is not None)
         self.reused += output.stats.num_reused_tokens
         self.paths.add(output.stats.path)
-        self.exactness.add(str(exactness(output.stats)))
+        self.exactness.add(str(output.stats.exactness))
         side_by_side = min(len(questions), options["max_slots"])
         for place, (question, own, found) in enumerate(zip(questions, wanted, output.token_ids, strict=True)):
             first = first_difference(found, own)

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
-from eagle_slim.runtime.compare.prompt_file import Prompt
+from eagle_slim.runtime.compare.prompts import Prompt
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head
-from eagle_slim.runtime.requests.tree_size import TABLES
+from eagle_slim.runtime.step.tree_size import TABLES
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import LAYERS
@@ -128,7 +128,7 @@ def measure(
                 {
                     "batch": row.batch, "prefix": round(prefix), "nodes": row.candidate.tree[2],
                     "accepted_length": row.mean_accepted_length, "passes": row.num_passes,
-                    "step_ms": row.step_s * 1e3, "draft_ms": row.measured.draft_s * 1e3,
+                    "step_ms": row.measured.step_s * 1e3, "draft_ms": row.measured.draft_s * 1e3,
                 }
             )  # fmt: skip
             show(rows[-1])

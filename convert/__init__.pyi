@@ -1,11 +1,5 @@
-from .artifact.artifact import Artifact
-from .audit.verify import Check, Verification, verify_artifact
-from .conversion.convert import PreparedConversion, convert_head, prepare_conversion
-from .conversion.gguf import add_gguf
-from .conversion.options import ConvertOptions
-from .conversion.result import Conversion
-from .conversion.vocab_choice import VocabRequest
-from .conversion.write import Planned
+from .artifact.format import Artifact
+from .artifact.manifest import Manifest
 from .errors import (
     ArtifactError,
     CheckpointError,
@@ -16,13 +10,15 @@ from .errors import (
     SourceError,
     UnsupportedHeadError,
 )
-from .head.draft_head import DraftHead
-from .head.open import open_head
-from .head.tensors import LazyTensors
-from .manifest import Manifest
+from .heads.draft_head import DraftHead, LazyTensors
+from .heads.open import open_head
+from .options import ConvertOptions
+from .pipeline import Conversion, convert_head, plan_conversion
 from .push import push_folder
 from .rows.checkpoint import Checkpoint, open_checkpoint
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
+from .verify.verify import Check, Verification, verify_artifact
+from .vocabulary_choice import VocabRequest
 
 __all__ = [
     "Artifact",
@@ -39,20 +35,17 @@ __all__ = [
     "MismatchError",
     "OutputError",
     "OutputExistsError",
-    "Planned",
-    "PreparedConversion",
     "SourceError",
     "UnsupportedHeadError",
     "Verification",
     "VocabRequest",
-    "add_gguf",
     "convert_head",
     "embedded_head",
     "embedded_target_folder",
     "export_embedded_target",
     "open_checkpoint",
     "open_head",
-    "prepare_conversion",
+    "plan_conversion",
     "push_folder",
     "verify_artifact",
 ]

@@ -1,37 +1,25 @@
-"""Folders appear whole or not at all: written aside, brought to the disk, then renamed into place.
+"""Folders appear whole or not at all: written as a hidden sibling, brought to the disk, then renamed into place.
 
-At any moment of a `kill -9` or a power cut the old result or the new one is at its name, never a part of one. What a
-killed run leaves behind is a hidden sibling, `.NAME.<8 hex digits>.eagle-slim-tmp` (a half-written or a replaced
-result) or `.NAME.<8 hex digits>.eagle-slim-old` (see below). Each is locked with flock(2) by the process that works on
-it, and the kernel drops the lock when that process dies; so the next run on the same name takes every lock that it can
-get, and removes what each protects.
-
-A folder is replaced by exchanging both names in one step (renameat2 with RENAME_EXCHANGE). Where the kernel or the file
-system cannot, the old folder is renamed aside, then the new one into place; a process killed between the two leaves no
-folder at the name, and the next run on that name puts the old one back before it begins.
+The sibling of `NAME` is `.NAME.eagle-slim-new`, locked with flock(2) by the run that writes it; the kernel drops the
+lock when that run dies, and the next run on the name takes the folder over. What is replaced is renamed to
+`.NAME.eagle-slim-old` first. A run killed between the two renames leaves nothing at the name; the next one puts the old
+folder back before it begins.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eagle_slim.vocab_tools.files import expand_home
 
 from .errors import OutputError, OutputExistsError
 
-_TEMPORARY = ".eagle-slim-tmp"
-_REPLACED = ".eagle-slim-old"
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
@@ -47,24 +35,32 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
 
     Yields:
         A new sibling of `out`, on the same file system.
+
+    Raises:
+        OutputExistsError: as `check_output`.
+        OutputError: the disk refuses, or another run is writing `out`.
     """
     out = _real(out)
+    new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
     with _explained(out):
-        clean_leftovers(out)
         check_output(out, force, marker)
-        parent_existed = _nearest(out.parent)
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary, lock = _locked_folder(out)
+        lock = _locked(new, out)
     try:
-        with _explained(out, temporary):
-            yield temporary
-            _sync_tree(temporary)
-            _put_in_place(temporary, out, force, marker)
-            _sync_up(out.parent, parent_existed)
+        with _explained(out, new):
+            if old.exists() and not os.path.lexists(out):
+                os.rename(old, out)
+            shutil.rmtree(old, ignore_errors=True)
+            check_output(out, force, marker)
+            yield new
+            _sync_tree(new)
+            _put_in_place(new, out, old, force, marker)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     finally:
-        # After an exchange this is the old folder, otherwise what is left after an error.
-        shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
@@ -76,21 +72,19 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     out = _real(out)
     place = _nearest(out.parent)
     if not place.is_dir():
-        raise OutputError.at(
-            out, f"cannot be written: {place} is a file.\nWrite to another place with --out.", errno=errno.ENOTDIR
-        )
+        raise _refusal(NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place)), out)
     if not os.access(place, os.W_OK | os.X_OK):
         raise _refusal(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place)), out)
     if not os.path.lexists(out):
         return
-    is_empty = out.is_dir() and not any(out.iterdir())
-    if not force and not is_empty:
-        raise _exists(out)
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if not force:
+        raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
     if not out.is_dir():
-        raise OutputExistsError.at(
-            out, "is a file; a folder is to be written here.\nChoose another name.", found="file"
-        )
-    if marker is not None and not (out / marker).is_file() and not is_empty:
+        problem = "is a file; a folder is to be written here.\nChoose another name."
+        raise OutputExistsError.at(out, problem, found="file")
+    if marker is not None and not (out / marker).is_file():
         raise OutputExistsError.at(
             out,
             f"not replaced: it holds files but no {marker}, so this program did not write it.\n"
@@ -112,37 +106,8 @@ def require_space(folder: Path | str, size_bytes: int) -> None:
 
 
 def free_bytes(folder: Path | str) -> int:
-    """Bytes that are free on the disk of `folder`, or of its nearest parent that exists."""
+    """Return the bytes that are free on the disk of `folder`, or of its nearest parent that exists."""
     return shutil.disk_usage(_nearest(_real(folder))).free
-
-
-def clean_leftovers(out: Path | str) -> None:
-    """Remove what killed runs left beside `out`; put back the old folder where a kill fell between two renames.
-
-    What a living process holds, and what has other names, stays. Errors of removing are ignored: a leftover is only
-    untidy.
-    """
-    out = _real(out)
-    pattern = re.compile(
-        re.escape(f".{out.name}.") + r"[0-9a-f]{8}(" + f"{_TEMPORARY}|{_REPLACED}".replace(".", r"\.") + ")"
-    )
-    try:
-        siblings = [name for name in os.listdir(out.parent) if pattern.fullmatch(name)]
-    except OSError:
-        return
-    for name in siblings:
-        leftover = out.parent / name
-        if (lock := _try_lock(leftover)) is None:
-            continue
-        try:
-            if name.endswith(_REPLACED) and not os.path.lexists(out):
-                os.rename(leftover, out)
-            else:
-                shutil.rmtree(leftover, ignore_errors=True)
-        except OSError:
-            continue
-        finally:
-            os.close(lock)
 
 
 def _real(path: Path | str) -> Path:
@@ -152,144 +117,78 @@ def _real(path: Path | str) -> Path:
     return real
 
 
-def _sibling(out: Path, suffix: str) -> Path:
-    return out.with_name(f".{out.name}.{secrets.token_hex(4)}{suffix}")
+def _nearest(place: Path) -> Path:
+    """Return the path itself, or the nearest of its parents that exists."""
+    while not place.exists():
+        place = place.parent
+    return place
 
 
-def _locked_folder(out: Path) -> tuple[Path, int]:
+def _locked(new: Path, out: Path) -> int:
+    """Make an empty folder and return a descriptor that holds its lock; OutputError where another run has it."""
     while True:
-        temporary = _sibling(out, _TEMPORARY)
-        temporary.mkdir()
-        lock = _try_lock(temporary)
-        # Another run's cleaning may have come between the two lines above; then the folder is gone or going.
-        if lock is not None:
-            return temporary, lock
-
-
-def _try_lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock of a file or folder, or None if another process has it or it is gone."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _same(path, fd):
-            return fd
-    except BlockingIOError:
-        pass
-    os.close(fd)
-    return None
-
-
-def _same(path: Path, fd: int) -> bool:
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return False
-    return os.path.samestat(found, os.fstat(fd))
-
-
-def _put_in_place(temporary: Path, out: Path, force: bool, marker: str | None) -> None:
-    if not os.path.lexists(out):
-        _rename_new(temporary, out)
-        return
-    # It was absent or replaceable at the beginning; somebody may have written it in the meantime.
-    check_output(out, force, marker)
-    if _exchange(temporary, out):
-        return
-    replaced = _sibling(out, _REPLACED)
-    lock = _try_lock(out)
-    try:
-        os.rename(out, replaced)
-        os.rename(temporary, out)
-    except BaseException:
-        if not os.path.lexists(out) and os.path.lexists(replaced):
-            os.rename(replaced, out)
-        raise
-    finally:
-        if lock is not None:
+        new.mkdir(exist_ok=True)
+        lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             os.close(lock)
-    shutil.rmtree(replaced, ignore_errors=True)
+            problem = "another run is writing it.\nWait for that one, or write to another place with --out."
+            raise OutputError.at(out, problem) from error
+        # The run that had it may just have renamed it into place.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(new), os.fstat(lock)):
+                break
+        os.close(lock)
+    for left in new.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return lock
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the kernel, the C library or the file system cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
-def _rename_new(temporary: Path, out: Path) -> None:
-    """Rename to a name that must be free; a race with another writer ends in an error, not in a lost result."""
-    try:
-        os.rename(temporary, out)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise _exists(out) from error
-        raise
+def _put_in_place(new: Path, out: Path, old: Path, force: bool, marker: str | None) -> None:
+    if not os.path.lexists(out):
+        os.rename(new, out)
+    else:
+        # Somebody may have written it in the meantime.
+        check_output(out, force, marker)
+        try:
+            os.rename(out, old)
+            os.rename(new, out)
+        except BaseException:
+            if not os.path.lexists(out):
+                os.rename(old, out)
+            raise
+    _sync(out.parent)
 
 
 def _sync_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            path = os.path.join(root, name)
-            if not os.path.islink(path):
-                _sync_path(path)
-        _sync_path(root)
+        for path in (*(Path(root, name) for name in names), Path(root)):
+            _sync(path)
 
 
-def _sync_up(folder: Path, last: Path) -> None:
-    """Sync `folder` and its parents up to `last` to the disk, new folders included."""
-    while True:
-        _sync_path(str(folder))
-        if folder == last or folder == folder.parent:
-            return
-        folder = folder.parent
-
-
-def _sync_path(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        os.fsync(descriptor)
     except OSError as error:
         # Some network file systems have no fsync for folders; there the rename itself is what they promise.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
-        os.close(fd)
-
-
-def _exists(out: Path) -> OutputExistsError:
-    return OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
+        os.close(descriptor)
 
 
 @contextmanager
-def _explained(out: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Turn the errors of a disk into OutputError; errors about other files pass as they are."""
+def _explained(out: Path, new: Path | None = None) -> Iterator[None]:
+    """Turn the errors of a disk into OutputError; errors about other files than those in `new` pass as they are."""
     try:
         yield
     except OSError as error:
-        ours = temporary is None or any(
-            str(name).startswith(str(temporary)) for name in (error.filename, error.filename2) if name is not None
-        )
-        if not ours and error.errno not in _DISK_ERRORS:
+        is_ours = new is None or any(str(name).startswith(str(new)) for name in (error.filename, error.filename2))
+        if not is_ours and error.errno not in _DISK_ERRORS:
             raise
         raise _refusal(error, out) from error
-
-
-def _nearest(place: Path) -> Path:
-    """The path itself, or the nearest of its parents that exists."""
-    while not place.exists():
-        place = place.parent
-    return place
 
 
 def _refusal(error: OSError, out: Path) -> OutputError:

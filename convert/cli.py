@@ -1,20 +1,17 @@
-"""eagle-convert: parses, calls `convert_head`, prints what it wrote."""
+"""eagle-convert: parses, calls `plan_conversion`, writes what it returned or only checks it, and prints it."""
 
 from __future__ import annotations
 
 import inspect
-import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.core import ParameterSource
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     force_option,
     json_option,
-    network_options,
     note,
     parse_weights,
     run_cli,
@@ -23,32 +20,11 @@ from eagle_slim.vocab_tools.base_cli import (
     whole_numbers,
 )
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, parse_sources
-from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from .pipeline import Conversion
 
-    from .conversion.convert import PreparedConversion
-    from .conversion.result import Conversion
-    from .manifest import Manifest
-    from .push import Upload
-
-# What --push takes beside it, and --gguf for an artifact that exists.
-_WITH_PUSH = ("push", "push_to_hub", "private", "dry_run", "progress", "as_json")
-_WITH_GGUF = (
-    "head",
-    "gguf",
-    "target",
-    "target_revision",
-    "tokenizer",
-    "tokenizer_revision",
-    "offline",
-    "force",
-    "progress",
-    "as_json",
-)
 _GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
-
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
@@ -84,7 +60,7 @@ Examples:
   eagle-convert --draft-vocab 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
-  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0
+  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
@@ -103,7 +79,6 @@ Examples:
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
-@click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
@@ -125,20 +100,18 @@ Examples:
     help="Target layers whose inputs the head reads, if its files are wrong.",
 )
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
-              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. With an "
-              "artifact as HEAD and no size, add them to it.")  # fmt: skip
+              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
+              "Alone, of an artifact at its own size.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
-@network_options
-@click.option("--dry-run", is_flag=True, help="Check everything, print what would be written, and stop.")
-@click.option("--push-to-hub", metavar="REPO", help="Upload the result to this repository.")
-@click.option("--push", metavar="DIR", help="Upload this artifact to --push-to-hub, and do nothing else.")
-@click.option("--private/--public", default=None, help="Visibility of a new repository; default: your account's.")
+@click.option("--dry-run", is_flag=True, help="Do everything but write: count, check, and print what would be written.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @json_option
 @version_option()
-def convert(head: str | None, **options: Any) -> None:
+def convert(
+    head: str | None, dry_run: bool, progress: bool | None, as_json: bool, flavour: str | None, **options: Any
+) -> None:
     """Cut the draft vocabulary of an EAGLE head, or of a DFlash draft, to the tokens that matter.
 
     HEAD is a folder or a Hugging Face Hub repository; by default, the built-in EAGLE-3 head of SmolLM2-135M-Instruct.
@@ -148,180 +121,56 @@ def convert(head: str | None, **options: Any) -> None:
     The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
     head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
     """
-    if options["offline"] and options["push_to_hub"]:
-        raise UsageError("--push-to-hub needs the Hub: leave --offline out.")
-    if options["push"]:
-        _push_existing(options)
-        return
-    if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
-        _add_gguf(head, options)
-        return
-    from eagle_slim.vocab_tools.counting.count import count_tokens, open_for_counting
+    from eagle_slim.vocab_tools.counting import count_tokens
 
-    from .conversion.convert import prepare_conversion
-    from .conversion.options import ConvertOptions
-    from .conversion.vocab_choice import VocabRequest
+    from .options import ConvertOptions
+    from .pipeline import plan_conversion
+    from .vocabulary_choice import VocabRequest
 
-    if options["push_to_hub"] and len(options["draft_vocab"] or ()) > 1:
-        raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
     request = VocabRequest(
-        counts=options["counts"],
-        token_map=options["token_map"],
-        corpus=tuple(parse_sources(options["datasets"])),
-        order=options["order"],
-        weights=parse_weights(options["weights"]) or None,
-        force_added=options["force_added"],
-        force_ids=options["force_ids"],
+        counts=options.pop("counts"),
+        token_map=options.pop("token_map"),
+        corpus=tuple(parse_sources(options.pop("datasets"))),
+        order=options.pop("order"),
+        weights=parse_weights(options.pop("weights")) or None,
+        force_added=options.pop("force_added"),
+        force_ids=options.pop("force_ids"),
     )
-    options["flavour"] = options["flavour"] or "default"
-    named = {name: options[name] for name in inspect.signature(ConvertOptions).parameters if name in options}
-    prepared = prepare_conversion(head, ConvertOptions(**named, vocabulary=request), say=note)
-    if options["push_to_hub"]:
-        from .hub.push import check_push
-
-        check_push(options["push_to_hub"])
-    if options["dry_run"]:
-        prepared.check_values()
-        if prepared.text is not None:
-            open_for_counting(*prepared.text, notify=note)
-        _print_plans(prepared, options)
-        return
-    done = prepared.convert(partial(count_tokens, notify=note, progress=options["progress"]))
-    pushed = None
-    if options["push_to_hub"]:
-        from .push import plan_upload
-
-        pushed = _push(plan_upload(done[0].folder), options)
-    _warn(conversion.manifest for conversion in done)
-    if options["as_json"]:
+    given = ConvertOptions(vocabulary=request, flavour=flavour or "default", **options)  # type: ignore[arg-type]  # checked by click
+    found = plan_conversion(head, given, count=partial(count_tokens, notify=note, progress=progress), say=note)
+    done = []
+    for plan in found:
+        if dry_run:
+            plan.check()
+            done.append(plan)
+        else:
+            note(f"writing {plan.folder}")
+            done.append(plan.write(given.force))
+    # Several sizes of one head have most of their warnings in common.
+    warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
+    if as_json:
         results = [conversion.to_json() for conversion in done]
-        if pushed is not None:
-            results[0]["pushed_to"] = pushed
         emit_json(results if len(results) > 1 else results[0])
         return
     for conversion in done:
-        _print(conversion)
-    if pushed is not None:
-        click.echo(f"uploaded to {pushed}")
+        _print(conversion, "would write" if dry_run else "wrote")
 
 
 convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
 
 
-def _push(upload: Upload, options: dict[str, Any]) -> str:
-    from .errors import SourceError
-
-    folder, repo_id = upload.folder, options["push_to_hub"]
-    warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in upload.left)
-    note(f"uploading {folder} to {repo_id}")
-    try:
-        return upload.to(repo_id, options["private"])
-    except SourceError as error:
-        command = f"eagle-convert --push {shlex.quote(str(folder))} --push-to-hub {repo_id}"
-        advice = f"{folder} is complete. Upload it later with: {command}"
-        raise SourceError(f"{error}\n{advice}", **error.facts) from error
-
-
-def _refuse_beside(allowed: Collection[str], why: str) -> None:
-    """Refuse what was given beside the options that a task takes; a UsageError of `why` and the option."""
-    ctx = click.get_current_context()
-    for param in ctx.command.params:
-        name = str(param.name)
-        if name in ctx.params and name not in allowed and ctx.get_parameter_source(name) != ParameterSource.DEFAULT:
-            option = param.opts[0] if isinstance(param, click.Option) else "HEAD"
-            raise UsageError(f"{why}: leave out {option}.", option=option)
-
-
-def _push_existing(options: dict[str, Any]) -> None:
-    _refuse_beside(_WITH_PUSH, "--push uploads an artifact that exists, and does nothing else")
-    if not options["push_to_hub"]:
-        raise UsageError("--push: name the repository with --push-to-hub.")
-    from .hub.push import check_push
-    from .push import plan_upload
-
-    upload = plan_upload(options["push"])
-    check_push(options["push_to_hub"])
-    pushed = None if options["dry_run"] else _push(upload, options)
-    if options["as_json"]:
-        emit_json({"uploads": upload.names, "left": upload.left, "pushed_to": pushed})
-    elif pushed is not None:
-        click.echo(f"uploaded to {pushed}")
-    else:
-        click.echo(f"would upload {upload.folder} to {options['push_to_hub']}")
-        for name in upload.names:
-            click.echo(f"  {name:<22}{_bytes((upload.folder / name).stat().st_size)}")
-        for name in upload.left:
-            click.echo(f"  {name:<22}left: the manifest does not name it")
-
-
-def _warn(manifests: Iterable[Manifest]) -> None:
-    # Several sizes of one head have most of their warnings in common.
-    warn(dict.fromkeys(warning for manifest in manifests for warning in manifest.warnings))
-
-
-def _add_gguf(head: str, options: dict[str, Any]) -> None:
-    from .conversion.gguf import add_gguf
-
-    _refuse_beside(
-        _WITH_GGUF, "--gguf without a --draft-vocab adds files to an artifact that exists, and does nothing else"
-    )
-    named = {name: options[name] for name in inspect.signature(add_gguf).parameters if name in options}
-    written = add_gguf(head, options["gguf"], **named, say=note)
-    if options["as_json"]:
-        emit_json({"folder": head, "files": written})
-        return
-    for name, entry in written.items():
-        click.echo(f"wrote {head}/{name}: {_bytes(entry['size_bytes'])}")
-
-
-def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
-    _warn(plan.manifest for plan in prepared.plans)
-    if prepared.text is not None:
-        note(
-            "text is still to be counted: what only its counts tell, such as ids that it never holds, is not told here"
-        )
-    if options["as_json"]:
-        plans = [plan.to_json() for plan in prepared.plans]
-        emit_json(plans if len(plans) > 1 else plans[0])
-        return
-    for plan in prepared.plans:
-        rows = "as many as --coverage asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
-        click.echo(f"would write {plan.folder}")
-        click.echo(f"  rows of the LM head   {prepared.inputs.head.draft_vocab:,} → {rows}")
-        click.echo(f"  forced ids            {plan.manifest.num_forced:,}")
-        click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {_bytes_if_known(plan.bytes_after)}")
-        _print_coverage(plan.manifest)
-    needed = [plan.disk_bytes for plan in prepared.plans]
-    in_all = None if None in needed else sum(size or 0 for size in needed)
-    has_plot = any(plan.coverage is not None or plan.is_guess for plan in prepared.plans)
-    plots = " beside the plot of the coverage" if has_plot else ""
-    free = prepared.plans[0].to_json()["free_bytes"]
-    click.echo(f"  {'disk, in all':<22}{_bytes_if_known(in_all)} needed{plots}, {_bytes(free)} free")
-    for name, what in prepared.access.items():
-        click.echo(f"  {name:<22}{what}")
-    if options["push_to_hub"]:
-        click.echo(f"  {'upload':<22}may write to {options['push_to_hub']}")
-
-
-def _print(conversion: Conversion) -> None:
-    click.echo(f"wrote {conversion.folder}")
-    click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")
-    ratio = conversion.bytes_after / conversion.bytes_before
-    click.echo(
-        f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
-    )
-    for name, entry in conversion.manifest.files.items():
+def _print(conversion: Conversion, verb: str) -> None:
+    manifest, before, after = conversion.manifest, conversion.bytes_before, conversion.bytes_after
+    click.echo(f"{verb} {conversion.folder}, {readable_bytes(conversion.size_bytes)}")
+    click.echo(f"  rows of the LM head   {conversion.head.draft_vocab:,} → {manifest.draft_vocab:,}")
+    click.echo(f"  forced ids            {manifest.num_forced:,}")
+    click.echo(f"  bytes per draft step  {readable_bytes(before)} → {readable_bytes(after)} ({after / before:.0%})")
+    for name, entry in manifest.files.items():
         if name.endswith(".gguf"):
-            click.echo(f"  for llama.cpp         {name}, {_bytes(entry['size_bytes'])}")
-    if conversion.manifest.num_uncounted is not None:
-        click.echo(f"  never counted         {conversion.manifest.num_uncounted:,} of the ids, forced ones apart")
-    _print_coverage(conversion.manifest)
-
-
-def _print_coverage(manifest: Manifest) -> None:
-    from .conversion.result import coverage_summary
-
-    for entry in coverage_summary(manifest):
+            click.echo(f"  for llama.cpp         {name}, {readable_bytes(entry['size_bytes'])}")
+    if manifest.num_uncounted is not None:
+        click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
+    for entry in manifest.coverage_summary:
         interval = ""
         if entry["interval"] is not None:
             low, high = entry["interval"]
@@ -332,11 +181,8 @@ def _print_coverage(manifest: Manifest) -> None:
         )
 
 
-def _bytes_if_known(size_bytes: int | None) -> str:
-    return "not known before text is counted" if size_bytes is None else _bytes(size_bytes)
-
-
-def _bytes(size_bytes: int) -> str:
+def readable_bytes(size_bytes: int) -> str:
+    """Write a number of bytes in the largest unit that it fills: `34.7 MB`."""
     unit, divisor = next(((name, size) for name, size in _UNITS if size_bytes >= size), _UNITS[-1])
     return f"{size_bytes / divisor:,.1f} {unit}"
 

@@ -35,20 +35,22 @@ def read_regular(path: Path | str) -> bytes:
 def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
-    Raises `error_type` with the fact `file` where it is missing or holds anything else; messages begin with `where`.
+    Raises `error_type` where it is missing or holds anything else; messages begin with `where`.
     """
-    facts = {"path": where, "file": path.name}
     try:
         value = json.loads(read_regular(path), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise error_type(
-            f"{where}: {path.name} is missing.\nExpected the folder that has it beside the weights.", **facts
-        ) from None
+        advice = "Expected the folder that has it beside the weights."
+        if (path.parent / "params.json").is_file():
+            advice = (
+                "This is Mistral's own format (params.json), which is not read: give a repository in Hugging Face's."
+            )
+        raise error_type(f"{where}: {path.name} is missing.\n{advice}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise error_type(f"{where}: {path.name} cannot be read as JSON ({error}).", **facts) from error
+        raise error_type(f"{where}: {path.name} cannot be read as JSON ({error}).") from error
     if not isinstance(value, dict):
         found = type(value).__name__
-        raise error_type(f"{where}: {path.name}: expected a JSON object, found {found}.", **facts)
+        raise error_type(f"{where}: {path.name}: expected a JSON object, found {found}.")
     return value
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .artifact.artifact import CARD_NAME
-from .audit.verify import verify_artifact
+from .artifact.format import CARD_NAME
+from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import ArtifactError
 from .hub.push import upload_files
-from .manifest import MANIFEST_NAME, Manifest
 from .rows.paths import path_inside
+from .verify.verify import verify_artifact
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ def plan_upload(folder: Path | str) -> Upload:
             folder,
             f"not uploaded, as the audit fails: {failed[0].name}: {failed[0].detail}\n"
             "Convert the head again; eagle-verify shows every check.",
-            failed=[check.name for check in failed],
         )
     present = sorted(path.name for path in folder.iterdir())
     for name in own.intersection(present):

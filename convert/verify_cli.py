@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     json_option,
-    network_options,
     run_cli,
     version_option,
 )
@@ -37,7 +36,6 @@ Examples:
               help="Engine to serve it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
-@network_options
 @json_option
 @version_option()
 def verify(
@@ -54,7 +52,7 @@ def verify(
 
     Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 if any check failed.
     """
-    from .audit.verify import verify_artifact
+    from .verify.verify import verify_artifact
 
     result = verify_artifact(
         folder,

@@ -53,5 +53,5 @@ run(
     folder=args.out,
 )
 
-print(f"\nslim head      {slim}\ncoverage plot  {slim / 'coverage.png'}")
+print(f"\nslim head      {slim}")
 print(f"all of it took {time.monotonic() - started:.0f} s")

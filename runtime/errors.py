@@ -1,6 +1,8 @@
 """Errors of the runtime, by what a user can do about them.
 
 EagleSlimError
+├── UsageError              the arguments contradict each other or the input: other arguments
+│   └── NothingToFollowError  the draft vocabulary holds every id that could join it: a smaller one
 ├── TargetError             the target cannot be loaded: other folder, repository or revision, or a connection
 ├── UnsupportedModelError   this model class or one of its options is outside what the runtime handles: other model
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
@@ -8,6 +10,7 @@ EagleSlimError
 ├── DrafterError            the drafter asked for cannot run here: other drafter or device
 │   ├── CheckError          EAGLE_SLIM_CHECK found a wrong value in a step: a defect, to be reported with the message
 │   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
+├── DeviceMemoryError       the GPU's memory is full: fewer slots, shorter texts, smaller trees
 └── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
 """
 
@@ -17,6 +20,12 @@ from difflib import get_close_matches
 # Under their own names again, so that they can be imported from here.
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
+
+_LONGEST = 100
+
+
+class NothingToFollowError(UsageError):
+    """A draft vocabulary holds every id that could join it."""
 
 
 class TargetError(EagleSlimError):
@@ -32,11 +41,19 @@ class PairingError(EagleSlimError):
 
 
 class PromptError(EagleSlimError):
-    """A prompt is empty, or leaves no room in the model's context."""
+    """A prompt is empty, or leaves no room in the model's context; ``prompt``: its place in the call."""
+
+    def __init__(self, message: str = "", /, prompt: int = 0) -> None:
+        super().__init__(message)
+        self.prompt = prompt
 
 
 class DrafterError(EagleSlimError):
     """The drafter asked for cannot run with these dimensions or on this device."""
+
+
+class DeviceMemoryError(EagleSlimError):
+    """The memory of the device is full; says what can be lowered. The next call starts with what was free before."""
 
 
 class CheckError(DrafterError):
@@ -76,10 +93,16 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
     return "".join(f" Did you mean {near}?" for near in get_close_matches(name, choices, n=1))
 
 
+def brief(value: object) -> str:
+    """Return a value as text that fits a line of an error message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
 def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:
     """Return the error for a value that cannot be; ``kind``: "option", "field" or "tensor", the fact with its name."""
     return UsageError(
-        f"{name} must be {expected}, got {found!r}.", **{kind: name, "expected": expected, "found": found}
+        f"{name} must be {expected}, got {brief(found)}.", **{kind: name, "expected": expected, "found": found}
     )
 
 

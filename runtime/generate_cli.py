@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import io
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
+from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
-from eagle_slim.vocab_tools.files import expand_home, write_file
 
-from .options_cli import (
-    check_names,
-    load_heads,
-    miss_log_option,
-    model_options,
-    partial_options,
-    partial_verification,
-    show_warnings_as_lines,
-)
+from .options_cli import check_names, load_heads, model_options, options_as_typed, show_warnings_as_lines
+from .settings import PartialVerification, TreeConfig
 
 if TYPE_CHECKING:
+    from .api.output import GenerationOutput
+    from .api.stats import GenerationStats
     from .model import SpeculativeModel
-    from .requests.output import GenerationOutput
-    from .requests.stats import GenerationStats
 
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
 /reset        start over
 /retry        answer the last message again
 /undo         take the last message and its answer back
-/save FILE    write the conversation as a line of JSON, as eagle-vocab counts it
-/stats        figures of the whole chat
 /help         this list
-/quit         end the chat (also /exit, Ctrl-D, or Ctrl-C between answers)"""
+/quit         end the chat (also Ctrl-D, or Ctrl-C between answers)"""
+_TYPED = ("depth=--depth", "top_k=--draft-top-k", "total_tokens=--total-tokens", "draft_vocab=--draft-vocab")
 
 
 def _draft_vocab(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -63,26 +53,28 @@ Examples:
   eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
 )
 @model_options
+@click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
+@click.option("--draft-top-k", type=click.IntRange(min=1), default=10, show_default=True,
+              help="Children per node; 1 drafts a chain.")  # fmt: skip
+@click.option("--total-tokens", type=click.IntRange(min=2),
+              help="Nodes of the tree, root included. Default: the fastest by measured steps.")  # fmt: skip
 @click.option("--draft-vocab", callback=_draft_vocab, metavar="N",
               help="Draft over the best N ids only; `full`, the default, is all of the head's.")  # fmt: skip
 @click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
-@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Maximum ids that join. Default: 512.")
 @click.option(
     "--prompt", metavar="TEXT", help="Answer this prompt and exit. Default: the text on stdin, or a chat in a terminal."
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temperature", type=float, metavar="T", help="Sample, if above 0. Default: greedy.")
-@click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set of this probability.")
-@click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
-@click.option("--seed", type=int, help="Random seed. Default: a new one each time, printed with the figures.")
+@click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="Sample, if above 0. Default: greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P",
+              help="Sample from the smallest set of this probability.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Sample from the K most probable tokens.")
+@click.option("--seed", type=click.IntRange(min=0),
+              help="Random seed. Default: a new one each time, printed with the figures.")  # fmt: skip
 @click.option("--stop", multiple=True, callback=_stop_texts, metavar="TEXT",
               help="End the answer at this text; repeat for more than one.")  # fmt: skip
-@click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
-@partial_options
-@miss_log_option
-@click.option("--stats", is_flag=True, help="Print more: steps, concurrent sequences, launches, finish reasons.")
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
@@ -94,25 +86,18 @@ def generate(**options: Any) -> None:
     lists the commands; Ctrl-C ends an answer or, between answers, the chat (exit code 130).
     """
     show_warnings_as_lines()
-    prompt, as_json = options.pop("prompt"), options.pop("as_json")
-    if prompt is None and not sys.stdin.isatty():
-        try:
-            prompt = sys.stdin.read().rstrip("\n")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"stdin is not UTF-8 text ({error}).", path="stdin") from error
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An answer with a letter that the terminal lacks is printed all the same.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    prompt, as_json, system, raw, check = (
+        options.pop(name) for name in ("prompt", "as_json", "system", "raw", "check")
+    )
+    if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
+        prompt = _read_stdin()
     if prompt == "":
-        raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.", missing="prompt")
-    for name, text in (("prompt", prompt), ("--system", options["system"])):
+        raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.", option="--prompt")
+    for name, text in (("prompt", prompt), ("--system", system)):
         _check_text(name, text)
-    follow, follow_rows = options.pop("follow"), options.pop("follow_rows")
-    if follow_rows is not None and follow is None:
-        raise UsageError(
-            "--follow-rows is how many ids join with --follow. Give --follow prompt as well.",
-            option="--follow-rows", missing="--follow",
-        )  # fmt: skip
-    options["partial_verification"] = partial_verification(options)
-    system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
-    more_figures = options.pop("stats")
     if raw and system is not None:
         raise UsageError(
             "--system is part of the chat template, which --raw leaves out. Give one of them.", option="--system"
@@ -121,29 +106,35 @@ def generate(**options: Any) -> None:
         raise UsageError(
             "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
         )
-    draft_vocab = options.pop("draft_vocab")
-    check_names(options, () if draft_vocab is None else (draft_vocab,))
-    from .drafter.follow import DEFAULT_FOLLOW_ROWS
-    from .miss_log import check_log
-    from .requests.arguments import sampling_config
+    shape = (options.pop("depth"), options.pop("draft_top_k"), options.pop("total_tokens"))
+    loading = {"draft_vocab": options.pop("draft_vocab"), "follow": options.pop("follow")}
+    mode = options.pop("partial_verification")
+    options["partial_verification"] = None if mode is None else PartialVerification(mode)
+    with options_as_typed(*_TYPED):
+        tree = TreeConfig.of(*shape)
+        check_names(options, () if loading["draft_vocab"] is None else (loading["draft_vocab"],))
+        from .api.options import sampling_config
 
-    # Refused before the model is loaded.
-    log_file = options.pop("miss_log")
-    if log_file is not None:
-        check_log(log_file)
-    draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
-    if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
-        # What greedy decoding ignores was said just now.
-        options |= dict.fromkeys(draws)
-    (model,) = load_heads(
-        options, draft_vocab=draft_vocab, follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
-    )
+        draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
+        if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
+            # What greedy decoding ignores was said just now.
+            options |= dict.fromkeys(draws)
+        # A check is of drafting: no measured size may turn it off.
+        total_tokens = tree.total_tokens if check else shape[2]
+        (model,) = load_heads(options, depth=tree.depth, top_k=tree.top_k, total_tokens=total_tokens, **loading)
     given = {k: v for k, v in options.items() if v not in (None, ())}
-    session = _Session(model, system, raw, check, given, log_file, more_figures)
+    session = _Session(model, system, raw, check, given)
     if prompt is None:
         session.chat()
     else:
         session.answer(prompt, as_json)
+
+
+def _read_stdin() -> str:
+    try:
+        return "" if sys.stdin is None else sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not UTF-8 text ({error}).", option="--prompt") from error
 
 
 def _check_text(name: str, text: str | None) -> None:
@@ -157,44 +148,29 @@ class _Session:
     """A loaded model, how to generate, and the conversation so far."""
 
     def __init__(
-        self,
-        model: SpeculativeModel,
-        system: str | None,
-        raw: bool,
-        check: bool,
-        options: dict[str, Any],
-        log_file: str | None,
-        more_figures: bool = False,
+        self, model: SpeculativeModel, system: str | None, raw: bool, check: bool, options: dict[str, Any]
     ) -> None:
-        from .miss_log import MissLog, check_log, vocabulary_name
-
         self.model, self.raw, self.check, self.options = model, raw, check, options
-        self.more_figures = more_figures
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
-        self.answered: list[GenerationStats] = []
-        self.saved: set[Path] = set()
-        self.log_file, self.log = log_file, None if log_file is None else MissLog.of(model)
-        self.log_name = vocabulary_name(model.draft_vocab, model.drafter.weights.follow is not None)
-        if log_file is not None:
-            check_log(log_file, self.log)
+        self.interrupted: str | None = None
+        """The message whose answer Ctrl-C ended, until another is answered."""
         self._told = {f"target {model.target.backend}", model.drafting}
         """Parts of `GenerationStats.path` that were printed last."""
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
-        from .requests.streaming import StopTextStreamer
+        from .api.streaming import StopTextStreamer
 
-        ids, streamer = self._encode(prompt), None
+        self.messages.append({"role": "user", "content": prompt})
+        ids = prompt if self.raw else self.model.encode_chat(self.messages)
+        streamer = None
         if not as_json:
             streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
         output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)
         result = output.results[0]
         self.messages.append({"role": "assistant", "content": result.text or ""})
-        self.answered.append(output.stats)
-        if self.log_file is not None and self.log is not None:
-            self.log.add(output, self.log_name)
-            self.log.save(self.log_file)
+        self.interrupted = None
         if as_json:
             emit_json(
                 {
@@ -213,8 +189,6 @@ class _Session:
             self._told = set(parts)
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
-            if self.more_figures:
-                note(step_figures(output.stats))
         if self.check:
             _check(self.model, prompt, ids, output, self.options)
 
@@ -223,20 +197,19 @@ class _Session:
         note(f"draft vocabulary {self.model.draft_vocab:,}; /help lists the commands, Ctrl-C ends an answer")
         while True:
             try:
-                prompt = input("> ").strip()
+                line = input("> ").strip()
             except EOFError:
                 note("")
                 return
             except UnicodeDecodeError as error:
                 note(f"error: this is not UTF-8 text ({error})")
                 continue
-            if prompt in ("/quit", "/exit"):
+            if line == "/quit":
                 return
             before = list(self.messages)
             try:
-                _check_text("message", prompt)
-                if _is_command(prompt):
-                    prompt = self._run_command(prompt)
+                _check_text("message", line)
+                prompt = self._run_command(line) if _is_command(line) else line
                 if prompt:
                     self.answer(prompt, reuse_prefix=True)
             except EagleSlimError as error:
@@ -244,53 +217,32 @@ class _Session:
                 note(f"error: {error}")
                 self.messages = before
             except KeyboardInterrupt:
-                note("\ninterrupted; the conversation goes on as it was before")
+                note("interrupted; the conversation goes on as it was before, and /retry answers the message")
                 self.messages = before
+                if not _is_command(line):
+                    self.interrupted = line
 
     def _run_command(self, line: str) -> str:
         """Do what a command says; returns a message that is to be answered, or ""."""
         command, _, text = line.partition(" ")
         if command == "/help":
             note(_HELP)
-        elif command == "/stats":
-            from .requests.stats import GenerationStats
-
-            stats = GenerationStats.sum(self.answered)
-            note(figures(stats))
-            note(step_figures(stats))
-        elif command in ("/retry", "/undo", "/save") and self.messages == self.opening:
-            raise UsageError("there is no message yet")
+        elif command == "/retry" and self.interrupted is not None:
+            return self.interrupted
         elif command in ("/retry", "/undo"):
+            if self.messages == self.opening:
+                raise UsageError("there is no message yet")
             *self.messages, message, _ = self.messages
             return message["content"] if command == "/retry" else ""
-        elif command == "/save":
-            self._save(text.strip())
         elif command in ("/reset", "/system"):
             if command == "/system" and self.raw:
                 raise UsageError("a system message is part of the chat template, which --raw leaves out")
             if command == "/system":
                 self.opening = [{"role": "system", "content": text.strip()}] if text.strip() else []
-            self.messages = list(self.opening)
+            self.messages, self.interrupted = list(self.opening), None
         else:
-            raise UsageError(f"{command} is no command; /help lists them")
+            raise UsageError(f"unknown command {command}; see /help")
         return ""
-
-    def _save(self, name: str) -> None:
-        if not name:
-            raise UsageError("/save needs the name of a file")
-        path = expand_home(name)
-        if path.exists() and path not in self.saved:
-            raise UsageError(f"{path}: exists already. Choose another name.", path=path, found="file")
-        try:
-            write_file(path, json.dumps({"messages": self.messages}, ensure_ascii=False).encode() + b"\n")
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be written ({error.strerror})", path=path) from error
-        self.saved.add(path)
-        note(f"saved {len(self.messages)} messages to {path}")
-
-    def _encode(self, prompt: str) -> Sequence[int] | str:
-        self.messages.append({"role": "user", "content": prompt})
-        return prompt if self.raw else self.model.encode_chat(self.messages)
 
 
 def _is_command(line: str) -> bool:
@@ -300,8 +252,7 @@ def _is_command(line: str) -> bool:
 
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
-    reused = f", {stats.num_reused_tokens} of {stats.num_prompt_tokens} prompt tokens kept from before"
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items() if share or name == "host")
+    reused = f", {stats.num_reused_tokens} prompt tokens kept from before"
     missed = f"; {stats.missed_rate:.1%} of them outside the draft vocabulary" if stats.num_missed else ""
     ahead = (
         f"; {stats.num_partial_passes} passes over a part of the cache ran ahead, of whose tokens "
@@ -310,24 +261,9 @@ def figures(stats: GenerationStats) -> str:
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
-        f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
+        f"{reused if stats.num_reused_tokens else ''}"
         f"{ahead if stats.num_partial_passes else ''}"
         + ("; the drafter's launch parameters are not tuned here" if "drafter" in stats.tuned_misses else "")
-    )
-
-
-def step_figures(stats: GenerationStats) -> str:
-    """Return who ran in the steps of a generation, and why they ended, a line each."""
-    ends = ", ".join(f"{reason} {count}" for reason, count in stats.finish_reasons.items())
-    hits, misses = stats.tuned_hits, stats.tuned_misses
-    launches = ", ".join(
-        f"{kind} {hits.get(kind, 0)} of {hits.get(kind, 0) + misses.get(kind, 0)}" for kind in sorted({*hits, *misses})
-    )
-    return (
-        f"steps: {stats.num_steps}, {stats.tokens_per_step:.2f} tokens each; {stats.num_empty_steps} more were "
-        f"empty\nsequences side by side: mean {stats.mean_active:.2f}, least {stats.least_active}, most "
-        f"{stats.most_active}\nanswers ended by: {ends or 'none'}"
-        + (f"\nlaunches with tuned parameters: {launches}" if launches else "")
     )
 
 
@@ -335,13 +271,13 @@ def _check(
     model: SpeculativeModel, prompt: str, ids: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
 ) -> None:
     """Decode plainly and compare. Raises `EagleSlimError` at the first token that differs."""
-    from .requests.exactness import difference, exactness, first_difference
+    from .api.output import difference, first_difference
 
     options = {**options, "seed": output.seed or 0}
     plain = model.generate(ids, speculative=False, **options)
     ours, own = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"
-    place, proof = first_difference(ours, own), exactness(output.stats)
+    place, proof = first_difference(ours, own), output.stats.exactness
     if place is None:
         because = "" if proof is None else f"; {proof}"
         note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")

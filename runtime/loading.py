@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from eagle_slim.convert.artifact.artifact import Artifact
-from eagle_slim.convert.conversion.target import choose_target
+from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
-from eagle_slim.convert.head.open import DraftHead, open_head
+from eagle_slim.convert.heads.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
+from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.hub_errors import trouble_of
-from eagle_slim.vocab_tools.hub_session import be_patient
+from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 
@@ -31,6 +30,7 @@ from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
+from .target.wrapper import check_supported
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -219,13 +219,18 @@ def _device(name: str | torch.device) -> torch.device:
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Say which target it is that transformers cannot load; its requests keep the rule of `hub_session`."""
-    be_patient()
+    """Name the target in the errors of transformers."""
+    keep_limit()
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
+        if "trust_remote_code" in reason:
+            reason = (
+                "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
+                "no class of its own for it"
+            )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
@@ -250,7 +255,9 @@ def load_target(
     with _naming(target):
         if dtype in (None, "auto") and device.type == "cpu":
             dtype = dtype_on_cpu(load_target_config(target, revision, offline))
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, revision=revision, local_files_only=offline, trust_remote_code=False
+        )
     moved: nn.Module = model.to(device).eval()
     return moved
 
@@ -260,7 +267,8 @@ def load_target_config(target: str | Path, revision: str | None, offline: bool) 
     from transformers import AutoConfig
 
     with _naming(target):
-        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline)
+        # Never code of the folder: without this transformers asks on stdin, which may be the prompt.
+        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline, trust_remote_code=False)
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
@@ -268,10 +276,17 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
     folder = Path(target)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None, None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
-    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, local_files_only=offline)
+    where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
     return tokenizer, loaded.tokenizer_hash
 
 
@@ -299,7 +314,11 @@ def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
-    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for."""
+    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for.
+
+    Raises `UnsupportedModelError` for what cannot be a target at all, such as a single layer (`check_supported`).
+    """
+    check_supported(target)
     weight = next(target.parameters())
     if isinstance(dtype, str):
         dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_slim.convert.head.config import default_taps
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
 
 from .errors import PairingError
 
 
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
-    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2)."""
-    if head.kind == "eagle" or head.tap_layers == ():
+    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2).
+
+    Raises:
+        MismatchError: the head's configuration contradicts itself, or names a layer that the target has not.
+    """
+    taps = head.taps(num_layers)
+    if head.kind == "eagle" or taps == ():
         return None
-    return default_taps(num_layers) if head.tap_layers is None else head.tap_layers
+    return default_taps(num_layers) if taps is None else taps
 
 
 def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
@@ -32,7 +37,7 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
             "Give the target that the head was trained for.",
             field="hidden_size", expected=head.target_hidden_size, found=hidden,
         )  # fmt: skip
-    if head.target_vocab != vocab:
+    if not has_padding_of(head.target_vocab, vocab):
         raise PairingError(
             f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target that the "
             "head was trained for.",
@@ -45,13 +50,6 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
             field="d2t", expected=vocab, found=int(head.draft_ids_to_target.max()),
         )  # fmt: skip
     taps = resolve_tap_layers(head, layers)
-    outside = [layer for layer in taps or () if not 0 <= layer <= layers]
-    if outside:
-        raise PairingError(
-            f"{where}: the head reads the inputs of decoder layers {taps}, the target has {layers} layers "
-            f"({outside[0]} is not among them). Give the right target, or tap_layers.",
-            field="tap_layers", expected=layers, found=outside[0],
-        )  # fmt: skip
     fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
     if taps is not None and fc_columns not in (None, len(taps) * hidden):
         raise PairingError(

@@ -33,31 +33,36 @@ ALLOWED = {
 FLOORS = {
     "vocab_tools": """
         errors
-        hub_errors
-        files hub_session
-        base_cli
+        hub
+        files
+        common_cli
         tokenizer
-        corpus
-        counting
-        count_cli vocabulary
+        chats encoding
+        forced records
+        counts sources
+        workers
+        ray_workers
+        counting vocabulary
+        count_cli
         ranking token_maps
         coverage show
         cli
     """,
     "convert": """
         errors default
-        artifact/checksums atomic files head/names
+        artifact/checksums atomic files heads/names
         rows
-        hub manifest
+        hub artifact/manifest
+        rows/hub_tensor
         sources
-        head
-        engines rows/lm_head
+        heads
+        engines rows/lm_head sources/target
         rows/target
         artifact
-        conversion
-        audit
-        push verify_cli
-        cli
+        verify vocabulary_choice
+        options push
+        pipeline
+        cli push_cli verify_cli
     """,
     "runtime": """
         errors
@@ -69,11 +74,10 @@ FLOORS = {
         drafter/kernels
         drafter pairing
         drafter/tuning
-        loading requests
+        loading api
         step/kernels
         step
         model
-        miss_log
         compare options_cli
         safeailab
         compare/cli generate_cli tune
@@ -82,14 +86,15 @@ FLOORS = {
 # Library → pattern of the only files, relative to the root, that may import it.
 ONLY_IN = {
     "click": r".*cli\.py",
-    "datasets": r"vocab_tools/corpus/.*",
-    "huggingface_hub": r"convert/hub/.*|vocab_tools/hub_\w+\.py",
+    "datasets": r"vocab_tools/sources\.py",
+    "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\w*\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")
 COMMANDS = {
     "eagle_slim.vocab_tools.cli": "vocab",
     "eagle_slim.convert.cli": "convert",
+    "eagle_slim.convert.push_cli": "push",
     "eagle_slim.convert.verify_cli": "verify",
     "eagle_slim.runtime.generate_cli": "generate",
     "eagle_slim.runtime.compare.cli": "compare",

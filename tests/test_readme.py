@@ -44,7 +44,7 @@ def test_readme(tmp_path: Path) -> None:
     assert "greedy: plain decoding is faster here: " in shell.stdout or "too few to tell" in shell.stdout
     # Sampled in bfloat16: the page's figures are those of one processor.
     assert float(python.stdout.splitlines()[-1].split()[0]) > 1.3
-    assert {path.name for path in (tmp_path / "compare").iterdir()} == {"answers.jsonl", "compare.html", "compare.json"}
+    assert {path.name for path in (tmp_path / "compare").iterdir()} == {"compare.html", "compare.json"}
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines()}
     assert {path.name for path in tmp_path.iterdir()} - ignored == {"convert", "examples"}
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from eagle_slim.convert.head.config import default_taps
+from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
@@ -27,7 +27,6 @@ from eagle_slim.runtime.step.kernels.acceptance import list_active
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
 from eagle_slim.runtime.target.cache import KVCache, Target, row_bytes
-from eagle_slim.runtime.target.choose import Choice
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
@@ -73,7 +72,7 @@ class RandomModel:
     ) -> None:
         self.dims = MODELS[name]
         model = random_target(name, self.dims, dtype, device)
-        target = TargetModel(model, default_taps(LAYERS[name]), Choice(backend, "asked for"))
+        target = TargetModel(model, default_taps(LAYERS[name]), backend)
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)

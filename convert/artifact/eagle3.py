@@ -14,14 +14,15 @@ import numpy as np
 from eagle_slim.vocab_tools.token_maps import d2t_from_ids, t2d_from_ids
 from numpy.typing import NDArray
 
-from ..engines.registry import flavoured_architecture
-from ..head import config as head_config
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..engines import flavoured_architecture
+from ..heads import config as head_config
+from ..heads import names
+from ..heads.draft_head import DraftHead
+from ..rows.checkpoint import Hashed
 from ..rows.dtypes import LONG_NAMES
+from ..rows.gather import GatheredRows, refuse_nonfinite
 from ..rows.lm_head import LmHead, all_ids
-from ..rows.rows import GatheredRows, refuse_nonfinite
-from ..rows.stream import Bytes, Hashed
+from ..rows.safetensors_file import Bytes
 from ..rows.writer import TensorPlan, array_plan, zeros_plan
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -81,12 +82,18 @@ def copy_plan(head: DraftHead, name: str) -> TensorPlan:
     """A tensor of the head as it is, checked for NaN on the way."""
     info, source = head.tensors.info(name), head.tensors.source
 
-    def chunks() -> Generator[Bytes, None, str]:
-        reading, row = Hashed(source.pieces(info.name)), 0
+    def checked(reading: Hashed) -> Generator[Bytes, None, str]:
+        row = 0
         for piece in reading:
             refuse_nonfinite(piece, info.dtype, head.location, name, first_row=row)
             row += len(piece)
             yield piece
         return reading.sha256
 
-    return TensorPlan(name, info.dtype, info.shape, chunks)
+    return TensorPlan(
+        name,
+        info.dtype,
+        info.shape,
+        chunks=lambda: checked(Hashed(source.pieces(info.name))),
+        array=source.array(info.name),
+    )

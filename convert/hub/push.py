@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_slim.vocab_tools.hub_errors import plain
-from eagle_slim.vocab_tools.hub_session import Tries
+from eagle_slim.vocab_tools.hub import plain
 
 from ..errors import SourceError
-from .client import api, ask
-from .snapshot import check_repository_id
+from .snapshot import LIBRARY_NAME, check_repository_id, explained
 
 
 def check_push(repo_id: str) -> None:
-    """Make sure, without a trace on the Hub, that the token may write to a repository of this name.
+    """Check write access to a repository of this name without creating anything.
 
     Raises:
         SourceError: not a repository id, no token, a token that may only read, or a name of somebody else.
     """
+    from huggingface_hub import HfApi
+
     check_repository_id(repo_id)
-    who = ask(lambda: api().whoami(), repo_id, purpose="write")
+    with explained(repo_id, purpose="write"):
+        who = HfApi(library_name=LIBRARY_NAME).whoami()
     owners = [who["name"], *(org["name"] for org in who.get("orgs") or ())]
     role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
     owner = repo_id.partition("/")[0] if "/" in repo_id else who["name"]
@@ -42,44 +41,18 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
     Raises:
         SourceError: no token, no right to write, no connection, or not a repository id.
     """
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, HfApi
 
-    created = ask(lambda: api().create_repo(repo_id, private=private, exist_ok=True), repo_id, purpose="write")
-    tries = Tries(repo_id)
-
-    def upload() -> None:
+    api = HfApi(library_name=LIBRARY_NAME)
+    with explained(repo_id, purpose="write"):
+        created = api.create_repo(repo_id, private=private, exist_ok=True)
         operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
         try:
-            with _no_bars_off_a_terminal():
-                api().create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
+            api.create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
         except RuntimeError as error:
-            # The library's wrapper around whatever stopped the upload of one large file, which it reads as it sends it.
-            if tries.wait_after(error):
-                return upload()
+            # The library's wrapper around whatever stopped the upload of one large file.
             raise SourceError(
-                f"{repo_id}: the upload failed: {plain(error, 160)} ({plain(error.__cause__)}).\n"
-                "Nothing was committed: run the same command again.",
-                repo_id=repo_id,
+                f"{repo_id}: the upload failed: {plain(error)} ({plain(error.__cause__)}).\n"
+                "Nothing was committed: run the same command again."
             ) from error
-
-    ask(upload, repo_id, purpose="write")
     return str(created)
-
-
-@contextmanager
-def _no_bars_off_a_terminal() -> Iterator[None]:
-    """Silence the library's bars of uploads where stderr is no terminal; those of downloads check for themselves."""
-    from huggingface_hub import constants
-
-    # Public, not in __all__.
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # type: ignore[attr-defined]
-
-    # Set either way, the variable is the user's choice.
-    if sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

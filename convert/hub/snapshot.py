@@ -1,18 +1,27 @@
-"""Files of a repository at one commit, fetched into the library's cache or found there."""
+"""Files of a repository at one commit, fetched into huggingface_hub's cache or found there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import cast
 
-from eagle_slim.vocab_tools.hub_errors import at, came_otherwise
+from eagle_slim.vocab_tools.hub import (
+    HubTrouble,
+    is_offline,
+    keep_limit,
+    list_model,
+    not_cached,
+    transfer_errors,
+    trouble_of,
+)
 
 from ..errors import CheckpointError, SourceError
 from ..rows.paths import list_names
-from .client import LIBRARY_NAME, UnreachableError, api, ask, explained, is_offline, notify_stderr
+
+LIBRARY_NAME = "eagle-slim"
 
 Choose = Callable[[Sequence[str], str], list[str]]
 """From the names of all files of a repository, and how messages call it, the names of those that are wanted."""
@@ -32,6 +41,24 @@ class Snapshot:
     repo_id: str
     commit: str
     files: tuple[str, ...]
+
+
+class HubError(SourceError):
+    """What was asked of the Hub failed; `trouble` says how."""
+
+    def __init__(self, trouble: HubTrouble) -> None:
+        super().__init__(str(trouble), reason=trouble.reason)
+        self.trouble = trouble
+
+
+@contextmanager
+def explained(repo_id: str, revision: str | None = None, purpose: str = "read") -> Iterator[None]:
+    """Raise the errors of huggingface_hub, its HTTP library and the cache's disk as `HubError`; as `trouble_of`."""
+    keep_limit()
+    try:
+        yield
+    except transfer_errors() as error:
+        raise HubError(trouble_of(error, repo_id, revision, purpose)) from error
 
 
 def check_repository_id(text: str) -> None:
@@ -56,19 +83,19 @@ def find_snapshot(
         SourceError: no such repository or revision, no access, or neither connection nor copy.
     """
     check_repository_id(repo_id)
-    if not (offline or is_offline()):
-        try:
-            return _online(repo_id, revision, choose)
-        except UnreachableError as error:
-            cached = _cached(repo_id, revision, choose, hints, inside)
-            if cached is None:
-                raise
-            notify_stderr(f"{error.trouble.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}")
-            return cached
-    cached = _cached(repo_id, revision, choose, hints, inside)
-    if cached is None:
-        raise not_cached(f"{repo_id}/{inside}".rstrip("/"), at(revision), "Or give a folder.")
-    return cached
+    if offline or is_offline():
+        if (cached := _cached(repo_id, revision, choose, hints, inside)) is None:
+            raise HubError(not_cached(f"{repo_id}/{inside}".rstrip("/")))
+        return cached
+    try:
+        return _online(repo_id, revision, choose)
+    except HubError as error:
+        cached = _cached(repo_id, revision, choose, hints, inside) if error.trouble.is_unreachable else None
+        if cached is None:
+            raise
+        found = f"{repo_id}@{cached.commit[:12]}"
+        print(f"{error.trouble.headline}; using the copy in the cache, {found}", file=sys.stderr)
+        return cached
 
 
 def fetch(snapshot: Snapshot, names: Collection[str], offline: bool) -> None:
@@ -77,49 +104,23 @@ def fetch(snapshot: Snapshot, names: Collection[str], offline: bool) -> None:
         if (snapshot.folder / name).exists():
             continue
         if offline or is_offline():
-            raise not_cached(f"{snapshot.repo_id}@{snapshot.commit[:12]}", f" ({name})")
+            raise HubError(not_cached(f"{snapshot.repo_id}@{snapshot.commit[:12]}", name))
         _download(snapshot.repo_id, name, snapshot.commit)
 
 
-def cache_folder(repo_id: str) -> Path:
-    """Our own folder in the library's cache of derived files (HF_HOME/assets, or HF_ASSETS_CACHE)."""
-    from huggingface_hub import cached_assets_path, constants
-
-    with explained(repo_id):
-        return cached_assets_path(
-            LIBRARY_NAME,
-            namespace="tensors",
-            subfolder=repo_id.replace("/", "--"),
-            assets_dir=constants.HF_ASSETS_CACHE,
-        )
-
-
-def not_cached(label: str, what: str, advice: str = "") -> SourceError:
-    """The error for what would have to be fetched when fetching is off."""
-    return SourceError(
-        f"{label}: not in the cache{what}, and fetching is off (--offline or HF_HUB_OFFLINE).\n"
-        f"Run the same command once with a connection. {advice}".rstrip(),
-        repo_id=label,
-        offline=True,
-    )
-
-
 def without(path: str | Path, name: str) -> Path:
-    """The folder in which `path` is called `name`: `/a` for `/a/b/c` and `b/c`."""
+    """Return the folder in which `path` is called `name`: `/a` for `/a/b/c` and `b/c`."""
     return Path(*Path(path).parts[: len(Path(path).parts) - len(PurePosixPath(name).parts)])
 
 
 def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
-    info = ask(lambda: api().model_info(repo_id, revision=revision), repo_id, revision)
-    files = tuple(sibling.rfilename for sibling in info.siblings or ())
-    commit = cast(str, info.sha)
+    with explained(repo_id, revision):
+        commit, files = list_model(repo_id, revision)
     names = choose(files, f"{repo_id}@{commit[:12]}")
     if not names:
-        raise SourceError(
-            f"{repo_id}: holds none of the files that are needed{at(revision)}; it has "
-            f"{', '.join(files[:8]) or 'no files'}.\nIs this the repository of a model?",
-            repo_id=repo_id,
-        )
+        found = ", ".join(files[:8]) or "no files"
+        problem = f"holds none of the files that are needed; it has {found}.\nIs this the repository of a model?"
+        raise SourceError(f"{repo_id}: {problem}")
     # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
     # it. The others are asked for by the commit, so that all come from one.
     folder = without(_download(repo_id, names[0], revision or "main"), names[0])
@@ -131,7 +132,7 @@ def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
 
 
 def _cached(repo_id: str, revision: str | None, choose: Choose, hints: Sequence[str], inside: str) -> Snapshot | None:
-    """Return the snapshot of a revision in the cache, if it has what `choose` wants; touches no network."""
+    """Return the snapshot of a revision in the cache, if it has what `choose` wants; asks nobody."""
     from huggingface_hub import try_to_load_from_cache
 
     for hint in hints:
@@ -151,16 +152,5 @@ def _cached(repo_id: str, revision: str | None, choose: Choose, hints: Sequence[
 def _download(repo_id: str, name: str, revision: str) -> str:
     from huggingface_hub import hf_hub_download
 
-    download = partial(hf_hub_download, repo_id, name, revision=revision, library_name=LIBRARY_NAME)
-
-    def whole() -> str:
-        try:
-            return download()
-        except OSError as error:
-            if not came_otherwise(error):
-                raise
-            # Before 1.0 the library would go on from what it has of the file, at every further run.
-            notify_stderr(f"{repo_id}: {name} did not come as it is on the Hub; fetching it anew")
-            return download(force_download=True)
-
-    return ask(whole, repo_id, revision)
+    with explained(repo_id, revision):
+        return hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME)

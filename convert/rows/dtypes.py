@@ -5,6 +5,7 @@ Rows are uint8 arrays here, so that converting safetensors to safetensors does n
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,22 +16,13 @@ from ..errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-BITS: dict[str, int] = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
-"""Bits per element of every dtype that the format knows (safetensors 0.8)."""
-
 LONG_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
     "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-"""How torch and config.json spell them; torch has no F4 and F6."""
+"""Dtypes of whole bytes, as torch and config.json spell them."""
 
 FLOATS = ("BF16", "F16", "F32")
 """The dtypes that a head and an LM head may have."""
@@ -39,10 +31,8 @@ FLOATS = ("BF16", "F16", "F32")
 _INFINITY_BITS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
-def torch_dtype(name: str, where: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype; CheckpointError for those torch cannot hold (F4, F6)."""
-    import torch
-
+def long_name(name: str, where: str) -> str:
+    """Return how torch spells a safetensors dtype; CheckpointError for the packed ones (F4, F6)."""
     if name not in LONG_NAMES:
         raise CheckpointError.at(
             where,
@@ -50,7 +40,7 @@ def torch_dtype(name: str, where: str) -> torch.dtype:
             "Use a checkpoint that stores this tensor in bf16, fp16, fp32 or an 8-bit type.",
             found=name,
         )
-    return getattr(torch, LONG_NAMES[name])  # type: ignore[no-any-return]
+    return LONG_NAMES[name]
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str | None:
@@ -61,7 +51,7 @@ def safetensors_dtype(dtype: torch.dtype) -> str | None:
 
 def item_size(name: str) -> int:
     """Bytes per element of a dtype of whole bytes."""
-    return BITS[name] // 8
+    return 1 if name == "BOOL" else int(re.findall(r"\d+", name)[0]) // 8
 
 
 def all_finite(raw: NDArray[np.uint8], dtype: str) -> bool:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import names
+from ..heads.draft_head import MOST_PADDING, DraftHead
 from .checkpoint import Checkpoint
-from .rows import GatheredRows
+from .gather import GatheredRows
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,16 @@ class LmHead:
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> GatheredRows:
         """The rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
+        if len(rows) and int(rows.max()) >= self.shape[0]:
+            raise MismatchError(
+                f"{self.where}: {self.name} has {self.shape[0]} rows, none for id {int(rows.max())} of the head's "
+                f"{head.target_vocab}.\nGive a number of rows with --draft-vocab."
+            )
         return GatheredRows(self.checkpoint, self.name, rows, self.dtype_written(head), self.where, target_ids)
+
+    def forked(self) -> LmHead:
+        """The same open matrix with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, checkpoint=self.checkpoint.fork())
 
     @property
     def warnings(self) -> list[str]:
@@ -76,22 +85,23 @@ def own_lm_head(head: DraftHead) -> LmHead:
 
 
 def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
-    """A target's LM head for the rows of a head, with a record of reads of its own (`Checkpoint.fork`).
+    """A target's LM head, named in messages by that target, if it fits the head whose rows it lends.
 
     Raises:
         MismatchError: its shape is not [vocab_size, hidden_size] of the head.
     """
     where = f"target {target}"
-    expected = (head.target_vocab, head.hidden_size)
-    for found, wanted, what in zip(lm_head.shape, expected, ("rows", "columns"), strict=True):
-        if found != wanted:
+    rows, columns = lm_head.shape
+    for found, wanted, fits, what in (
+        (rows, head.target_vocab, abs(rows - head.target_vocab) <= MOST_PADDING, "rows"),
+        (columns, head.hidden_size, columns == head.hidden_size, "columns"),
+    ):
+        if not fits:
             raise MismatchError(
                 f"{where}: {lm_head.name} has {found} {what}, the head {head.location} needs {wanted}.\n"
-                "This is not the target that the head was trained for: give that one with --target.",
-                tensor=lm_head.name,
-                found=found,
+                "This is not the target that the head was trained for: give that one with --target."
             )
-    return replace(lm_head, where=where, checkpoint=lm_head.checkpoint.fork())
+    return replace(lm_head, where=where)
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,7 +139,5 @@ def all_ids(head: DraftHead) -> NDArray[np.int64]:
             head.location,
             f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
             f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
-            trained=head.draft_vocab,
-            rows=head.target_vocab,
         )
     return np.arange(head.target_vocab, dtype=np.int64)

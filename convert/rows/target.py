@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from eagle_slim.vocab_tools.files import write_file
+from eagle_slim.vocab_tools.hub import is_offline, not_cached
 
 from ..errors import CheckpointError
 from ..files import read_object
-from ..hub.client import is_offline, notify_stderr
-from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
-from ..hub.remote_file import HubFile
-from ..hub.snapshot import cache_folder, fetch, not_cached
+from ..hub.snapshot import HubError, fetch
 from ..sources.source import ResolvedSource
-from .checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
+from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS
+from .hub_tensor import HubFile, cache_folder, cached_tensor, fetch_tensor
 from .lm_head import LmHead
 from .paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
-from .safetensors_header import SafetensorsHeader
+from .safetensors_file import SafetensorsFile
 from .types import shorten
 
 LM_HEAD_NAMES = (
@@ -96,9 +95,9 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
-    header of one shard and the bytes of this tensor are fetched, and kept under `HF_HOME/assets/eagle-slim`, where
-    `HF_ASSETS_CACHE` may point elsewhere. Of a repository that has only `pytorch_model.bin`, whose layout does not
-    allow it, the whole file or shard is fetched, after a notice; with `offline`, nothing is.
+    header of one shard and the bytes of this tensor are fetched (`hub_tensor`). Of a repository that has only
+    `pytorch_model.bin`, whose layout does not allow it, the whole file or shard is fetched, after a notice; with
+    `offline`, nothing is.
 
     Raises:
         SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.
@@ -109,14 +108,14 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     if (cached := _cached(target)) is not None:
         return cached
     if offline or is_offline():
-        raise not_cached(target.label, " (its LM head)", "Or give a folder with --target.")
+        raise HubError(not_cached(target.label, "its LM head"))
     return _fetch(target)
 
 
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
     """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
     chosen = choose_weights(list_names(folder), str(folder))
-    shards = read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
+    shards = read_index(path_inside(folder, chosen)) if chosen.endswith(".index.json") else None
     checkpoint = open_checkpoint(folder) if shards is None else None
     stored = checkpoint.names if checkpoint is not None else tuple(shards or ())
     name = find_lm_head(stored, label, ties_embedding(folder))
@@ -126,9 +125,16 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
     if unused is not None and (shards is None or (folder / shards[unused]).is_file()):
         # Opened anew: what is read for this comparison is not what the conversion read.
         both = open_checkpoint(folder, {name, unused})
-        unused = None if same_tensors(both, name, both, unused) else unused
+        unused = None if _same(both, name, unused) else unused
     file = checkpoint.file_of(name).path.name
     return _checked(LmHead(checkpoint, name, label, "target", unused, file))
+
+
+def _same(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    infos = [checkpoint.info(each) for each in (name, other)]
+    is_alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+    return is_alike and checkpoint.sha256(name) == checkpoint.sha256(other)
 
 
 def _checked(lm_head: LmHead) -> LmHead:
@@ -148,26 +154,21 @@ def _checked(lm_head: LmHead) -> LmHead:
 def _fetch(target: ResolvedSource) -> LmHead:
     snapshot = target.snapshot
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
-    header: SafetensorsHeader | None = None
-    stored: Collection[str] = ()
-    name, said = "", ties_embedding(target.folder)
+    tied = ties_embedding(target.folder)
+    shard_of: Mapping[str, str] = {}
     if chosen.endswith(".index.json"):
         fetch(snapshot, [chosen], offline=False)
-        index = read_index(target.folder / chosen)
-        stored = index.shard_of
-        name = find_lm_head(stored, target.label, said)
-        chosen = index.shard_of[name]
+        shard_of = read_index(target.folder / chosen)
+        chosen = shard_of[find_lm_head(shard_of, target.label, tied)]
     if chosen.endswith(TORCH_SUFFIXES):
-        notify_stderr(
-            f"{target.label}: has no safetensors, so that one tensor cannot be fetched alone: fetching {chosen} whole"
-        )
+        why = "has no safetensors, so that one tensor cannot be fetched alone"
+        print(f"{target.label}: {why}: fetching {chosen} whole", file=sys.stderr)
         fetch(snapshot, [chosen], offline=False)
         return open_local_lm_head(target.folder, target.label)
     file = HubFile.open(snapshot.repo_id, snapshot.commit, chosen, f"{target.label}/{chosen}")
-    header = read_remote_header(file)
-    if not stored:
-        stored = header.tensors
-        name = find_lm_head(stored, target.label, said)
+    header = file.read_header()
+    stored: Collection[str] = shard_of or header.tensors
+    name = find_lm_head(stored, target.label, tied)
     if name not in header.tensors:
         raise CheckpointError.at(
             target.label,
@@ -176,48 +177,29 @@ def _fetch(target: ResolvedSource) -> LmHead:
             tensor=name,
             shard=chosen,
         )
-    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder)
-    unused = unused_lm_head(stored, name)
-    note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said, "unused": unused}
-    with contextlib.suppress(OSError):
-        # Only a shortcut for the next time, and the way without a connection; a full disk need not stop this one.
-        write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
+    fetch_tensor(file, header, name)
+    note = {"etag": file.etag, "file": chosen, "tensor": name, "unused": unused_lm_head(stored, name)}
+    write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
     return _noted(target, note)
 
 
 def _cached(target: ResolvedSource) -> LmHead | None:
-    """Return the LM head from the caches, checked, or None; touches no network."""
-    names = list_names(target.folder)
+    """Return the LM head from the caches, or None; touches no network."""
     with contextlib.suppress(CheckpointError):
-        chosen = choose_weights([name for name in names if "/" not in name], target.label)
-        if chosen.endswith(".index.json"):
-            index = read_index(target.folder / chosen)
-            chosen = index.shard_of[find_lm_head(index.shard_of, target.label, ties_embedding(target.folder))]
-        if (target.folder / chosen).exists():
-            return open_local_lm_head(target.folder, target.label)
+        return open_local_lm_head(target.folder, target.label)
     try:
-        note = json.loads(_commit_note(target).read_bytes())
-        if note["said"] == ties_embedding(target.folder) and _entry(target, note["etag"], note["tensor"]).checked():
-            return _noted(target, note)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
+        return _noted(target, json.loads(_commit_note(target).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return None
 
 
-def _noted(target: ResolvedSource, note: dict[str, Any]) -> LmHead:
-    """The LM head that was fetched, as it was noted then."""
-    name = note["tensor"]
-    checkpoint = Checkpoint(target.label, {name: open_weights_file(_entry(target, note["etag"], name).whole)})
-    return _checked(LmHead(checkpoint, name, target.label, "target", note["unused"], note["file"]))
-
-
-def _entry(target: ResolvedSource, etag: str, tensor: str) -> CacheEntry:
-    return CacheEntry(cache_folder(target.snapshot.repo_id) / _safe_name(etag), tensor)
+def _noted(target: ResolvedSource, note: Mapping[str, Any]) -> LmHead:
+    """Open the LM head that was fetched, as it was noted then."""
+    file = SafetensorsFile(cached_tensor(target.snapshot.repo_id, note["etag"], note["tensor"]))
+    checkpoint = Checkpoint.of(file, target.label)
+    return _checked(LmHead(checkpoint, note["tensor"], target.label, "target", note["unused"], note["file"]))
 
 
 def _commit_note(target: ResolvedSource) -> Path:
-    return cache_folder(target.snapshot.repo_id) / f"{_safe_name(target.snapshot.commit)}.json"
-
-
-def _safe_name(etag: str) -> str:
-    return quote(etag, safe="").replace(".", "%2E")
+    """Return the file that says what was fetched of a commit, for the way without a connection."""
+    return cache_folder(target.snapshot.repo_id) / f"{target.snapshot.commit}.json"

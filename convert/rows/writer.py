@@ -1,9 +1,6 @@
-"""Write one safetensors file tensor by tensor, with the checksum of each.
+"""Write one safetensors file through `safetensors.serialize_file`, with the checksum of each tensor.
 
-The layout is the one `safetensors.torch.save_file` gives (tensors by descending alignment, then by name; compact JSON
-header padded to 8 bytes), so the same tensors give the same bytes; but only two chunks are in memory at a time: one is
-being read while the one before it is being written.
-Format: https://huggingface.co/docs/safetensors/index#format
+`serialize_file` is what `safetensors.torch.save_file` calls, without torch: same tensors, same bytes.
 """
 
 from __future__ import annotations
@@ -11,42 +8,41 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import TensorSpec, serialize_file
 
 from ..artifact.checksums import sha256_of
+from .checkpoint import Hashed
 from .dtypes import LONG_NAMES, item_size
-from .safetensors_header import header_bytes
-from .stream import Bytes, Hashed
-
-# The order in which the reference writer sorts dtypes: descending in its own enumeration.
-_DTYPE_ORDER = ["F64", "I64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"]
-_FLUSH_BYTES = 64 << 20
+from .safetensors_file import Bytes, SafetensorsFile
 
 Chunks = Callable[[], Generator[Bytes, None, str]]
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor to be written: what it is, and a function that yields its bytes when its turn comes.
+    """One tensor to be written.
 
     Attributes:
         name: of the tensor.
         dtype: safetensors spelling.
         shape: one integer per dimension.
         chunks: yields uint8 arrays that are, one after another, the tensor's bytes in row-major order, and returns the
-            SHA-256 of them all. A chunk must stay as it is until two more have been asked for.
+            SHA-256 of them all.
+        array: the same bytes at once, where they lie in memory or in a mapped file; None where they are gathered.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     chunks: Chunks
+    array: Bytes | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -64,7 +60,7 @@ class WrittenFile:
 
 
 def whole(raw: Bytes) -> Chunks:
-    """A `TensorPlan.chunks` for bytes that are already in memory."""
+    """Make a `TensorPlan.chunks` of bytes that are in memory."""
 
     def chunks() -> Generator[Bytes, None, str]:
         yield raw
@@ -74,107 +70,63 @@ def whole(raw: Bytes) -> Chunks:
 
 
 def array_plan(name: str, array: NDArray[Any]) -> TensorPlan:
-    """The plan of a small array in memory, of a dtype that NumPy has."""
+    """Plan a small array in memory, of a dtype that NumPy has."""
     dtype = next(short for short, long_name in LONG_NAMES.items() if long_name == array.dtype.name)
-    return TensorPlan(name, dtype, array.shape, whole(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return TensorPlan(name, dtype, array.shape, whole(raw), raw)
 
 
 def zeros_plan(name: str, dtype: str, size: int) -> TensorPlan:
-    """The plan of a vector [size] of zeros of any dtype."""
-    return TensorPlan(name, dtype, (size,), whole(np.zeros(size * item_size(dtype), np.uint8)))
+    """Plan a vector [size] of zeros of any dtype."""
+    raw = np.zeros(size * item_size(dtype), np.uint8)
+    return TensorPlan(name, dtype, (size,), whole(raw), raw)
 
 
 def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping[str, str]) -> WrittenFile:
-    """Write `plans` to `path`, flushed to the disk, and return the size and checksums of what was written.
+    """Write `plans` to a new file `path`, flushed to the disk, and return the size and checksums of what was written.
+
+    Gathered tensors, which are never whole in memory, are written as zeros first and then filled in.
 
     Raises:
         ValueError: a plan yielded another number of bytes than it declared.
         OSError: the disk refused.
     """
-    ordered = sorted(plans, key=lambda plan: (_DTYPE_ORDER.index(plan.dtype), plan.name))
-    entries: dict[str, object] = {}
-    offset = 0
-    for plan in ordered:
-        offsets = [offset, offset + plan.size_bytes]
-        entries[plan.name] = {"dtype": plan.dtype, "shape": list(plan.shape), "data_offsets": offsets}
-        offset += plan.size_bytes
-    start = header_bytes(entries, dict(sorted(metadata.items())))
-    digests = write_tensors(path, start, ordered)
-    return WrittenFile(len(start) + offset, sha256_of(start), digests)
-
-
-def write_tensors(path: Path, start: bytes, plans: Sequence[TensorPlan], alignment: int = 1) -> dict[str, str]:
-    """Write `start`, then each tensor, to a new file; return what each plan's chunks returned, by name.
-
-    Every part is followed by zeros up to a multiple of `alignment` bytes. Raises as `write_safetensors`.
-    """
-    digests: dict[str, str] = {}
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _write_all(descriptor, start + bytes(-len(start) % alignment))
-        with ThreadPoolExecutor(1, thread_name_prefix="write") as writer, _Flusher(descriptor) as flusher:
+    # In the order of the file, in which a manifest lists what was read.
+    plans = sorted(plans, key=lambda plan: (-item_size(plan.dtype), plan.name))
+    streams = {plan.name: Hashed(plan.chunks()) for plan in plans}
+    # Memory that is only read stays the one page of zeros that the kernel has.
+    data = {plan.name: np.zeros(plan.size_bytes, np.uint8) if plan.array is None else plan.array for plan in plans}
+    specs = {plan.name: _spec(plan, data[plan.name]) for plan in plans}
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(serialize_file, specs, path, dict(metadata))
+        digests = {plan.name: streams[plan.name].read_all() for plan in plans if plan.array is not None}
+        writing.result()
+        # The library makes a file that only its owner may read.
+        path.chmod(mode)
+        written = SafetensorsFile(path)
+        with path.open("r+b") as file:
             for plan in plans:
-                digests[plan.name] = _write_tensor(descriptor, plan, writer, flusher)
-                _write_all(descriptor, bytes(-plan.size_bytes % alignment))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return digests
+                if plan.array is None:
+                    file.seek(written.offset(plan.name))
+                    digests[plan.name] = _fill(file, plan, streams[plan.name])
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            start = file.read(written.data_offset)
+    return WrittenFile(written.size_bytes, sha256_of(start), {plan.name: digests[plan.name] for plan in plans})
 
 
-class _Flusher:
-    """Sends what has been written on to the disk while the next part is being read and hashed.
-
-    Otherwise the last fsync, which waits for all of the file, comes on top of everything else.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flush")
-        self._running: Future[None] | None = None
-        self._waiting_bytes = 0
-
-    def __enter__(self) -> _Flusher:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown()
-        # A disk error is reported once, to whoever flushes first: it must not be lost here.
-        if kind is None and self._running is not None:
-            self._running.result()
-
-    def wrote(self, size_bytes: int) -> None:
-        """Begin to flush once enough has come together; never waits. Raises OSError where the flush before failed."""
-        self._waiting_bytes += size_bytes
-        if self._waiting_bytes >= _FLUSH_BYTES and (self._running is None or self._running.done()):
-            if self._running is not None:
-                self._running.result()
-            self._waiting_bytes = 0
-            self._running = self._pool.submit(os.fdatasync, self._descriptor)
+def _spec(plan: TensorPlan, data: Bytes) -> TensorSpec:
+    if data.nbytes != plan.size_bytes:
+        raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {data.nbytes}")
+    return TensorSpec(dtype=LONG_NAMES[plan.dtype], shape=plan.shape, data_ptr=data.ctypes.data, data_len=data.nbytes)
 
 
-def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor, flusher: _Flusher) -> str:
-    def put(data: memoryview) -> None:
-        _write_all(descriptor, data)
-        flusher.wrote(len(data))
-
-    chunks, written = Hashed(plan.chunks()), 0
-    before: Future[None] | None = None
-    for chunk in chunks:
-        data = chunk.reshape(-1).data
-        written += len(data)
-        if before is not None:
-            before.result()
-        before = writer.submit(put, data)
-    if before is not None:
-        before.result()
-    if written != plan.size_bytes:
-        raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {written}")
+def _fill(file: BinaryIO, plan: TensorPlan, chunks: Hashed) -> str:
+    """Write the chunks of a plan from the file's position on and return the SHA-256 of its bytes."""
+    num_bytes = sum(file.write(chunk.reshape(-1).data) for chunk in chunks)
+    if num_bytes != plan.size_bytes:
+        raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {num_bytes}")
     return chunks.sha256
-
-
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        # One write(2) takes at most 2 GiB, and may take less than it was given.
-        view = view[os.write(descriptor, view) :]

@@ -23,7 +23,7 @@ from ..artifact.checksums import sha256_file
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
 from ..rows.dtypes import rounded
-from ..rows.stream import Bytes
+from ..rows.safetensors_file import Bytes
 from ..rows.writer import TensorPlan, whole, write_safetensors
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
@@ -180,7 +180,6 @@ def embedded_target_folder() -> Path:
             raise OutputError(
                 "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
                 f"the target with --target. {error}",
-                **error.facts,
             ) from error
     return folder
 

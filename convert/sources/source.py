@@ -10,11 +10,10 @@ from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
 
+from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
-from ..head.names import canonical_names
-from ..hub.client import UnreachableError
-from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
-from ..manifest import MANIFEST_NAME, Manifest
+from ..heads.names import canonical_names
+from ..hub.snapshot import Choose, HubError, Snapshot, fetch, find_snapshot, without
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from . import card
 from .builtin import embedded_head
@@ -142,8 +141,8 @@ def open_head_source(
     if chosen.endswith(".index.json"):
         index = read_index(resolved.folder / chosen)
         # A whole model named by mistake is refused before its gigabytes are fetched.
-        canonical_names(index.shard_of, resolved.label)
-        fetch(resolved.snapshot, [_joined(inside, shard) for shard in index.shards], offline)
+        canonical_names(index, resolved.label)
+        fetch(resolved.snapshot, [_joined(inside, shard) for shard in dict.fromkeys(index.values())], offline)
     return resolved
 
 
@@ -178,10 +177,12 @@ def _resolve(
         )
     try:
         found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
-    except UnreachableError as error:
+    except HubError as error:
+        if error.trouble.reason not in ("silent", "unreachable"):
+            raise
         why = error.trouble.headline.removeprefix(f"{repo_id}: ")
         headline = f"{repo_id}: no such folder here, and no such repository could be looked up: {why}"
-        raise UnreachableError(replace(error.trouble, headline=headline)) from error
+        raise HubError(replace(error.trouble, headline=headline)) from error
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 

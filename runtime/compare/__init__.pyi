@@ -1,9 +1,7 @@
-from .answers import Answer
 from .options import CompareOptions
-from .prompt_file import Prompt, load_prompts
-from .recommend import Advice
-from .report import CompareReport, Row
-from .result import Comparison, prepare_folder
+from .prompts import Prompt, load_prompts
+from .recommend import Advice, Comparison
+from .report import Answer, CompareReport, Row
 from .run import compare
 
 __all__ = [
@@ -16,5 +14,4 @@ __all__ = [
     "Row",
     "compare",
     "load_prompts",
-    "prepare_folder",
 ]

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from eagle_slim.convert.conversion.vocab_choice import Ranking, VocabRequest, make_ranking
 from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.convert.vocabulary_choice import Ranking, VocabRequest, make_ranking
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from numpy.typing import NDArray
 
-from ..drafter.follow import DEFAULT_FOLLOW_ROWS
-from ..errors import UsageError
+from ..errors import NothingToFollowError, UsageError
 from ..loading import OpenedHead
 from ..model import SpeculativeModel
 from .options import CompareOptions
@@ -158,7 +157,7 @@ class RankedHead:
 
         Raises `UsageError` where nothing can join any of them.
         """
-        rows, order, refusal = options.follow_rows or DEFAULT_FOLLOW_ROWS, self._follow_order(), None
+        rows, order, refusal = options.follow_rows, self._follow_order(), None
         found = []
         for cut in cuts:
             own = [cut] if None in options.follow else []
@@ -166,9 +165,7 @@ class RankedHead:
                 try:
                     model = cut.model.with_follow("prompt", rows, order)
                     own.append(Candidate.of(model, f"{cut.size} + prompt", self.name))
-                except UsageError as error:
-                    if error.facts.get("missing") != "rows":
-                        raise
+                except NothingToFollowError as error:
                     refusal, own = error, [cut]
                     say(f"{cut.size}: no id is left that could join it; it is compared as it is")
             found += own
@@ -221,7 +218,7 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
         names = locations
     repeated = [name for name, times in Counter(names).items() if times > 1]
     if repeated:
-        raise UsageError(f"Each head is compared once; given twice: {', '.join(repeated)}.", repeated=repeated)
+        raise UsageError(f"Each head is compared once; given twice: {', '.join(repeated)}.", option="models")
     return [RankedHead.of(name, model, options, say) for name, model in zip(names, models, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a comparison measures and how: everything but the models and the prompts."""
+"""Options of a comparison: everything but the models and the prompts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from ..settings import PartialVerification, SamplingConfig, TreeConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.counts import TokenCounts
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 MODES = ("greedy", "sampled")
+MARKER = "compare.json"
+"""The file that tells a folder of a comparison."""
 _SAMPLING = SamplingConfig(temperature=1.0)
 
 
@@ -30,7 +32,7 @@ class CompareOptions:
             powers of two from 32,768 down to 2,048 that a head can be cut to.
         trees: shapes of the draft tree; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
-        follow_rows: most ids that join; None is 512.
+        follow_rows: most ids that join.
         counts: files of `eagle-vocab count`, or counts, to rank by. Without them and a token map, a head is ranked as
             its manifest says, the built-in one by its own counts.
         token_map: a file or a vocabulary to rank by.
@@ -43,13 +45,13 @@ class CompareOptions:
         repeats: how many times all of it is measured.
         use_chat_template: False continues the prompts as they are.
 
-    Raises `UsageError` for values out of range, values given twice, and options without effect.
+    Raises `UsageError` for values out of range, and for values given twice.
     """
 
     sizes: Sequence[int | Literal["full"]] | None = None
     trees: Sequence[TreeConfig] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
-    follow_rows: int | None = None
+    follow_rows: int = 512
     counts: Sequence[TokenCounts | str | Path] = ()
     token_map: DraftVocab | str | Path | None = None
     modes: Sequence[str] = MODES
@@ -80,14 +82,9 @@ class CompareOptions:
                 raise misfit(name, f"at least {least}", value)
         if "sampled" in self.modes and self.sampling.is_greedy:
             raise UsageError(
-                "--temperature 0 is greedy. Give --modes greedy, or a temperature above 0 to sample with.",
-                option="--temperature", found=0,
-            )  # fmt: skip
-        if self.follow_rows is not None and "prompt" not in self.follow:
-            raise UsageError(
-                "--follow-rows is how many ids of a prompt join. Give --follow prompt as well.",
-                option="--follow-rows", missing="--follow",
-            )  # fmt: skip
+                'The mode "sampled" needs a temperature above 0. Leave it out of the modes to compare greedy decoding.',
+                option="temperature",
+            )
 
     def generation(self, mode: str) -> Mapping[str, Any]:
         """Return the arguments of `SpeculativeModel.generate` that choose tokens as a mode does."""

@@ -1,14 +1,15 @@
-"""Which draft vocabulary to use on this device, as far as the measurement decides it, for each mode and batch size."""
+"""Which draft vocabulary to use on this device, as far as the measurement tells, for each mode and batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from .candidates import PLAIN
-from .report import CompareReport, Row
-from .statistics import Estimate, prompts_needed, ratio
+from .report import Answer, CompareReport, Row, html_page, table, write_report
+from .statistics import Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
@@ -28,18 +29,68 @@ class Advice:
     follow: str | None
     """"prompt" where ids of the prompt join it."""
     is_decided: bool
-    """Whether the intervals exclude, or show to be as fast, every other candidate."""
+    """Whether every other candidate is significantly slower, or shown to be as fast."""
     as_fast: tuple[str, ...]
-    """Candidates that may be the fastest, as far as this measurement shows, the one advised included."""
-    more_prompts: int
-    """About how many more prompts would decide; 0 where it is decided."""
+    """Candidates without a significant difference from the fastest, that one included."""
     beats_plain: bool | None
-    """Whether drafting is faster than plain decoding; None where the prompts do not say."""
+    """Whether drafting is faster than plain decoding; None without a significant difference."""
     reasons: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that `compare` found."""
+
+    report: CompareReport
+    """The figures: a row for each candidate, mode, batch size and category."""
+    recommendations: Sequence[Advice]
+    """Which draft vocabulary to use on this device, for each mode and batch size."""
+    answers: Sequence[Answer]
+    """Every answer, in the order in which they were made."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers that were planned are in."""
+        return self.report.is_complete
+
+    def write(self, folder: str | Path, force: bool = False) -> None:
+        """Write compare.json and compare.html into a folder, both or none.
+
+        Raises `OutputExistsError` for a folder that exists, unless ``force`` is given and a comparison wrote it;
+        `OutputError` where it cannot be written.
+        """
+        write_report(folder, self.to_json(), force)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the answers as plain values: setup, rows, coverage curves, advice."""
+        return {
+            "setup": self.report.setup,
+            "is_complete": self.is_complete,
+            "rows": [row.to_json() for row in self.report.rows],
+            "coverage": [
+                {"name": curve.name, "sizes": list(curve.sizes), "covered": list(curve.covered)}
+                for curve in self.report.curves
+            ],
+            "recommendations": [each.to_json() for each in self.recommendations],
+        }
+
+    def to_text(self) -> str:
+        """Return an aligned table and the advice.
+
+        Ranges are 95% intervals over prompts. Times are in milliseconds a step; ``missed`` is the share of tokens
+        outside the draft vocabulary; ``exact``: answers equal to plain decoding's, of all; "equal" where the target
+        promises that for every type of weights, and no answer broke the promise. "-": not measured.
+        """
+        advice = ["\n  ".join([each.headline, *each.reasons]) for each in self.recommendations]
+        return "\n\n".join([table(self.report), *advice])
+
+    def to_html(self) -> str:
+        """Return one HTML page with charts, table and hover; it fetches nothing."""
+        return html_page(self.to_json())
 
 
 def recommend(report: CompareReport) -> list[Advice]:
@@ -53,67 +104,45 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     where = mode if batch == 1 else f"{mode}, batch {batch}"
     if not measured:
         smallest = min(rows, key=_draft_bytes).candidate
-        reason = (
-            "No step was made: every answer ended with its first token. Give more prompts or more new tokens."
-            if any(row.num_answers for row in rows) else "The comparison ended before anything was drafted."
-        )  # fmt: skip
         return Advice(
-            mode, batch, f"{where}: draft vocabulary not decided, no step was measured", smallest.label,
-            smallest.draft_vocab, smallest.follow, False, (), 0, None, (reason,),
+            mode, batch, f"{where}: no step was measured", smallest.label, smallest.draft_vocab, smallest.follow, False,
+            (), None, ("Every answer ended with its first token. Give more prompts or more new tokens.",),
         )  # fmt: skip
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.label: _compare(row, best, len(measured) - 1) for row in measured if row is not best}
-    same = [row for row in measured if row is best or _is_as_fast(others[row.label])]
-    undecided = [row for row in measured if row not in same and not _is_slower(others[row.label])]
-    close = [row for row in measured if row in same or row in undecided]
+    close = [row for row in measured if row is best or not _is_slower(others[row.label])]
     chosen = min(close, key=lambda row: (_draft_bytes(row), -row.tokens_per_s))
-    more = max(
-        [prompts_needed(others[row.label], best.num_prompts, _MARGIN, len(measured) - 1) for row in undecided],
-        default=0,
-    )
     plain = report.find(PLAIN, mode, batch=batch)
     # Plain decoding must beat all that may be the fastest.
-    verdicts = {_beats_plain(row, plain) for row in close}
-    beats = False if verdicts == {False} else _beats_plain(chosen, plain) or None
-    advised, more = (plain, 0) if beats is False else (chosen, more)
-    reasons = [*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_add(measured)]
+    verdicts = {_beats(row.speedup) for row in close}
+    beats = False if verdicts == {False} else _beats(chosen.speedup) or None
+    advised = plain if beats is False else chosen
+    is_decided = beats is False or all(row is best or _is_as_fast(others[row.label]) for row in close)
+    reasons = [*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_follow(measured)]
     if missing := [row.label for row in rows if row.measured is None]:
         reasons.append(f"Not measured: {'; '.join(missing)}.")
     return Advice(
-        mode, batch, f"{where}: {_headline(chosen, close, beats, more)}", advised.label, advised.candidate.draft_vocab,
-        advised.candidate.follow, more == 0, tuple(row.label for row in close), more,
-        beats, tuple(reasons),
+        mode, batch, f"{where}: {_headline(chosen, close, measured, beats)}", advised.label,
+        advised.candidate.draft_vocab, advised.candidate.follow, is_decided, tuple(row.label for row in close), beats,
+        tuple(reasons),
     )  # fmt: skip
 
 
-def _headline(chosen: Row, close: Sequence[Row], beats: bool | None, more: int) -> str:
+def _headline(chosen: Row, close: Sequence[Row], measured: Sequence[Row], beats: bool | None) -> str:
     speed = "" if chosen.speedup is None else f" at {_interval(chosen.speedup)} times its speed"
     if beats is False:
         return f"plain decoding is faster here: drafting with {chosen.label} runs{speed}"
     begin = f"drafting beats plain decoding here: it runs{speed}"
     if beats is None:
-        few = "" if chosen.speedup and chosen.speedup.says_something else ", too few to tell"
-        number = _prompts(chosen.num_prompts, chosen.batch)
-        begin = f"whether drafting beats plain decoding here is not decided by {number}{few}: it ran{speed}"
-    if not more:
+        begin = f"no significant difference from plain decoding: drafting ran{speed}"
+    if len(measured) == 1:
+        return f"{begin}; only {chosen.label} was compared"
+    if len(close) == 1:
         return f"{begin}; best draft vocabulary: {chosen.label}"
-    return (
-        f"{begin}; draft vocabulary not decided, about {_prompts(more, chosen.batch, 'more ')} needed; of those that "
-        f"may be fastest, {chosen.label} {_merit(chosen, close)}"
-    )
-
-
-def _prompts(number: int, batch: int, more: str = "") -> str:
-    plural = "" if number == 1 else "s"
-    return f"{number} {more}" + (f"prompt{plural}" if batch == 1 else f"group{plural} of {batch} prompts")
-
-
-def _merit(chosen: Row, close: Sequence[Row]) -> str:
-    """Say what the one chosen has before the others that may be the fastest."""
-    alike = sum(_draft_bytes(row) == _draft_bytes(chosen) for row in close)
-    if alike == 1:
-        return "reads the fewest bytes"
-    return "ran fastest" if alike == len(close) else "ran fastest of those that read the fewest bytes"
+    names = "; ".join(row.label for row in close)
+    is_smaller = len({_draft_bytes(row) for row in close}) > 1
+    merit = f", of which {chosen.label} reads the fewest bytes" if is_smaller else ""
+    return f"{begin}; no significant difference between {names}{merit}"
 
 
 def _draft_bytes(row: Row) -> int:
@@ -140,50 +169,25 @@ def _beats(speedup: Estimate | None) -> bool | None:
     return speedup.value > 1
 
 
-def _beats_plain(row: Row, plain: Row) -> bool | None:
-    """Whether it is faster than plain decoding; None where the prompts do not tell.
-
-    A step may take so long that the most tokens which its trees can give do not make up for it: then any prompts tell.
-    """
-    if row.step_s and row.batch * _most_tokens(row) < plain.tokens_per_s * row.step_s:
-        return False
-    return _beats(row.speedup)
-
-
-def _most_tokens(row: Row) -> int:
-    depth, _, nodes = row.candidate.tree
-    return min(depth + 2, nodes)
-
-
 def _reasons(
     chosen: Row, best: Row, close: Sequence[Row], measured: Sequence[Row], others: Mapping[str, Estimate], plain: Row
 ) -> list[str]:
     reasons = [f"{chosen.label}: {_cost(chosen)}."]
-    if len(close) > 1:
-        names = "; ".join(row.label for row in sorted(close, key=_draft_bytes, reverse=True))
-        reasons.append(
-            f"{names}: these prompts do not tell their speeds apart, or they differ by less than {_MARGIN:.0%}; "
-            f"{chosen.label} {_merit(chosen, close)} ({_draft_bytes(chosen) / 1e6:,.1f} MB a tree)."
-        )
     for row in measured:
-        if row is not best and row not in close:
-            reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}.")
+        if row is not best:
+            how = "no significant difference" if row in close else "slower"
+            reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
     if chosen.speedup is not None:
-        beats = _beats_plain(chosen, plain)
-        verdict = {True: "faster", False: "slower", None: "these prompts do not tell which is faster"}[beats]
-        if beats != _beats(chosen.speedup):
-            verdict = f"slower on any prompts, as a pass gives {_most_tokens(chosen)} tokens at most"
+        verdict = {True: "faster", False: "slower", None: "no significant difference"}[_beats(chosen.speedup)]
         reasons.append(
             f"Plain decoding gives {plain.tokens_per_s:.1f} tokens/s; {chosen.label} runs at "
             f"{_interval(chosen.speedup)} times that: {verdict}."
         )
-        if beats is False:
-            reasons.append("A step with a tree costs more here than the tokens it gives; a smaller tree may pay.")
     return reasons
 
 
-def _reasons_to_add(measured: Sequence[Row]) -> list[str]:
-    """Say of each size that follows the prompt what that gained or lost against it alone."""
+def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
+    """Say of each size that follows the prompt how it compares with the same size alone."""
     reasons = []
     for row in measured:
         for other in measured:
@@ -193,7 +197,7 @@ def _reasons_to_add(measured: Sequence[Row]) -> list[str]:
             assert row.measured is not None
             assert other.measured is not None
             speed = ratio(row.measured, other.measured, row.num_prompts)
-            verdict = {True: "it pays", False: "it costs more than it gives", None: "too close to tell"}[_beats(speed)]
+            verdict = {True: "it pays", False: "it does not pay", None: "no significant difference"}[_beats(speed)]
             lengths = row.measured.accepted_length.value, other.measured.accepted_length.value
             reasons.append(
                 f"{row.label}: {lengths[0]:.2f} tokens per pass where {other.label} has {lengths[1]:.2f}, at "

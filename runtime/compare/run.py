@@ -1,32 +1,29 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
-Runs are interleaved: every candidate answers a prompt before the next prompt begins, so that a machine that slows down
-or warms up does so for all. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with
-the same seed), and the report says how many were identical: all of them in fp32. Where the target promises it in every
-type (`requests.exactness`), one that differs is an error. Times are of this device and do not carry over to another.
+Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
+for all. Their order is drawn anew for each prompt and balanced (`balanced_orders`), so that neither a place in it nor
+the candidate just before favours one. Every answer is compared with plain decoding of the same prompt (greedy, or
+sampled with the same seed), and the report says how many were identical: all of them in float32. Where the target
+promises it in every type (`GenerationStats.exactness`), one that differs is an error. Times are of this device alone.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from ..errors import PromptError
-from ..miss_log import MissLog, vocabulary_name
+import numpy as np
+import torch
+
+from ..api.output import GenerationOutput, difference, first_difference
+from ..errors import PromptError, UsageError
 from ..model import SpeculativeModel
-from ..requests.exactness import difference, exactness, first_difference
-from ..requests.output import GenerationOutput
-from .answers import Answer, AnswerKey, AnswerLog
 from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
 from .options import CompareOptions
-from .plan import Plan
-from .prompt_file import Prompt
-from .recommend import recommend
-from .report import ALL, build_report
-from .result import Comparison
+from .prompts import Prompt
+from .recommend import Comparison, recommend
+from .report import ALL, Answer, Place, build_report
 
 Progress = Callable[[int, int], object]
 
@@ -36,7 +33,6 @@ def compare(
     prompts: Sequence[Prompt],
     options: CompareOptions | None = None,
     *,
-    answers_file: str | Path | None = None,
     progress: Progress = lambda done, total: None,
     say: Say = lambda message: None,
 ) -> Comparison:
@@ -46,73 +42,139 @@ def compare(
         models: one, or several heads over the same loaded target, from `SpeculativeModel.from_pretrained`.
         prompts: conversations, as `load_prompts` reads them. Later turns follow the answers of plain decoding.
         options: what to compare and how; None for the defaults.
-        answers_file: each answer is kept here as it comes. Answers that are here already, of the same comparison, are
-            not made again; `Comparison.write` takes the file into its folder.
         progress: called after each answer with how many there are and how many there will be.
         say: called with what a user may want to know before it begins.
 
     Returns:
-        The comparison. Ctrl-C ends it early: then ``is_complete`` is false, and the figures are those of the answers so
-        far.
+        The comparison. Ctrl-C ends it early: then ``is_complete`` is false, and the figures are those of the turns that
+        every candidate has answered.
 
     Raises:
-        UsageError: the options fit neither models nor prompts, or the file holds answers of another comparison.
+        UsageError: the options fit neither models nor prompts.
         EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
         PromptError: a prompt has no room in the context; for a first turn this is found before anything is measured.
-        KeyboardInterrupt: Ctrl-C before the first answer.
+        KeyboardInterrupt: Ctrl-C before the first turn was answered.
         VocabularyError, TokenizerError: the counts or the token map cannot be used for these heads.
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
     heads = rank_heads(models, options, say)
-    candidates = find_candidates(heads, options, say)
-    plan = Plan(prompts, (Candidate.plain(models[0]), *candidates), options)
-    with ExitStack() as stack:
-        log = None
-        if answers_file is not None:
-            log = stack.enter_context(AnswerLog(answers_file, plan.fingerprint()))
-        answers = _Run(plan, log, progress).answer_all()
-    tokens = [token for each in answers if each.key.candidate == PLAIN for row in each.token_ids for token in row]
-    report = build_report(plan, answers, heads[0].curves(tokens))
-    log_of_tokens = log_of_answers(MissLog.of(plan.model), plan, answers)
-    return Comparison(report, recommend(report), answers, log_of_tokens, None if log is None else log.path)
+    if not prompts:
+        raise UsageError("A comparison takes one prompt or more; got none.", option="prompts")
+    candidates = [Candidate.plain(models[0]), *find_candidates(heads, options, say)]
+    run = Run(prompts, candidates, options, progress)
+    answers = run.answer_all()
+    tokens = [token for each in answers if each.candidate == PLAIN for row in each.token_ids for token in row]
+    curves = heads[0].curves(tokens)
+    report = build_report(candidates, options, answers, curves, run.setup(), len(answers) == run.num_calls)
+    return Comparison(report, recommend(report), answers)
 
 
-class _Run:
-    def __init__(self, plan: Plan, log: AnswerLog | None, progress: Progress) -> None:
-        self.plan, self.log, self.progress = plan, log, progress
+def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
+    """Yield orders of ``count`` things without end: rows of Williams' design, shuffled, with its things drawn anew.
+
+    Once all its rows are used, each thing stood equally often in each place, and directly after each other thing.
+    Williams (1949), "Experimental designs balanced for the estimation of residual effects of treatments". For four
+    things: 0 1 3 2, 1 2 0 3, 2 3 1 0, 3 0 2 1; for an odd number the reversed rows too.
+    """
+    first = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
+    rows = [[(each + shift) % count for each in first] for shift in range(count)]
+    if count % 2:
+        rows += [row[::-1] for row in rows]
+    while True:
+        things = random.permutation(count)
+        for number in random.permutation(len(rows)):
+            yield [int(things[place]) for place in rows[number]]
+
+
+class Run:
+    """The calls of one comparison; ``candidates`` begin with plain decoding, which the others are compared with."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], candidates: Sequence[Candidate], options: CompareOptions, progress: Progress
+    ) -> None:
+        self.prompts, self.candidates, self.options, self.progress = prompts, candidates, options, progress
+        self.model = candidates[0].model
         self.answers: list[Answer] = []
-        self.num_calls = plan.num_calls
+        # The figures of each mode and batch size are worked out by themselves.
+        kinds = [(mode, batch) for mode in options.modes for batch in options.batches]
+        seeds = np.random.SeedSequence(0).spawn(len(kinds))
+        self.orders = {
+            kind: balanced_orders(len(candidates), np.random.default_rng(seed))
+            for kind, seed in zip(kinds, seeds, strict=True)
+        }
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls of `generate` it takes."""
+        turns = sum(
+            max(len(self.prompts[place].turns) for place in group)
+            for batch in self.options.batches
+            for group in self._groups(batch)
+        )
+        return len(self.candidates) * turns * len(self.options.modes) * self.options.repeats
+
+    def setup(self) -> dict[str, Any]:
+        """Return what is compared, on which device and how, as plain values."""
+        model, drafted, options = self.model, self.candidates[1:], self.options
+        ahead = options.partial_verification
+        device, threads = model.target.device, torch.get_num_threads()
+        cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        trees = ("depth {}, top_k {}, {} nodes".format(*candidate.tree) for candidate in drafted)
+        return {
+            "target": (model.opened.target_name if model.opened else None) or type(model.target.model).__name__,
+            "heads": list(dict.fromkeys(candidate.head for candidate in drafted)),
+            "target_vocab": int(model.target.text_config.vocab_size),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+            "dtype": str(model.target.dtype).removeprefix("torch."),
+            "drafter": model.drafter.name,
+            "draft_weights": model.draft_weights,
+            "candidates": [candidate.label for candidate in drafted],
+            "trees": list(dict.fromkeys(trees)),
+            "num_prompts": len(self.prompts),
+            "num_turns": sum(len(prompt.turns) for prompt in self.prompts),
+            "modes": {mode: options.generation(mode) for mode in options.modes},
+            "batches": list(options.batches),
+            "max_new_tokens": options.max_new_tokens,
+            "partial_verification": ahead and {"ahead": str(ahead), "from": ahead.min_length},
+            "repeats": options.repeats,
+            "versions": {package: version(package) for package in ("eagle-slim", "torch", "transformers")},
+        }
 
     def answer_all(self) -> list[Answer]:
-        """Return the answers in order; fewer than planned where Ctrl-C ended it."""
-        options = self.plan.options
-        if self.log is None or len(self.log.answers) < self.num_calls:
-            self._warm_up()
+        """Return the answers in the order they were made; fewer than planned where Ctrl-C ended it."""
+        self._warm_up()
         try:
-            for repeat in range(options.repeats):
-                for batch in options.batches:
-                    for group in self.plan.groups(batch):
-                        for mode in options.modes:
+            for repeat in range(self.options.repeats):
+                for batch in self.options.batches:
+                    for group in self._groups(batch):
+                        for mode in self.options.modes:
                             self._answer_group(repeat, group, mode)
         except KeyboardInterrupt:
             if not self.answers:
                 raise
         return self.answers
 
+    def _groups(self, batch: int) -> list[tuple[int, ...]]:
+        """Return the numbers of the prompts that are answered together."""
+        count = len(self.prompts)
+        return [tuple((first + i) % count for i in range(batch)) for first in range(0, count, batch)]
+
     def _warm_up(self) -> None:
         # A prompt that does not fit the context is refused here, by its place, and not after hours.
-        opening = [[*prompt.opening, _said("user", prompt.turns[0])] for prompt in self.plan.prompts]
-        self.plan.model.generate([self._encode(messages) for messages in opening], max_new_tokens=0)
+        opening = [[*prompt.opening, _said("user", prompt.turns[0])] for prompt in self.prompts]
+        self.model.generate([self._encode(messages) for messages in opening], max_new_tokens=0)
         hello = self._encode([_said("user", "Hi")])
-        for candidate in self.plan.candidates[1:]:
-            for batch in self.plan.options.batches:
+        for candidate in self.candidates:
+            for batch in self.options.batches:
                 # One-off work (allocation, packing) must not be timed with the first prompt.
-                candidate.model.generate([hello] * batch, max_new_tokens=2, max_slots=batch)
+                candidate.model.generate(
+                    [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
+                )
 
     def _answer_group(self, repeat: int, group: tuple[int, ...], mode: str) -> None:
-        """Let plain decoding and every other candidate answer a group of prompts, turn by turn."""
-        prompts = {place: self.plan.prompts[place] for place in group}
+        """Let every candidate answer a group of prompts, turn by turn."""
+        prompts = {place: self.prompts[place] for place in group}
         talks: dict[int, list[dict[str, str]]] = {place: [*prompt.opening] for place, prompt in prompts.items()}
         categories = {_category(prompt) for prompt in prompts.values()}
         category = categories.pop() if len(categories) == 1 else None
@@ -121,46 +183,41 @@ class _Run:
             for place in dict.fromkeys(asked):
                 talks[place].append(_said("user", prompts[place].turns[turn]))
             ids = [self._encode(talks[place]) for place in asked]
-            plain: Answer | None = None
-            for candidate in self.plan.candidates:
-                key = AnswerKey(repeat, len(group), group[0], mode, turn, candidate.label)
-                answer = None if self.log is None else self.log.answers.get(key)
-                if answer is None:
-                    output = self._generate(candidate, ids, key, asked)
-                    answer = _answer(key, output, plain, category)
-                    if plain is not None and answer.is_exact:
-                        _prove(answer, plain, asked, exactness(output.stats))
-                    if self.log is not None:
-                        self.log.append(answer)
-                self.answers.append(answer)
-                plain = plain or answer
-                self.progress(len(self.answers), self.num_calls)
-            assert plain is not None
-            for place, text in zip(asked, plain.texts, strict=True):
+            where, found = Place(repeat, len(group), group[0], mode, turn), dict[str, GenerationOutput]()
+            for number in next(self.orders[mode, len(group)]):
+                candidate = self.candidates[number]
+                found[candidate.label] = self._generate(candidate, ids, where, asked)
+                self.progress(len(self.answers) + len(found), self.num_calls)
+            plain = found[PLAIN]
+            for label, output in found.items():
+                if label != PLAIN and output.stats.exactness is not None:
+                    _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
+            # A turn counts once every candidate has answered it: all figures are of the same turns.
+            self.answers += [Answer.of(where, label, category, output, plain) for label, output in found.items()]
+            for place, text in zip(asked, plain.text, strict=True):
                 if talks[place][-1]["role"] == "user":
-                    talks[place].append(_said("assistant", text))
+                    talks[place].append(_said("assistant", text or ""))
 
     def _generate(
-        self, candidate: Candidate, ids: Sequence[Any], key: AnswerKey, asked: Sequence[int]
+        self, candidate: Candidate, ids: Sequence[Any], where: Place, asked: Sequence[int]
     ) -> GenerationOutput:
-        options = self.plan.options
+        options = self.options
         ahead = None if candidate.is_plain else options.partial_verification
         try:
             return candidate.model.generate(
-                ids, max_new_tokens=options.max_new_tokens, max_slots=key.batch, speculative=not candidate.is_plain,
-                time_phases=True, partial_verification=ahead, **options.generation(key.mode),
+                ids, max_new_tokens=options.max_new_tokens, max_slots=where.batch, speculative=not candidate.is_plain,
+                time_phases=True, partial_verification=ahead, **options.generation(where.mode),
             )  # fmt: skip
         except PromptError as error:
-            place, turn = asked[error.facts.get("prompt", 0)], key.turn + 1
+            place = asked[error.prompt]
             reason = str(error).partition(" has ")[2]
             raise PromptError(
-                f"Turn {turn} of prompt {place}, with the conversation before it, has {reason}",
-                **{**error.facts, "prompt": place, "turn": turn},
+                f"Turn {where.turn + 1} of prompt {place}, with the conversation before it, has {reason}", prompt=place
             ) from error
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> Any:
-        if self.plan.options.use_chat_template:
-            return self.plan.model.encode_chat(messages)
+        if self.options.use_chat_template:
+            return self.model.encode_chat(messages)
         return "\n".join(message["content"] for message in messages)
 
 
@@ -173,77 +230,9 @@ def _category(prompt: Prompt) -> str:
     return f"{ALL} (category)" if prompt.category == ALL else prompt.category
 
 
-def _answer(key: AnswerKey, output: GenerationOutput, plain: Answer | None, category: str | None) -> Answer:
-    tokens = tuple(tuple(row) for row in output.token_ids)
-    stats = output.stats
-    return Answer(
-        key,
-        category,
-        len(tokens) if plain is None else sum(a == b for a, b in zip(tokens, plain.token_ids, strict=True)),
-        stats.num_prompt_tokens,
-        stats.accepted_lengths,
-        stats.prefill_s,
-        stats.total_s,
-        # In whole microseconds, as the file of answers has them: read again, they give the same report.
-        tuple(tuple(round(seconds, 6) for seconds in step) for step in stats.steps),  # type: ignore[misc]
-        tokens,
-        tuple(text or "" for text in output.text),
-        () if plain is None else tuple(result.stats.num_missed for result in output.results),
-        exactness(stats) is not None,
-    )
-
-
-def _prove(answer: Answer, plain: Answer, asked: Sequence[int], proof: str | None) -> None:
+def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:
     """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
-    for place, ours, own in zip(asked, answer.token_ids, plain.token_ids, strict=True):
-        first, key = first_difference(ours, own), answer.key
+    for place, ours, own in zip(asked, output.token_ids, plain.token_ids, strict=True):
+        first = first_difference(ours, own)
         if first is not None:
-            how = f"{key.candidate}, {key.mode}, {key.batch} at a time"
-            raise difference(f"{how}: turn {key.turn + 1} of prompt {place}", ours, own, first, str(proof))
-
-
-def log_of_answers(log: MissLog, plan: Plan, answers: Sequence[Answer]) -> MissLog:
-    """Count plain decoding's answers into a log, each text once: those of the first repeat and batch size.
-
-    The provenance says of each draft vocabulary what it missed in its own answers to the same prompts, each once.
-    """
-    batch, names = plan.options.batches[0], _names(plan)
-    groups = {group[0]: group for group in plan.groups(batch)}
-    texts = defaultdict[str, list[Sequence[int]]](list)
-    missed = defaultdict[str, dict[int | str, tuple[int, int]]](dict)
-    counted = set[tuple[str | None, str, int, int]]()
-    for answer in answers:
-        key = answer.key
-        if (key.repeat, key.batch) != (0, batch):
-            continue
-        name = names[key.candidate]
-        places = [place for place in groups[key.group] if key.turn < len(plan.prompts[place].turns)]
-        missed_of = answer.missed or (0,) * len(places)
-        for place, row, num_missed in zip(places, answer.token_ids, missed_of, strict=True):
-            # A group that is filled up holds prompts that were answered before, or a prompt several times; and one
-            # draft vocabulary may be compared with several trees.
-            if (name, key.mode, key.turn, place) in counted:
-                continue
-            counted.add((name, key.mode, key.turn, place))
-            category = plan.prompts[place].category
-            if name is None:
-                texts[category].append(row)
-            else:
-                tokens, before = missed[category].get(name, (0, 0))
-                missed[category][name] = (tokens + len(row), before + num_missed)
-    for category in {**texts, **missed}:
-        log.add_tokens(texts[category], missed[category], category)
-    return log
-
-
-def _names(plan: Plan) -> dict[str, str | None]:
-    """Name each candidate's draft vocabulary, None for plain decoding; those of one name are one vocabulary."""
-    plain, *drafted = plan.candidates
-    names, sizes = dict[str, str | None]({plain.label: None}), dict[str, str]()
-    for each in drafted:
-        name = vocabulary_name(each.draft_vocab, each.follow)
-        name = name if each.head == drafted[0].head else f"{each.head}: {name}"
-        # An artifact's own ids, and as many by another ranking.
-        is_other = sizes.setdefault(name, each.size) != each.size
-        names[each.label] = f"{name} ({each.size})" if is_other else name
-    return names
+            raise difference(f"{what} of prompt {place}", ours, own, first, str(output.stats.exactness))

@@ -1,4 +1,4 @@
-"""Speeds from timings that are disturbed: medians over steps, and paired bootstrap intervals over prompts.
+"""Speeds from noisy timings: medians over steps, and paired bootstrap intervals over prompts.
 
 All candidates answer the same prompts, so a resample draws the same prompts for all of them, and what a prompt does to
 every candidate cancels in the ratio of two. The target's work in a step is the same for every draft vocabulary, so its
@@ -9,7 +9,6 @@ bootstrap's standard error of the logarithm times Student's t for the number of 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,11 +20,7 @@ if TYPE_CHECKING:
 
 NUM_RESAMPLES = 400
 CONFIDENCE = 0.95
-# Verifying costs the same for every candidate; a candidate whose median differs by this factor ran on a busier machine.
-_DISTURBED = 1.25
 _FEWEST_PROMPTS = 5
-# From here on Student's t hardly changes.
-_MANY_PROMPTS = 200
 # An interval whose upper end is further than this many times the value says nothing.
 _WIDEST = 10.0
 
@@ -82,8 +77,6 @@ class Measured:
     verify_s: float
     """Median over the steps of all candidates with as many nodes."""
     host_s: float
-    own_verify_s: float
-    """Median over this candidate's own steps."""
     resampled_tokens_per_s: NDArray[np.float64]
 
     @property
@@ -124,8 +117,7 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
         found[name] = Measured(
             Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
             Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
-            float(draft_s[0]), float(verify_s[each.nodes][0]), float(host_s[0]), float(np.median(each.verify_s)),
-            speeds[1:],
+            float(draft_s[0]), float(verify_s[each.nodes][0]), float(host_s[0]), speeds[1:],
         )  # fmt: skip
     return found
 
@@ -134,14 +126,6 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
     """Return how many times faster ``one`` is than ``other``, from paired resamples of one `measure`."""
     value = one.tokens_per_s.value / other.tokens_per_s.value
     return Estimate.of(value, one.resampled_tokens_per_s / other.resampled_tokens_per_s, num_prompts, comparisons)
-
-
-def find_disturbed(measured: Mapping[str, Measured]) -> list[str]:
-    """Find the candidates whose own verify time differs from that of all, though the target's work was the same."""
-    return [
-        name for name, each in measured.items()
-        if each.verify_s and not 1 / _DISTURBED <= each.own_verify_s / each.verify_s <= _DISTURBED
-    ]  # fmt: skip
 
 
 def student_t(probability: float, degrees: int) -> float:
@@ -191,32 +175,3 @@ def _weighted_medians(
         low, high = np.searchsorted(cumulative, [(total + 1) // 2, total // 2 + 1])
         medians[row] = (ascending[low] + ascending[high]) / 2
     return medians
-
-
-def prompts_needed(difference: Estimate, num_prompts: int, smallest: float, comparisons: int = 1) -> int:
-    """Return about how many more prompts would decide, if they vary as much as those measured.
-
-    The interval shrinks with the root of their number, and with Student's t, which is wide for a few.
-
-    ``difference``: a ratio of speeds, widened for ``comparisons``. It is decided when its interval excludes 1, or, for
-    a difference below ``smallest``, when the interval is that narrow.
-    """
-    if not math.isfinite(difference.high):
-        return max(1, 8 - num_prompts)
-    probability = 1 - (1 - CONFIDENCE) / (2 * comparisons)
-    half = math.log(difference.high / difference.value)
-    wanted = max(abs(math.log(difference.value)), smallest)
-    # How far the logarithm differs between two prompts, in units of what is wanted.
-    spread = half / wanted * math.sqrt(num_prompts) / student_t(probability, num_prompts - 1)
-
-    def is_enough(total: int) -> bool:
-        return student_t(probability, total - 1) * spread <= math.sqrt(total)
-
-    if is_enough(_MANY_PROMPTS):
-        candidates = range(num_prompts + 1, _MANY_PROMPTS)
-        needed = num_prompts + 1 + bisect_left(candidates, True, key=is_enough)
-    else:
-        needed = math.ceil((student_t(probability, _MANY_PROMPTS - 1) * spread) ** 2)
-    more = max(1, needed - num_prompts)
-    magnitude: int = 10 ** max(0, len(str(more)) - 2)
-    return math.ceil(more / magnitude) * magnitude

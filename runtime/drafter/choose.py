@@ -6,15 +6,16 @@ from eight sequences at a time on it is slower (docs/kernels.md).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.open import DraftHead
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from ..errors import DrafterError, UnsupportedModelError, UsageError, check_choice
+from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice
 from ..settings import TreeConfig
 from .dimensions import check_kernel_activation
 from .drafter import Drafter
@@ -159,6 +160,12 @@ def choose_drafter(
                 "draft_weights out.",
                 **{**error.facts, "option": "draft_weights"},
             ) from error
+        warnings.warn(
+            f"drafter = 'auto' drafts with the reference in plain PyTorch, several times slower than the kernel, which "
+            f"cannot take this head or tree: {error} Change that, or take drafter='reference' to say that it is meant.",
+            SpeedWarning,
+            stacklevel=3,
+        )
         return Drafter(weights, tree), str(error)
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UsageError, check_choice, misfit
+from ..errors import NothingToFollowError, check_choice, misfit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,11 +60,11 @@ class FollowRows:
     def __post_init__(self) -> None:
         check_follow_rows(self.most)
         if len(self.ids) == 0:
-            raise UsageError(
+            raise NothingToFollowError(
                 "There is nothing to follow with: the draft vocabulary holds every id that the head was trained on. "
                 "Give a smaller draft_vocab, or leave follow out.",
-                option="follow", missing="rows",
-            )  # fmt: skip
+                option="follow",
+            )
 
     @classmethod
     def of(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..api.output import GenerationOutput
+from ..api.prompts import Prompts
 from ..drafter.buffers import Buffers
 from ..drafter.choose import CHOICES
 from ..drafter.dimensions import DrafterConfig
@@ -15,12 +17,13 @@ from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packed_weights import Weights
 from ..errors import GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
-from ..requests.output import GenerationOutput
-from ..requests.prompts import Prompts
 from ..settings import TreeConfig
+from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
+MOST_KEPT = 4
+"""Drafters that are kept with a model: those used last."""
 _registered: dict[str, dict[str, Any]] = {}
 
 
@@ -65,9 +68,10 @@ def frontier_generate(
 
     ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
     EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
-    int64 [1, seq]; afterwards the EaModel's methods are upstream's again. The drafter is kept with the model, and built
-    again after that was moved to another device or type, or got another ``ea_layer`` or base model. Raises `UsageError`
-    for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it cannot run.
+    int64 [1, seq]; afterwards the EaModel's methods are upstream's again. The four drafters used last are kept with the
+    model, and built again after that was moved to another device or type, or got another ``ea_layer`` or base model.
+    Raises `UsageError` for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it
+    cannot run.
 
     Without a target, a `DrafterConfig` takes the model's place and features that of the ids:
     [slots, new, feature_width], taps side by side. ``weights`` and ``bufs``, which hold the new tokens, are then those
@@ -162,9 +166,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
         kept = vars(model)["_eagle_slim_kept"] = _Kept({place: {}})
     # Objects by identity: they are kept alive here, so that none takes another's place.
     key = tuple((name, each if isinstance(each, str | int | Path) else id(each)) for name, each in given.items())
-    if key not in kept[place]:
-        kept[place][key] = (build(**given), given)
-    return kept[place][key][0]
+    return recall(kept[place], key, MOST_KEPT, lambda: (build(**given), given))[0]
 
 
 def _place(model: Any) -> tuple[Any, ...]:

@@ -12,28 +12,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from eagle_slim.convert.head.config import default_taps
-from torch import Tensor
+from eagle_slim.convert.heads.config import default_taps
+from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
 from ..target.cache import ForwardBuffers, KVCache
 from ..target.choose import Choice, choose_forward
-from ..target.fused import FusedTarget, unfit_part
+from ..target.fused import FusedTarget
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
+from ..target.known import unfit_modules
 from ..tree import Trees
 from .reading import kind_of, rotary_of
 from .session import captured
 
 TARGET_BACKENDS = ("auto", "fused", "upstream")
+_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def choose_tree_forward(asked: str, model: Any) -> Choice:
     """Choose the forward that verifies trees: "fused", or "upstream" for the base model's own; as `choose_forward`."""
-    return choose_forward(asked, "upstream", lambda: _unfit_reason(model), model.base_model.lm_head.weight.device)
+    device = next(model.base_model.parameters()).device
+    return choose_forward(asked, "upstream", lambda: _unfit_reason(model), device)
 
 
 def fuse(model: Any, ops: Ops) -> FusedTarget:
@@ -95,6 +98,8 @@ def _unfit_reason(model: Any) -> str | None:
     name, taps = type(base).__name__, _tap_layers(model)
     if name not in _BASES:
         return f"{name} is none of {', '.join(_BASES)}"
+    if torch.is_autocast_enabled(next(base.parameters()).device.type):
+        return "torch.autocast is on"
     if taps is not None and (len(taps) < 3 or taps[0] < 0):
         return f"{len(base.model.layers)} layers have no three different ones to tap"
     rotary = _rotary_module(base)
@@ -102,7 +107,28 @@ def _unfit_reason(model: Any) -> str | None:
         return "dynamic RoPE scaling changes its frequencies with the length"
     if getattr(base.config, "sliding_window", None) is not None:
         return "it attends within a sliding window"
-    return unfit_part(base, type(base.model.norm))
+    if base.config.hidden_act != "silu":
+        return f"its activation is {base.config.hidden_act}, not silu"
+    return _unfit_part(base) or unfit_modules(base)
+
+
+def _unfit_part(base: Any) -> str | None:
+    """Why a base model's modules are not those of its own file, in every layer the same."""
+    own, first = type(base).__module__, base.model.layers[0]
+    for path, module in base.named_modules():
+        file = type(module).__module__
+        if file != own and type(module) not in _PLAIN and not file.startswith("transformers."):
+            return f"{path} is a {type(module).__qualname__} of {file}"
+    kinds = {path: type(module) for path, module in first.named_modules()}
+    for index, layer in enumerate(base.model.layers):
+        if {path: type(module) for path, module in layer.named_modules()} != kinds:
+            return f"layer {index} is made otherwise than the first"
+    for path, module in base.named_modules():
+        eps = getattr(module, "variance_epsilon", base.config.rms_norm_eps)
+        if eps != base.config.rms_norm_eps:
+            return f"{path}.variance_epsilon is {eps}, and its configuration gives {base.config.rms_norm_eps}"
+    head_dim = first.self_attn.head_dim
+    return f"its head_dim is {head_dim}" if head_dim % 2 or head_dim > 256 else None
 
 
 def _rotary_module(base: Any) -> Any:

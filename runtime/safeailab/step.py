@@ -36,6 +36,7 @@ from ..settings import TreeConfig
 from ..step.kernels.acceptance import SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
+from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch
 from .forward import TreeForward, choose_tree_forward, fuse
@@ -96,15 +97,22 @@ class StepPatch:
         self.model, self.layer_patch = model, layer_patch
         for name in LOOPS:
             _check_loop(type(model), name)
-        self.backend = choose_tree_forward(target_backend, model)
-        """The forward that verifies, and why."""
         session = layer_patch.session
         self.ops = Ops(session.spec.backend == "triton" or session.head.device.type == "cuda")
-        self._target = fuse(model, self.ops) if self.backend.name == "fused" else None
-        self._forward: TreeForward | None = None
+        self._asked = target_backend
+        self._take_base_model()
         self._tensors: _Tensors | None = None
         self._numbers: tuple[float, ...] | None = None
         """Numbers of the sampling rules that lie on the device."""
+
+    def _take_base_model(self) -> None:
+        """Choose and build the forward that verifies, over the base model as it is now."""
+        self.backend = choose_tree_forward(self._asked, self.model)
+        """The forward that verifies, and why."""
+        self._target = fuse(self.model, self.ops) if self.backend.name == "fused" else None
+        self._forward: TreeForward | None = None
+        # Packing has made views of some weights: looked at afterwards.
+        self._watch = Watch(self.model.base_model)
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
@@ -128,6 +136,8 @@ class StepPatch:
                     "it, and patch again.",
                     option="model",
                 )
+            if self._watch.has_changed():
+                self._take_base_model()
             # Upstream's globals as they are at the call, so that what others change there counts.
             function = FunctionType(
                 plain.__code__, {**plain.__globals__, **replaced}, plain.__name__, plain.__defaults__, plain.__closure__
@@ -173,7 +183,8 @@ class StepPatch:
     @contextmanager
     def _buffers(self) -> Iterator[None]:
         """Work on buffers: ones made in inference mode could not be written to outside it."""
-        with torch.inference_mode(False), torch.no_grad(), current(self.session.head.device):
+        device = self.session.head.device
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
             yield
 
     def _current(self) -> _Tensors:

@@ -41,6 +41,7 @@ from ..tree import Trees
 from .checks import Checks, check_accept, check_draft, check_verify, checks_wanted
 from .graphs import GraphPool, Run, recall
 from .host_choice import HostChoice
+from .kept_rows import HeldRow
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
@@ -248,10 +249,13 @@ class Decoder:
         """What joined each slot's draft vocabulary."""
         return None if self.drafter is None else self.drafter.bufs.tails
 
-    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+    def enter(
+        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None
+    ) -> None:
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
-        The slot's tail has been set before.
+        The slot's tail has been set before. ``held``: the row of the first of these tokens, where it is run again; the
+        record's last row tells in its second place whether it has become another.
         """
         self.ops(begin_prompt)(self.box, self.state)
         self._gather_rows()
@@ -260,6 +264,11 @@ class Decoder:
             nodes = chunk_of(left) if self.ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
             self._run_phases(("chunk", nodes), rules, self._chunk_phases(nodes, rules, host))
             left -= nodes
+        changed = self.entering.record[-1, 1]
+        if held is None:
+            changed.zero_()
+        else:
+            changed.copy_(held.has_changed())
         self.ops(list_active)(self.state)
 
     @cached_property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter, Drafter
+from ..errors import DeviceMemoryError
 from ..ops import current, ranges_wanted
 from ..settings import PartialVerification, TreeConfig
-from ..target.cache import KVCache
+from ..target.cache import KVCache, Target
 from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
 from .graphs import GraphPool, recall
@@ -20,6 +23,7 @@ from .kernels.choice_kernels import ChoiceRules
 from .pace import Pace
 from .run_ahead import PartialDecoder
 
+Result = TypeVar("Result")
 MOST_DECODERS = 12
 """Numbers of slots and trees that decoders are kept for: those used last."""
 
@@ -31,8 +35,10 @@ class Decoders:
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
-        self.target, self.drafter, self.tree = target.runs, drafter, drafter.tree
-        self.eager_reason = "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else target.eager_reason
+        self.model, self.drafter, self.tree = target, drafter, drafter.tree
+        self._version = -1
+        """Of the model that cache and decoders belong to."""
+        self.eager_reason: str | None = None
         """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
@@ -42,6 +48,51 @@ class Decoders:
         """What each slot of the cache still holds of the sequence that was in it last."""
         self.paces: dict[int, Pace] = {}
         """What was timed, by the number of sequences side by side."""
+        target.users.add(self)
+        self._follow_model()
+
+    @property
+    def target(self) -> Target:
+        """What runs the forwards."""
+        return self.model.runs
+
+    def _follow_model(self) -> None:
+        """Drop what belongs to the model as it was before it changed: rows, graphs, and what was timed."""
+        if self._version == self.model.version:
+            return
+        self.drop()
+        self.paces.clear()
+        self.eager_reason = "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else self.model.eager_reason
+        self._version = self.model.version
+
+    def drop(self) -> None:
+        """Free the caches and all decoders with their graphs."""
+        self._decoders.clear()
+        self._cache = self._draft_cache = None
+        self.kept = []
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Run a call with the model held (`TargetModel.held`).
+
+        Raises `DeviceMemoryError` where the device's memory does not suffice, with all of it free again.
+        """
+        try:
+            with self.model.held():
+                return act()
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". ")[0]
+        # Only here, as the error's traceback holds the tensors of all frames.
+        with self.model.lock.hold():
+            self.drop()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise DeviceMemoryError(
+            f"The memory of {self.model.device} does not suffice ({reason}). Lower max_slots, the lengths of prompts "
+            "and answers (max_new_tokens, max_model_len) or the trees' size (total_tokens); draft_weights='fp8', a "
+            "smaller draft_vocab and fewer other programs on the device leave more, too. What this call held is free "
+            "again.",
+            option="max_slots", device=str(self.model.device),
+        )  # fmt: skip
 
     @property
     def has_graphs(self) -> bool:
@@ -81,9 +132,10 @@ class Decoders:
     ) -> Decoder:
         """Return a decoder for that many sequences side by side, `max_slots` at most, of up to ``max_tokens`` each.
 
-        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do. A cache that has to grow takes all
-        decoders with it: their graphs hold its addresses.
+        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do. The model must be held. A cache that
+        has to grow takes all decoders with it: their graphs hold its addresses.
         """
+        self._follow_model()
         shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
         widest = max(shape.new_tokens_width for shape in shapes)
         # Each number of slots has graphs of its own: few sizes shall occur.
@@ -99,8 +151,9 @@ class Decoders:
             self._cache = cache = self._draft_cache = None
             # Before the cache, whose being here tells that all of it was done.
             self.kept = [KeptRows()] * slots
+            cache = KVCache(self.target, slots, capacity)
             self.target.reserve_positions(capacity + widest)
-            self._cache = cache = KVCache(self.target, slots, capacity)
+            self._cache = cache
         build = partial(self._build, num_slots, tree, cache, ahead)
         return recall(self._decoders, (num_slots, tree, ahead), MOST_DECODERS, build)
 
@@ -109,7 +162,7 @@ class Decoders:
         self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
-        """Compile and capture what calls of up to that many sequences and tokens will use."""
+        """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held."""
         device = self.target.device
         with current(device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)

@@ -17,27 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.request import RequestOutput, RunningRequest, collect
+from ..api.stats import GenerationStats, PhaseTimer, count_tuned
 from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
-from ..requests.requests import RequestOutput, RunningRequest, collect
-from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
-from ..settings import TreeConfig
-from ..target.lock import GenerationLock
-from .ahead_pace import AheadPace
-from .choice_rules import CallRules
 from .decoders import Decoders
 from .host_choice import HostChoice
-from .kept_rows import KeptRows, match_slots
+from .kept_rows import HeldRow, KeptRows, match_slots
 from .kernels.acceptance import RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import token_bits
 from .pace import Pace
+from .plan import Plan
 from .run_ahead import PartialDecoder
 
 
 @dataclass
 class _Record:
-    """What one launch will have to tell: filled when ``ready`` has passed."""
+    """Result of one launch: filled when ``ready`` has passed."""
 
     values: Tensor
     ready: torch.cuda.Event | None
@@ -48,48 +45,33 @@ class _Record:
 class GenerationLoop:
     """One call; ``states`` are the requests in its order.
 
-    ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
-    what slots hold of a prompt from earlier calls (`kept_rows`). ``is_paced`` goes on plainly where drafting is found
-    to be slower (`pace`); ``went_plain`` then says why. ``ahead``: how steps run ahead (`run_ahead`), and whether that
-    pays; ``went_full`` says why they ceased to.
+    ``went_plain`` says why the call ceased to draft, ``went_full`` why its steps ceased to run ahead, if they did.
     """
 
-    def __init__(
-        self,
-        decoders: Decoders,
-        lock: GenerationLock,
-        states: Sequence[RunningRequest],
-        rules: CallRules,
-        max_slots: int,
-        tree: TreeConfig | None = None,
-        time_phases: bool = False,
-        reuse_prefix: bool = False,
-        is_paced: bool = False,
-        ahead: AheadPace | None = None,
-    ) -> None:
-        self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
-        self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
-        self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
-        self.is_paced, self.ahead, self.went_plain, self.went_full = is_paced, ahead, "", ""
+    def __init__(self, decoders: Decoders, states: Sequence[RunningRequest], plan: Plan) -> None:
+        self.decoders, self.states, self.plan = decoders, states, plan
+        self.tree, self.ahead, self.rules = plan.tree, plan.ahead, plan.rules.rules
+        self.went_plain, self.went_full = "", ""
         self._seconds: dict[str, float] = {}
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
-        self.num_empty_steps, self.active_sequences = 0, Counter[int]()
+        self.active_sequences = Counter[int]()
         self._free: list[Tensor] = []
-        numbers = torch.tensor(rules.numbers, dtype=torch.float32)
-        chooses_on_host = rules.host_reason is not None
-        self.host = HostChoice(self.running, self.rules, numbers, rules.typical_p) if chooses_on_host else None
+        numbers = torch.tensor(plan.rules.numbers, dtype=torch.float32)
+        chooses_on_host = plan.rules.host_reason is not None
+        self.host = HostChoice(self.running, self.rules, numbers) if chooses_on_host else None
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
         """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
-        if not self.waiting:
-            return collect(self.states, {})
+        return self.decoders.run(self._run_held) if self.waiting else collect(self.states, {})
+
+    def _run_held(self) -> tuple[list[RequestOutput], GenerationStats]:
         device = self.decoders.target.device
-        with self.lock.hold(), current(device), counted_apart() as self.launches:
+        with current(device), counted_apart() as self.launches:
             # More prompts than there are slots wait for a free one.
-            num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
+            num_slots = min(len(self.waiting), self.plan.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
             ahead = None if self.ahead is None else self.ahead.option
             self.decoder = self.decoders.get(num_slots, longest, self.tree, ahead)
@@ -107,9 +89,9 @@ class GenerationLoop:
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
         decoder = self.decoder
         decoder.clear_()
-        self._upload(decoder.choice.numbers, self.call.numbers, torch.float32)
-        if self.call.suppressed is not None:
-            self._upload(decoder.choice.suppressed, self.call.suppressed)
+        self._upload(decoder.choice.numbers, self.plan.rules.numbers, torch.float32)
+        if self.plan.rules.suppressed is not None:
+            self._upload(decoder.choice.suppressed, self.plan.rules.suppressed)
         if self.host is None:
             decoder.warm_up(self.rules, self.num_slots)
         self.timer = PhaseTimer(decoder.target.device)
@@ -121,7 +103,7 @@ class GenerationLoop:
                 self._step()
             # One step stays in flight after the one that is read.
             self._read_all_but(self.host is None and bool(self.running))
-            if self.is_paced and self.tree is not None and self.running:
+            if self.plan.is_paced and self.tree is not None and self.running:
                 self._look_at_pace()
             if isinstance(self.decoder, PartialDecoder) and self.ahead is not None and self.ahead.loses is not None:
                 self.went_full, self.decoder = self.ahead.loses, self.decoder.full
@@ -129,7 +111,6 @@ class GenerationLoop:
         return collect(
             self.states,
             timings,
-            num_empty_steps=self.num_empty_steps,
             active_sequences=dict(sorted((+self.active_sequences).items())),
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
@@ -155,7 +136,7 @@ class GenerationLoop:
     def _fill_slots(self) -> None:
         free = [slot for slot in range(self.num_slots) if slot not in self.running]
         entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
-        kept = self.decoders.kept if self.reuse_prefix else [KeptRows()] * self.num_slots
+        kept = self.decoders.kept if self.plan.reuse_prefix else [KeptRows()] * self.num_slots
         prompts = [state.request.prompt_ids for state in entering]
         matches = match_slots(prompts, kept, free, self.tree is not None)
         for state, (slot, shared) in zip(entering, matches, strict=True):
@@ -171,7 +152,7 @@ class GenerationLoop:
         ends = sorted(request.eos_ids)
         eos = ends[: decoder.state.eos_ids.shape[1]]
         blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
-        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused, self.tree is not None)
+        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused)
         self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.keys is not None:
@@ -183,7 +164,21 @@ class GenerationLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        decoder.enter(len(prompt) - state.num_reused, self.rules, self.host)
+        held, first = None, state.num_reused
+        if first > 0:
+            held = HeldRow(decoder.cache, slot, first, self.decoders.model.exactness is not None)
+        decoder.enter(len(prompt) - first, self.rules, self.host, held)
+
+    def _enter_again(self, record: _Record) -> None:
+        """Run a prompt from its beginning: the rows that it took over are of other weights, as all others are."""
+        self.decoders.forget()
+        for slot, state in record.sequences.items():
+            for later in self.flying:
+                later.sequences.pop(slot, None)
+            if self.running.get(slot) is state:
+                self.decoder.stop_slot(slot)
+                del self.running[slot]
+                self.waiting.appendleft(state)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
         """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
@@ -192,7 +187,7 @@ class GenerationLoop:
 
     def _step(self) -> None:
         num_active = len(self.running)
-        if self.time_phases:
+        if self.plan.time_phases:
             if self.tree is None:
                 # A step's times begin with its draft, empty or not.
                 with self.timer.phase("draft"):
@@ -229,10 +224,12 @@ class GenerationLoop:
             raise timed_out(self.decoder.drafter.bufs)
         if self.decoder.checks is not None:
             self.decoder.checks.raise_fault()
+        if not record.is_step and rows[-1][1]:
+            self._enter_again(record)
+            return
         num_active = sum(row[0] > 0 for row in rows[:-1])
-        self.num_empty_steps += record.is_step and not num_active
         self.active_sequences[num_active] += record.is_step and num_active > 0
-        if self.is_paced and record.is_step and self.tree is not None:
+        if self.plan.is_paced and record.is_step and self.tree is not None:
             count, took = len(record.sequences), self._seconds
             pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))
             num_tokens = sum(row[0] for row in rows[:-1]) / count

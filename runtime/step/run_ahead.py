@@ -31,6 +31,7 @@ from ..tree import Trees
 from .decoder import Decoder, WarmUp
 from .graphs import GraphPool
 from .host_choice import HostChoice
+from .kept_rows import HeldRow
 from .kernels.acceptance import SlotState
 from .kernels.choice_kernels import ChoiceRules
 
@@ -229,9 +230,11 @@ class PartialDecoder(Decoder):
         """See `Decoder.counts`."""
         return self.run_ahead.counted()
 
-    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+    def enter(
+        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None
+    ) -> None:
         """See `Decoder.enter`."""
-        super().enter(num_tokens, rules, host)
+        super().enter(num_tokens, rules, host, held)
         self.run_ahead.part.bound_slot(self.box.numbers[:1])
 
     def _draft(self, places: int, rules: ChoiceRules) -> None:

@@ -12,6 +12,9 @@ models pass the window no other way. So our mask function hands down a mark for 
 
 from __future__ import annotations
 
+import threading
+import weakref
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +25,13 @@ from ..errors import UnsupportedModelError
 
 ATTENTION_NAME = "eagle_slim_tree"
 CONTEXT_ARGUMENT = "tree_context"
+BUILT_IN = (
+    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "paged|eager",
+    "paged|sdpa", "paged_attention", "sdpa_paged", "eager_paged",
+)  # fmt: skip
+"""Names of transformers' own attention functions; a name with a stroke is a repository of kernels for the same."""
+_USERS: set[int] = set()
+_USERS_LOCK = threading.RLock()
 
 
 class ForwardContext(Protocol):
@@ -125,7 +135,6 @@ def tree_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -148,10 +157,9 @@ def tree_attention_forward(
         )
     if not getattr(module, "is_causal", True):
         raise _own_mask(module)
-    if attention_mask is not None:
-        sliding_window = _marked_window(attention_mask, module)
+    window = None if attention_mask is None else _marked_window(attention_mask, module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = context.attend(query, key, value, scale, sliding_window, softcap, s_aux)
+    out = context.attend(query, key, value, scale, window, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -179,9 +187,33 @@ def _own_mask(module: nn.Module) -> UnsupportedModelError:
     )
 
 
-def register() -> None:
-    """Make the functions known to transformers; calling it again changes nothing."""
+def is_built_in(name: str) -> bool:
+    """Whether a name of an attention function is transformers' own and stands for softmax attention, as theirs does."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    replaced = isinstance(function, FunctionType) and not function.__module__.startswith("transformers.")
+    return "/" in name or (name in BUILT_IN and not replaced)
+
+
+def register(user: object) -> None:
+    """Make the functions known to transformers for as long as ``user`` lives; afterwards no trace of them is left."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, mark_window)
+    # First, so that an interrupt leaves nothing either.
+    weakref.finalize(user, _release, id(user)).atexit = False
+    with _USERS_LOCK:
+        _USERS.add(id(user))
+        AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
+        AttentionMaskInterface.register(ATTENTION_NAME, mark_window)
+
+
+def _release(user: int) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    with _USERS_LOCK:
+        _USERS.discard(user)
+        if not _USERS:
+            # transformers has no function for it.
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                interface._global_mapping.pop(ATTENTION_NAME, None)

@@ -20,6 +20,8 @@ class ShapeProbe:
     def __init__(self) -> None:
         self.calls = 0
         self.shapes: dict[int, LayerShape] = {}
+        self.attended: set[int] = set()
+        """Layers whose keys were attended to."""
         self._stored: dict[int, tuple[int, Tensor]] = {}
         self._last = -1
 
@@ -41,6 +43,7 @@ class ShapeProbe:
             raise UnsupportedModelError("A layer attends to keys that it did not hand to the KV cache.")
         layer, _ = self._stored.get(key.data_ptr(), (self._last, key))
         is_direct = key.data_ptr() in self._stored
+        self.attended.add(layer)
         self.shapes[layer] = self.shapes[layer]._replace(heads=query.shape[1], is_direct=is_direct)
         return query.new_zeros((*query.shape[:3], value.shape[3]))
 
@@ -68,7 +71,7 @@ class CacheContext:
         # Kept with their place, so that no other tensor takes theirs in memory meanwhile.
         self._layer_of[keys.data_ptr()] = (place, keys)
         for buffer, new in zip(self.cache.layers[place], (keys, values), strict=True):
-            buffer[slots, :, self._kv_rows] = new.transpose(1, 2).flatten(0, 1)
+            buffer[slots, :, self._kv_rows] = new.transpose(1, 2).flatten(0, 1).to(buffer.dtype)
         if self.bufs.scratch is not None:
             return keys, values
         all_keys, all_values = (self._read(buffer) for buffer in self.cache.layers[place])
@@ -84,15 +87,17 @@ class CacheContext:
         if self.bufs.queries is not None:
             self.bufs.keep_queries(self.calls - 1, query.transpose(1, 2).flatten(2).flatten(0, 1), self.last_row)
         if scratch is None:
+            # Under autocast a layer computes in another type than the cache's.
+            key, value = key.to(query.dtype), value.to(query.dtype)
             return masked_attention(query, key, value, self._mask(window), scale, softcap, sinks)
         keys, values = self.cache.layers[self._layer_of[key.data_ptr()][0]]
         places, heads, nodes, head_dim = query.shape
-        flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim)
+        flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim).to(keys.dtype)
         out = torch.empty_like(flat)
         tree_attention(
             flat, keys, values, self.rows.attention, scale, window, out, scratch, softcap=softcap, sinks=sinks
         )
-        return out.view(places, nodes, heads, head_dim).transpose(1, 2)
+        return out.to(query.dtype).view(places, nodes, heads, head_dim).transpose(1, 2)
 
     @cached_property
     def _lengths(self) -> Tensor:

@@ -6,14 +6,14 @@ kernels, which overlap (`kernels.products`, `kernels.attention`); nothing in it 
 and positions are read on the device. On a GPU a row's logits, keys and values depend on its own tokens and positions
 alone, to the last bit (docs/generation.md, *Why rows agree*).
 
-`unfit_reason` says why a model cannot be fused: any class but those below, quantised or adapted linears, hooks.
+`known.unfit_reason` says why a model cannot be fused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,6 @@ from .kernels.products import (
     tiled_size,
 )
 from .kernels.tree_rows import ForwardRows
-from .lock import is_guard
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class FusedLayer:
 
 
 class FusedTarget:
-    """The fused forward of a loaded model; see the module. Raises nothing: ask `unfit_reason` first.
+    """The fused forward of a loaded model; see the module. Raises nothing: ask `known.unfit_reason` first.
 
     ``tap_layers`` as in `TargetModel`: the features are the hidden states entering these layers, or None for the last
     hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere. ``rotary``: what has
@@ -198,58 +195,6 @@ class FusedTarget:
             return None
         place = self.tap_layers.index(layer)
         return bufs.features[:, place * self.hidden_size : (place + 1) * self.hidden_size]
-
-
-def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | None:
-    """Why this model is not fused, as the end of a sentence; None if it can be.
-
-    Module classes are compared exactly: an adapter, a quantised linear or a subclass may compute something else.
-    """
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
-    from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralRMSNorm
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2RMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3RMSNorm
-
-    norms = {
-        LlamaForCausalLM: LlamaRMSNorm,
-        MistralForCausalLM: MistralRMSNorm,
-        Qwen2ForCausalLM: Qwen2RMSNorm,
-        Qwen3ForCausalLM: Qwen3RMSNorm,
-    }
-    name = type(model).__name__
-    norm = norms.get(type(model))
-    if norm is None:
-        return f"{name} is none of {', '.join(kind.__name__ for kind in norms)}"
-    return unfit_part(model, norm)
-
-
-def unfit_part(model: nn.Module, norm: type[nn.Module]) -> str | None:
-    """Why a model of a known class is not fused all the same; ``norm`` is the class of its RMSNorms."""
-    name, config = type(model).__name__, cast(Any, model.config)
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    dtypes, devices = ({getattr(p, what) for p in model.parameters()} for what in ("dtype", "device"))
-    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
-        return f"its weights are {', '.join(sorted(map(str, dtypes)))}, not one of float32, bfloat16, float16"
-    if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        return "its weights are spread over devices"
-    rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if "longrope" in str(rope):
-        return "longrope changes its frequencies with the length"
-    for path, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if not all(map(is_guard, hooks)):
-            return f"{path or name} has a forward hook"
-        if "forward" in vars(module):
-            return f"{path or name} has a forward of its own"
-        leaf = next(module.children(), None) is None
-        known = (nn.Linear, nn.Embedding, norm, nn.SiLU)
-        if leaf and next(module.parameters(recurse=False), None) is not None and type(module) not in known:
-            return f"{path} is a {type(module).__name__}"
-    first: Any = model.model.layers[0].self_attn  # type: ignore[union-attr, index]
-    if first.head_dim % 2 or first.head_dim > 256:
-        return f"its head_dim is {first.head_dim}"
-    return None
 
 
 def _fuse_layer(layer: Any, eps: float) -> FusedLayer:

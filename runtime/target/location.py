@@ -7,10 +7,10 @@ import os
 import warnings
 from pathlib import Path
 
-from eagle_slim.convert.conversion.target import is_missing_folder
-from eagle_slim.convert.hub.client import is_offline
-from eagle_slim.convert.manifest import MANIFEST_NAME
+from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
+from eagle_slim.convert.sources.target import is_missing_folder
+from eagle_slim.vocab_tools.hub import is_offline
 
 from ..errors import TargetWarning, UsageError
 

@@ -1,34 +1,43 @@
 """The target model: transformers' own weights, norms and rotary embedding, over our cache and attention.
 
 `TargetModel` wraps a loaded causal LM. It accepts decoder-only models with softmax attention and rotary positions, and
-refuses everything else by class before any forward. Features for the drafter are read by hooks: the hidden states
-entering the tap layers (EAGLE-3), or the last hidden state after the final norm (EAGLE-1/2). Whether a model's forward
-can be held by a CUDA graph (no wait, no shape that depends on values) is found out by a trial.
+refuses everything else by class before any forward. It looks at the model before every call (`TargetModel.look`), as
+adapters come and go and weights change between calls; nothing of the model is changed while a forward of ours runs
+(`shared_copy`). Features for the drafter are read by hooks on our copies of its modules: the hidden states entering the
+tap layers (EAGLE-3), or the last hidden state after the final norm (EAGLE-1/2). Whether a model's forward can be held
+by a CUDA graph (no wait, no shape that depends on values) is found out by a trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..errors import PairingError, UnsupportedModelError
+from ..errors import PairingError, SpeedWarning, UnsupportedModelError, UsageError
 from ..ops import current, side_stream
 from . import attention
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .choose import Choice
+from .choose import Choice, choose_target_backend
 from .contexts import CacheContext, ShapeProbe
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
-from .lock import guard, lock_of
+from .lock import lock_of
+from .shared_copy import SharedCopy
+from .watch import Watch, autocast_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_WRAPPED = ("_orig_mod", "base_model", "model")
+"""Names that wrappers of a model give to it."""
 _RECURRENT_MARKS = (
     "ssm_cfg",
     "state_size",
@@ -40,37 +49,157 @@ _RECURRENT_MARKS = (
 )
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A model as it was when it was looked at, and what runs it."""
+
+    version: int
+    layers: nn.ModuleList
+    backend: Choice
+    fused: FusedTarget | None
+    copy: SharedCopy | None
+    """What transformers' forward runs on; None where the fused one runs."""
+    autocast: tuple[bool, torch.dtype]
+    sizes: dict[str, object]
+    watch: Watch
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is something that runs it; not after a change that could not be followed."""
+        return self.fused is not None or self.copy is not None
+
+
 class TargetModel:
     """A transformers causal LM that verifies draft trees.
 
     ``tap_layers``: the features are the hidden states entering these decoder layers (``num_layers`` itself means
-    leaving the last one), concatenated; None: the last hidden state after the final norm.
+    leaving the last one), concatenated; None: the last hidden state after the final norm. ``backend``: "transformers",
+    "fused" or "auto" (`choose_target_backend`, as ``fused_on``).
 
     Raises `UnsupportedModelError` for a model that cannot verify trees, `PairingError` for tap layers out of range.
     """
 
-    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, backend: Choice | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tap_layers: Sequence[int] | None,
+        backend: str = "transformers",
+        fused_on: Collection[str] = ("cuda",),
+    ) -> None:
         check_supported(model)
-        attention.register()
-        self.model = model.eval()
+        attention.register(self)
+        self.model = model
         self.lock = lock_of(model)
         self.config: Any = model.config
         self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.layers = find_decoder_layers(model)
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
+        self._asked, self._fused_on = backend, tuple(fused_on)
+        self._warned: set[str] = set()
+        self.users: WeakSet[Any] = WeakSet()
+        """What holds caches and graphs of this model, each with a method ``drop``."""
+        self._found: _Found = self._take(None)
+
+    def look(self) -> None:
+        """Take the model as it is now; no more than a comparison where nothing has changed.
+
+        To be called with the lock held. Raises `UnsupportedModelError` where a changed model cannot be run as asked,
+        and `UsageError` where it is of another type, on another device, or of other sizes.
+        """
+        before = self._found
+        if before.is_built and not before.watch.has_changed():
+            return
+        # What holds the old weights goes before the new ones are packed, so that there is room.
+        for each in tuple(self.users):
+            each.drop()
+        self._found = replace(before, fused=None, copy=None)
+        self._found = self._take(before)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the target for one call, as it is now; outside its own forward without the caller's autocast."""
+        with self.lock.hold():
+            self.look()
+            with torch.autocast(self.device.type, enabled=False):
+                yield
+
+    def _take(self, before: _Found | None) -> _Found:
+        # Parameters that become views of packed storage must stay usable outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._take_as_it_is(before)
+
+    def _take_as_it_is(self, before: _Found | None) -> _Found:
+        model = self.model
+        check_supported(model)
+        layers = find_decoder_layers(model)
         for layer in self.tap_layers or ():
-            if not 0 <= layer <= len(self.layers):
+            if not 0 <= layer <= len(layers):
                 raise PairingError(
                     f"The head taps the input of decoder layer {layer}, but {type(model).__name__} has layers 0 to "
-                    f"{len(self.layers) - 1}. The head was trained for another target; tap layers: {self.tap_layers}."
+                    f"{len(layers) - 1}. The head was trained for another target; tap layers: {self.tap_layers}."
                 )
-        self._attention_configs = _distinct_attention_configs(model)
-        self.backend = backend or Choice("transformers", "asked for")
+        sizes = self._sizes(layers)
+        for name, value in {} if before is None else before.sizes.items():
+            if sizes[name] != value:
+                raise UsageError(
+                    f"The target's {name} was {value} when this model was built from it, and is {sizes[name]} now. "
+                    "Change it back, or build the model again with from_pretrained.",
+                    option=name, expected=value, found=sizes[name],
+                )  # fmt: skip
+        autocast = autocast_of(self.device.type)
+        backend = choose_target_backend(self._asked, model, autocast, self._fused_on)
+        if backend.is_loss and backend.reason not in self._warned:
+            self._warned.add(backend.reason)
+            warnings.warn(
+                f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}.",
+                SpeedWarning,
+                stacklevel=2,
+            )
+        fused, copy = None, None
+        with current(self.device):
+            if backend.name == "fused":
+                fused = FusedTarget(model, self.tap_layers)
+            else:
+                copy = SharedCopy(model, attention.ATTENTION_NAME)
+                self._record_features(copy, layers)
+        for name in ("layer_shapes", "eager_reason", "weight_bytes"):
+            vars(self).pop(name, None)
+        version = 0 if before is None else before.version + 1
+        return _Found(version, layers, backend, fused, copy, autocast, sizes, Watch(model))
+
+    def _sizes(self, layers: nn.ModuleList) -> dict[str, object]:
+        """What the drafter's weights and buffers were made for."""
+        return {
+            "dtype": self.dtype, "device": self.device, "number of layers": len(layers),
+            "hidden size": self.hidden_size, "vocabulary": self.vocab_size,
+        }  # fmt: skip
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self._found.layers
+
+    @property
+    def version(self) -> int:
+        """Counts the changes of the model that were found: caches and graphs belong to one version."""
+        return self._found.version
+
+    @property
+    def backend(self) -> Choice:
         """The forward that generation uses, and why."""
-        self.runs: Target = FusedTarget(model, self.tap_layers) if self.backend.name == "fused" else self
+        return self._found.backend
+
+    @property
+    def runs(self) -> Target:
         """Whose forward that is: the fused one, or this."""
-        if self.runs is self:
-            guard(model)
+        return self._found.fused or self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "A SpeculativeModel cannot be copied or pickled: it holds its target's KV cache and graphs. Copy or pickle "
+            "the target and build another with from_pretrained, or share this one's target by with_draft_vocab, "
+            "with_tree or with_drafter.",
+            option="model",
+        )
 
     @property
     def generation_config(self) -> Any:
@@ -152,6 +281,11 @@ class TargetModel:
         probe = ShapeProbe()
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self._run(token, token, probe, None)
+        for layer in sorted(set(probe.shapes) - probe.attended):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} did not call the registered attention function "
+                f"{attention.ATTENTION_NAME!r} in layer {layer}: a forward of its own attends otherwise."
+            )
         return tuple(shape for _, shape in sorted(probe.shapes.items()))
 
     @cached_property
@@ -217,10 +351,15 @@ class TargetModel:
         self, token_ids: Tensor, positions: Tensor, context: attention.ForwardContext, last_row: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run tokens int64 [places, nodes]: logits [places, nodes or rows, vocab], features [places, nodes, width]."""
-        name = type(self.model).__name__
-        turn = self.lock.forward.hold()
-        with turn, self.tree_attention(), self.record_features() as taps, torch.inference_mode():
-            output = self.model(
+        name, found = type(self.model).__name__, self._found
+        assert found.copy is not None, "the fused forward runs"
+        is_mixed, dtype = found.autocast
+        taps = found.copy.taps
+        taps.clear()
+        # Without the cache of converted weights, which no graph may hold.
+        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=is_mixed, cache_enabled=False)
+        with autocast, torch.inference_mode():
+            output = found.copy.model(
                 input_ids=token_ids,
                 position_ids=positions,
                 past_key_values=_ContextCache(context),
@@ -246,24 +385,13 @@ class TargetModel:
                     f"{name} hands hidden states of shape {list(tap.shape)} from layer to layer, where a head reads "
                     f"{list(expected)}."
                 )
-        return output.logits, torch.cat([taps[place] for place in sorted(taps)], -1)
+        features = torch.cat([taps[place] for place in sorted(taps)], -1)
+        taps.clear()
+        return output.logits.to(self.dtype), features.to(self.dtype)
 
-    @contextmanager
-    def tree_attention(self) -> Iterator[None]:
-        """Switch the model to tree attention for one forward, so that its own ``generate`` stays as it was."""
-        before = [config._attn_implementation for config in self._attention_configs]
-        try:
-            for config in self._attention_configs:
-                config._attn_implementation = attention.ATTENTION_NAME
-            yield
-        finally:
-            for config, name in zip(self._attention_configs, before, strict=True):
-                config._attn_implementation = name
-
-    @contextmanager
-    def record_features(self) -> Iterator[dict[int, Tensor]]:
-        """Collect the features of one forward, by their place among the taps."""
-        taps: dict[int, Tensor] = {}
+    def _record_features(self, copy: SharedCopy, layers: nn.ModuleList) -> None:
+        """Have a copy leave the features of each forward in its ``taps``, by their place among ours."""
+        taps = copy.taps
 
         def keep_input(place: int) -> Any:
             def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -277,19 +405,13 @@ class TargetModel:
 
             return hook
 
-        handles = []
         if self.tap_layers is None:
-            handles.append(self.model.base_model.register_forward_hook(keep_output(0)))  # type: ignore[union-attr]
+            copy.of(_inner_model(self.model).base_model).register_forward_hook(keep_output(0))
         for place, layer in enumerate(self.tap_layers or ()):
-            if layer == len(self.layers):
-                handles.append(self.layers[-1].register_forward_hook(keep_output(place)))
+            if layer == len(layers):
+                copy.of(layers[-1]).register_forward_hook(keep_output(place))
             else:
-                handles.append(self.layers[layer].register_forward_pre_hook(keep_input(place), with_kwargs=True))
-        try:
-            yield taps
-        finally:
-            for handle in handles:
-                handle.remove()
+                copy.of(layers[layer]).register_forward_pre_hook(keep_input(place), with_kwargs=True)
 
 
 class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no types
@@ -314,13 +436,26 @@ def check_supported(model: nn.Module) -> None:
     """Raise `UnsupportedModelError`, naming the class and the reason, unless the model can verify trees."""
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UnsupportedModelError(f"{name} spreads batches over devices; pass the model in it (its .module).")
     if config is None or not hasattr(model, "get_output_embeddings"):
         raise UnsupportedModelError(f"{name} is not a transformers model; load the target with AutoModelForCausalLM.")
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
+        raise UnsupportedModelError(
+            f"{name} has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one "
+            "that changes weights, such as LoRA."
+        )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise UnsupportedModelError(
             f"{name} is spread over {', '.join(map(str, sorted(devices, key=str)))}; its KV cache lies on one device. "
             "Load the target on a single one."
+        )
+    other = next((each for each in _attentions(model) if not attention.is_built_in(each)), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{name} attends by a function of its own ({other!r}), which verifying trees would replace by softmax "
+            "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
         )
     text = config.get_text_config()
     can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
@@ -358,6 +493,19 @@ def check_supported(model: nn.Module) -> None:
         )
 
 
+def _adapters(model: Any) -> Iterator[Any]:
+    """Configurations of the adapters that peft has put around a model."""
+    found = getattr(model, "peft_config", None)
+    yield from found.values() if isinstance(found, dict) else ()
+
+
+def _attentions(model: nn.Module) -> set[str]:
+    """Names of the attention functions that a model's modules ask for."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    return {name for name in names if isinstance(name, str)}
+
+
 def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:
     """The rotary settings of a configuration: one dictionary, or one for each type of layer."""
     settings = [getattr(text_config, name, None) for name in ("rope_parameters", "rope_scaling")]
@@ -379,10 +527,11 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     return found
 
 
-def _distinct_attention_configs(model: nn.Module) -> list[Any]:
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            configs.setdefault(id(config), config)
-    return list(configs.values())
+def _inner_model(model: Any) -> Any:
+    """The transformers model inside what `torch.compile` and peft put around it."""
+    while not hasattr(type(model), "base_model_prefix"):
+        inner = next((child for name, child in model.named_children() if name in _WRAPPED), None)
+        if inner is None:
+            break
+        model = inner
+    return model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare.prompt_file import Prompt
+from eagle_slim.runtime.compare.prompts import Prompt
 from eagle_slim.runtime.requests import tree_size
 
 from benchmarks import tree_sizes

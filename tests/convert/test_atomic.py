@@ -1,6 +1,7 @@
 """Whole or not at all: after errors, interrupts and kills at any moment, the old result or the new one."""
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert import atomic
-from eagle_slim.convert.atomic import atomic_directory, check_output, clean_leftovers
+from eagle_slim.convert.atomic import atomic_directory, check_output
 from eagle_slim.convert.errors import OutputError, OutputExistsError
 from support.raising import raises
 
@@ -32,9 +33,8 @@ def test_new_folder_with_parents(tmp_path: Path) -> None:
         (folder / "a").write_text("1")
         assert not out.exists()
     assert tree(tmp_path) == {"x/y/out/a": "1"}
-    umask = os.umask(0)
-    os.umask(umask)
-    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+    (tmp_path / "plain").mkdir()
+    assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
@@ -46,10 +46,7 @@ def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_force_replaces_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    if not exchange:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+def test_force_replaces_all_of_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, "old")
     (out / "stale").write_text("gone afterwards")
@@ -99,22 +96,20 @@ def test_errors_and_interrupts_leave_the_old(tmp_path: Path, error: type[BaseExc
             write(out, "old")
 
 
-@pytest.mark.parametrize("point", ["fsync", "rename", "_exchange"])
-def test_a_disk_that_fails_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+@pytest.mark.parametrize(("call", "number"), [("fsync", 1), ("fsync", 4), ("rename", 1), ("rename", 2)])
+def test_a_disk_that_fails_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
     out = tmp_path / "out"
     write(out, "old")
+    real, calls = getattr(os, call), itertools.count(1)
 
     def fail(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
+        if next(calls) == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
+        real(*args)
 
-    with monkeypatch.context() as patch:
-        if point == "_exchange":
-            patch.setattr(atomic, "_exchange", fail)
-        else:
-            patch.setattr(atomic, "_exchange", lambda one, other: False)
-            patch.setattr(atomic.os, point, fail)
-        with raises(OutputError, errno=errno.ENOSPC) as caught:
-            write(out, "new", force=True)
+    monkeypatch.setattr(atomic.os, call, fail)
+    with raises(OutputError, errno=errno.ENOSPC) as caught:
+        write(out, "new", force=True)
     assert "--out" in str(caught.value)
     assert tree(tmp_path) == {"out/a": "old", "out/sub/b": "old"}
 
@@ -161,87 +156,76 @@ def test_a_place_that_cannot_be_written() -> None:
 KILL = """
 import os, signal, sys
 from eagle_slim.convert import atomic
-point, exchange, out = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
-steps = {"write": None, "sync": (atomic, "_sync_tree"), "exchange": (atomic, "_exchange"), "rename": (os, "rename"),
-         "remove": (atomic.shutil, "rmtree"), "up": (atomic, "_sync_up")}
-if not exchange:
-    atomic._exchange = lambda one, other: False
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-if steps[point.split("-")[0]] is not None:
-    module, name = steps[point.split("-")[0]]
-    real = getattr(module, name)
-    def killed(*args, **options):
-        if point.endswith("-before"):
-            die()
-        real(*args, **options)
+point, out = sys.argv[1], sys.argv[2]
+die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+real, renames = os.rename, []
+def rename(*names):
+    renames.append(names)
+    if point == f"before rename {len(renames)}":
         die()
-    setattr(module, name, killed)
+    real(*names)
+os.rename = rename
+if point == "before sync":
+    atomic._sync_tree = die
+if point == "before removing the old":
+    atomic._sync = lambda path: die() if len(renames) == 2 else None
 with atomic.atomic_directory(out, force=True) as folder:
     (folder / "a").write_text("new")
-    if point == "write":
+    if point == "while writing":
         die()
     (folder / "b").write_text("new")
 """
 
 
 @pytest.mark.parametrize(
-    ("point", "exchange", "expected"),
+    ("point", "expected"),
     [
-        ("write", True, "old"),
-        ("sync-after", True, "old"),
-        ("exchange-before", True, "old"),
-        ("exchange-after", True, "new"),
-        ("up-before", True, "new"),
-        ("remove-before", True, "new"),
-        ("rename-before", False, "old"),
+        ("while writing", "old"),
+        ("before sync", "old"),
+        ("before rename 1", "old"),
         # Between the two renames there is nothing at the name until the next run.
-        ("rename-after", False, None),
-        ("remove-before", False, "new"),
+        ("before rename 2", None),
+        ("before removing the old", "new"),
     ],
 )
-def test_killed_at_any_step(tmp_path: Path, point: str, exchange: bool, expected: str | None) -> None:
+def test_killed_at_any_step(tmp_path: Path, point: str, expected: str | None) -> None:
     out = tmp_path / "out"
     with atomic_directory(out) as folder:
         (folder / "a").write_text("old")
         (folder / "b").write_text("old")
-    run = subprocess.run([sys.executable, "-c", KILL, point, str(exchange), str(out)], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", KILL, point, str(out)], capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL, run.stderr
-    if expected is not None:
-        assert tree(out) == {"a": expected, "b": expected}
-    # The next run cleans up, and puts back what a kill took from its place.
-    clean_leftovers(out)
-    assert os.listdir(tmp_path) == ["out"]
+    assert tree(out) == ({} if expected is None else {"a": expected, "b": expected})
+    # The next run puts back what a kill took from its place, and cleans up.
+    with pytest.raises(OutputExistsError):
+        write(out, "without force")
     assert tree(out) == {"a": expected or "old", "b": expected or "old"}
-
-
-def test_leftovers_of_the_living_and_of_others_stay(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    stranger = tmp_path / ".out.0123456.eagle-slim-tmp"
-    other = tmp_path / ".other.01234567.eagle-slim-tmp"
-    dead = tmp_path / ".out.01234567.eagle-slim-tmp"
-    for folder in (stranger, other, dead):
-        folder.mkdir()
-    with atomic_directory(out) as living:
-        clean_leftovers(out)
-        assert living.exists()
-        assert not dead.exists()
-        (living / "a").write_text("1")
-    assert stranger.exists()
-    assert other.exists()
-    assert tree(out) == {"a": "1"}
+    write(out, "later", force=True)
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert tree(out) == {"a": "later", "sub/b": "later"}
 
 
 def test_two_writers_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    with atomic_directory(out) as first:
+        (first / "a").write_text("first")
+        with pytest.raises(OutputError, match="another run"):
+            write(out, "second")
+    assert tree(tmp_path) == {"out/a": "first"}
+
+
+def test_what_comes_to_the_name_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
 
     def overtaken() -> None:
-        with atomic_directory(out) as slow:
-            (slow / "a").write_text("slow")
-            write(out, "fast")
+        with atomic_directory(out) as folder:
+            (folder / "a").write_text("ours")
+            out.mkdir()
+            (out / "theirs").write_text("theirs")
 
     with pytest.raises(OutputExistsError):
         overtaken()
-    assert tree(tmp_path) == {"out/a": "fast", "out/sub/b": "fast"}
+    assert tree(tmp_path) == {"out/theirs": "theirs"}
 
 
 def test_file_killed(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ class OracleFiles:
             "dflash": oracle.build_dflash,
             "dflash_speculators": lambda folder: oracle.build_dflash(folder, "speculators"),
             "dflash_mapped": lambda folder: oracle.build_dflash(folder, "speculators", 640),
-            "dspark": lambda folder: oracle.build_dflash(folder, "dspark"),
             "eagle1": oracle.build_eagle1_head,
             "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
         }
@@ -127,3 +126,14 @@ def config_of(folder: Path) -> dict[str, Any]:
     """config.json of a folder."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
+
+
+def chat_prompts(number: int) -> list[str]:
+    """The first questions of `examples/prompts.jsonl`, as SmolLM2's chat template renders them."""
+    lines = (Path(__file__).parents[2] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    return [
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{json.loads(line)['turns'][0]}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        for line in lines[:number]
+    ]

@@ -11,8 +11,6 @@ from engines.artifacts import OracleFiles
 from engines.protocol import end_workers
 from support.programs import skip_or_fail
 
-from benchmarks.shared.llama_cpp import MissingProgramError, build
-
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("engine"):
@@ -25,15 +23,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def oracle_files(tmp_path_factory: pytest.TempPathFactory) -> OracleFiles:
     folder: Path = tmp_path_factory.mktemp("oracle")
     return OracleFiles(folder)
-
-
-@pytest.fixture(scope="session")
-def llama_cpp() -> Path:
-    """llama.cpp's program, built where it is not there yet."""
-    try:
-        return build()
-    except MissingProgramError as error:
-        skip_or_fail(str(error))
 
 
 def pytest_sessionfinish() -> None:

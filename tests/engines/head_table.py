@@ -1,15 +1,14 @@
 """Which engine takes which kind of head: the table of docs/engines.md.
 
-Nothing is stated here but the kinds of heads; what an engine makes of each comes from its rules in `convert/engines/`.
+Only the kinds of heads are stated here; what an engine makes of each comes from its rules in `convert/engines.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from eagle_slim.convert.engines.facts import HeadFacts
-from eagle_slim.convert.engines.registry import ENGINES, check_engine, flavoured_architecture
-from eagle_slim.convert.rows import names
+from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine, flavoured_architecture
+from eagle_slim.convert.heads import names
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
 EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)

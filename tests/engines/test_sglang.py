@@ -1,11 +1,13 @@
 """SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended, rows split right over two ranks."""
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 from engines import oracle
-from engines.artifacts import OracleFiles, expected_ids
+from engines.artifacts import OracleFiles, config_of, expected_ids
 from engines.protocol import Json, ask, ask_together
 
 pytestmark = pytest.mark.engine("sglang")
@@ -31,8 +33,8 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs: dict[str, Json] = {
-        name: {"head": str(oracle_files.artifact(head, size, *options)), "algorithm": "EAGLE3"}
-        for name, (head, size, _, *options) in EAGLE3_CASES.items()
+        name: {"head": str(oracle_files.artifact(head, size)), "algorithm": "EAGLE3"}
+        for name, (head, size, _) in EAGLE3_CASES.items()
     }
     artifact = oracle_files.artifact("eagle1", 320, "--for", "sglang")
     token_map = str(artifact / "freq_320.pt")
@@ -47,7 +49,7 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
 
 @pytest.mark.parametrize("name", EAGLE3_CASES)
 def test_an_eagle3_artifact_loads_completely(loaded: dict[str, Json], name: str) -> None:
-    _, draft_vocab, trained, *_ = EAGLE3_CASES[name]
+    _, draft_vocab, trained = EAGLE3_CASES[name]
     result = loaded[name]
     assert "error" not in result, result
     assert result["class"] == "LlamaForCausalLMEagle3"
@@ -84,6 +86,21 @@ def test_an_unconverted_eagle2_head_would_not_be_a_draft_head(loaded: dict[str, 
     assert "error" in loaded["EAGLE-2 unconverted"]
 
 
+@pytest.mark.slow
+def test_norms_of_q_and_k_are_refused_by_their_class_and_dropped_by_llamas(
+    oracle_files: OracleFiles, tmp_path: Path
+) -> None:
+    artifact = oracle_files.artifact("head_norms", 320)
+    as_llama = Path(shutil.copytree(artifact, tmp_path / "as-llama"))
+    config = config_of(as_llama) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    (as_llama / "config.json").write_text(json.dumps(config))
+    jobs = [{"head": str(folder), "algorithm": "EAGLE3"} for folder in (artifact, as_llama)]
+    refused, loaded = load(oracle_files, jobs)
+    assert refused["error"].startswith("ValueError")
+    assert (loaded["class"], loaded["unloaded"]) == ("LlamaForCausalLMEagle3", [])
+
+
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_hold_their_own_rows(oracle_files: OracleFiles) -> None:
     artifact, port = str(oracle_files.artifact("full", 640)), free_port()
     job = {"target": str(oracle_files.target), "head": artifact, "algorithm": "EAGLE3"}
@@ -94,6 +111,7 @@ def test_two_tensor_parallel_ranks_hold_their_own_rows(oracle_files: OracleFiles
         assert result["hot_token_ids"] == expected_ids(640)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_mtp_layer_of_qwen3_5_takes_a_token_map_unless_its_lm_head_is_tied(
     oracle_files: OracleFiles, tmp_path: Path, tied: bool

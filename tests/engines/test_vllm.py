@@ -23,12 +23,13 @@ RARE_PROMPT = oracle.prompt(100)
 CASES = {
     "full head": ("full", "full"),
     "full head to 640": ("full", 640),
-    "full head to 100, not a multiple of 64": ("full", 100),
     "mapped head to 320": ("mapped", 320),
-    "frequency order, int32, no t2d, layers.0., to 320": ("mapped_by_frequency", 320),
-    "frequency order, normalised at its own size": ("mapped_by_frequency", 640),
-    "pytorch_model.bin, model. prefix, to 128": ("mapped_bin", 128),
     "rows from the target, to 640": ("target_rows", 640),
+}
+MORE_CASES = {
+    "full head to 100, not a multiple of 64": ("full", 100),
+    "frequency order, int32, no t2d, layers.0., to 320": ("mapped_by_frequency", 320),
+    "pytorch_model.bin, model. prefix, to 128": ("mapped_bin", 128),
     "tap layers 1, 3, 6, to 640": ("other_taps", 640, "--tap-layers", ",".join(map(str, TAPS))),
     "biases of attention and MLP, to 640": ("biased", 640),
     "an embedding that was trained, to 640": ("trained_embedding", 640),
@@ -50,18 +51,42 @@ def job(files: OracleFiles, head: Path | None, **more: object) -> Json:
     }
 
 
+def case(files: OracleFiles, head: str, draft_vocab: int | str, *options: str) -> Json:
+    method = "eagle" if head.startswith("eagle1") else "eagle3"
+    return job(files, files.artifact(head, draft_vocab, *options), method=method)
+
+
 @pytest.fixture(scope="module")
 def served(oracle_files: OracleFiles) -> dict[str, Json]:
-    """Results of every case, and of plain decoding, from one vLLM process."""
+    """Results of the short list of cases, and of plain decoding, from one vLLM process."""
+    slim = oracle_files.artifact("full", 640)
     jobs = {"plain": job(oracle_files, None, prompts=[*PROMPTS, RARE_PROMPT])}
-    for name, (head, draft_vocab, *options) in CASES.items():
-        method = "eagle" if head.startswith("eagle1") else "eagle3"
-        jobs[name] = job(oracle_files, oracle_files.artifact(head, draft_vocab, *options), method=method)
-    jobs["rare"] = job(oracle_files, oracle_files.artifact("full", 640), prompts=[RARE_PROMPT])
-    for how in ("missing", "absolute", "order"):
+    jobs |= {name: case(oracle_files, *what) for name, what in CASES.items()}
+    jobs["rare"] = job(oracle_files, slim, prompts=[RARE_PROMPT])
+    jobs["order"] = job(oracle_files, break_map(slim, oracle_files.folder / "broken" / "order", "order"))
+    return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def more_served(oracle_files: OracleFiles) -> dict[str, Json]:
+    """Results of the other cases."""
+    jobs = {name: case(oracle_files, *what) for name, what in MORE_CASES.items()}
+    for how in ("missing", "absolute"):
         broken = break_map(oracle_files.artifact("full", 640), oracle_files.folder / "broken" / how, how)
         jobs[how] = job(oracle_files, broken)
     return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values())), strict=True))
+
+
+def all_are_accepted(result: Json, figures: dict[str, str], name: str) -> None:
+    """Assert that every draft was accepted and that the output is the oracle's."""
+    assert "error" not in result, result
+    assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
+    # One token comes from the prompt; each step then yields K drafted tokens and one of the target's own.
+    steps = len(PROMPTS) * -(-(MAX_TOKENS - 1) // (K + 1))
+    assert result["drafts"] == steps
+    assert result["per_position"] == [steps] * K
+    assert result["accepted"] == result["drafted"] == K * steps
+    figures[f"oracle, {name}"] = f"{result['accepted']} of {result['drafted']} drafts accepted"
 
 
 def test_the_oracle_target_says_what_it_should(served: dict[str, Json]) -> None:
@@ -73,57 +98,64 @@ def test_the_oracle_target_says_what_it_should(served: dict[str, Json]) -> None:
 def test_all_drafts_are_accepted_and_the_output_is_unchanged(
     served: dict[str, Json], figures: dict[str, str], name: str
 ) -> None:
-    result = served[name]
-    assert "error" not in result, result
-    assert result["tokens"] == served["plain"]["tokens"][: len(PROMPTS)]
-    # One token comes from the prompt; each step then yields K drafted tokens and one of the target's own.
-    steps = len(PROMPTS) * -(-(MAX_TOKENS - 1) // (K + 1))
-    assert result["drafts"] == steps
-    assert result["per_position"] == [steps] * K
-    assert result["accepted"] == result["drafted"] == K * steps
-    figures[f"oracle, {name}"] = f"{result['accepted']} of {result['drafted']} drafts accepted"
+    all_are_accepted(served[name], figures, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_all_drafts_are_accepted_of_other_heads(
+    more_served: dict[str, Json], figures: dict[str, str], name: str
+) -> None:
+    all_are_accepted(more_served[name], figures, name)
 
 
 def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(
     served: dict[str, Json], oracle_files: OracleFiles
 ) -> None:
-    assert not set(oracle.prompt(100, length=oracle.CYCLE)) & set(target_ids(oracle_files.artifact("full", 640)))
+    found = target_ids(oracle_files.artifact("full", 640))
+    assert found == expected_ids(640)
+    assert not set(oracle.prompt(100, length=oracle.CYCLE)) & set(found)
     assert served["rare"]["tokens"] == served["plain"]["tokens"][len(PROMPTS) :]
     assert served["rare"]["accepted"] == 0
 
 
-@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("full", 100), ("mapped_by_frequency", 320)])
-def test_the_map_holds_the_ranked_ids(oracle_files: OracleFiles, head: str, draft_vocab: int) -> None:
-    found = target_ids(oracle_files.artifact(head, draft_vocab))
-    assert found == expected_ids(draft_vocab, trained=None if head == "full" else 640)
-
-
-@pytest.mark.parametrize("how", ["missing", "order"])
-def test_vllm_loads_a_broken_map_silently_and_eagle_verify_does_not(
-    served: dict[str, Json], oracle_files: OracleFiles, how: str
-) -> None:
-    result = served[how]
-    assert result["tokens"] == served["plain"]["tokens"][: len(PROMPTS)]
+def is_loaded_silently(result: Json, folder: Path) -> None:
+    """Assert that vLLM serves a broken map without a word, and that `eagle-verify` refuses it."""
+    assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
     assert result["drafts"] > 0
     assert result["accepted"] == 0
-    refused = command("eagle-verify", str(oracle_files.folder / "broken" / how), expect=1)
-    assert "Traceback" not in refused.stderr
+    assert "Traceback" not in command("eagle-verify", str(folder), expect=1).stderr
 
 
-def test_absolute_ids_stop_vllm_only_once_it_serves_and_eagle_verify_before(
+def test_vllm_loads_rows_in_another_order_silently_and_eagle_verify_does_not(
     served: dict[str, Json], oracle_files: OracleFiles
 ) -> None:
-    assert "IndexError" in served["absolute"]["error"]
+    is_loaded_silently(served["order"], oracle_files.folder / "broken" / "order")
+
+
+@pytest.mark.slow
+def test_vllm_loads_a_head_without_its_map_silently_and_eagle_verify_does_not(
+    more_served: dict[str, Json], oracle_files: OracleFiles
+) -> None:
+    is_loaded_silently(more_served["missing"], oracle_files.folder / "broken" / "missing")
+
+
+@pytest.mark.slow
+def test_absolute_ids_stop_vllm_only_once_it_serves_and_eagle_verify_before(
+    more_served: dict[str, Json], oracle_files: OracleFiles
+) -> None:
+    assert "IndexError" in more_served["absolute"]["error"]
     refused = command("eagle-verify", str(oracle_files.folder / "broken" / "absolute"), expect=1)
     assert "d2t" in refused.stdout + refused.stderr
 
 
+@pytest.mark.slow
 def test_eagle_verify_accepts_what_vllm_accepted(oracle_files: OracleFiles) -> None:
     command("eagle-verify", str(oracle_files.artifact("full", 640)), "--target", str(oracle_files.target))
 
 
-def test_two_tensor_parallel_ranks(oracle_files: OracleFiles) -> None:
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(oracle_files: OracleFiles, figures: dict[str, str]) -> None:
     artifact = oracle_files.artifact("full", 640)
     ((result,),) = ask_together("vllm_worker.py", [job(oracle_files, artifact, tensor_parallel=2)], [()])
-    assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
-    assert result["accepted"] == result["drafted"] > 0
+    all_are_accepted(result, figures, "two tensor-parallel ranks")

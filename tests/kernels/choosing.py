@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from eagle_slim.runtime.requests.sampling import warp
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
@@ -18,6 +17,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
 )
 from eagle_slim.runtime.tree import Trees
 from support.noise import first_in_race
+from support.warping import warp
 from torch import Tensor
 
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)

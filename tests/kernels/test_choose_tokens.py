@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.requests.options import build_processors
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
@@ -243,7 +243,7 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
         text = torch.randint(vocab, (30,)).tolist()
         case.state.seen[slot] = token_bits(torch.tensor([*text, int(case.trees.draft_tokens[slot, 0])]), vocab)
         # ``generated`` tokens are new, the root the last of them.
-        processors = build_processors(options, len(text) + 1 - generated, 100, eos, vocab)
+        processors = build_processors(options, len(text) + 1 - generated, eos, vocab)
         for node in range(case.nodes):
             path = [node]
             while (parent := CHAIN_AND_FORK[path[0]]) >= 0:

@@ -63,8 +63,7 @@ def test_demo_replaces_an_artifact_and_keeps_what_is_not_its_own(tmp_path: Path)
     assert "ok, 0 warning, 0 failed" in out
     assert Artifact.load(slim).manifest.draft_vocab == 32000
     assert verify_artifact(slim).ok
-    assert str(slim.relative_to(tmp_path) / "coverage.png") in out
-    assert (slim / "coverage.png").stat().st_size > 10_000
+    assert str(slim.relative_to(tmp_path)) in out
 
     shutil.rmtree(slim)
     slim.mkdir()

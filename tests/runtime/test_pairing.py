@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
-from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
+from eagle_slim.runtime.pairing import check_tokenizer
 from eagle_slim.runtime.target.wrapper import check_supported
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.conversion import BY_ID, convert
 from support.raising import raises
@@ -28,10 +28,9 @@ from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pa
     ("head", "facts"),
     [
         ({"hidden": 16}, {"field": "hidden_size", "expected": 16, "found": 32}),
-        ({"vocab": 30}, {"field": "vocab_size", "expected": 30, "found": 24}),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}, {"field": "tap_layers", "expected": 6, "found": 9}),
+        ({"vocab": 20}, {"field": "vocab_size", "expected": 20, "found": 24}),
     ],
-    ids=["hidden", "vocabulary", "taps"],
+    ids=["hidden", "vocabulary"],
 )
 def test_wrong_pairs_are_refused_before_any_forward(
     tmp_path: Path, head: dict[str, Any], facts: dict[str, Any]
@@ -78,19 +77,20 @@ def test_wrong_pairs_are_refused_before_weights_are_loaded(tmp_path: Path) -> No
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
 
 
+@pytest.mark.parametrize("drafter", ["reference"])
+def test_rows_that_pad_the_heads_vocabulary_are_never_drafted(tmp_path: Path, drafter: str) -> None:
+    target = tiny_target("llama")
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, vocab=30), drafter=drafter)
+    assert model.draft_vocab == VOCAB == 24
+    assert model.generate([[3, 4, 5]], max_new_tokens=4).results[0].token_ids
+
+
 def test_tokenizer_hashes() -> None:
     check_tokenizer(None, "a", "head", "target")
     check_tokenizer("a", None, "head", "target")
     check_tokenizer("a", "a", "head", "target")
     with raises(PairingError, field="tokenizer_hash", expected="a", found="b"):
         check_tokenizer("a", "b", "head", "target")
-
-
-def test_default_taps_need_enough_layers(tmp_path: Path) -> None:
-    # n = 2: the default taps 2, 1, -1 do not exist.
-    config = tiny_target("llama", num_hidden_layers=2).config
-    with raises(PairingError, field="tap_layers", expected=2):
-        check_pairing(open_head(write_head(tmp_path)), config, "target")
 
 
 SMALL = {"vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2}

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.convert.conversion.convert import convert_head
-from eagle_slim.convert.conversion.options import ConvertOptions
-from eagle_slim.convert.conversion.result import Conversion
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+from eagle_slim.convert.options import ConvertOptions
+from eagle_slim.convert.pipeline import Conversion, convert_head
+from eagle_slim.convert.vocabulary_choice import VocabRequest
 
 from .heads import write_freq
 

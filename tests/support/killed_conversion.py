@@ -3,8 +3,8 @@
     python killed_conversion.py HEAD TOKEN_MAP OUT SIGNAL
 
 Moments are everything that happens to files below OUT's folder, and every write and flush. After each the artifact OUT
-is verified: it must be the old one or the new one, whole. Prints a JSON object with the number of moments and what was
-found after each.
+is verified: it must be the old one or the new one, whole (or, between two renames, the old one aside). Prints a JSON
+object with the number of moments and what was found after each.
 """
 
 import contextlib
@@ -80,16 +80,20 @@ def main() -> None:
                 # Without the interpreter's own farewell, which takes longer than the conversion.
                 os._exit(stop.code if isinstance(stop.code, int) else 3)
         _, status = os.waitpid(child, 0)
-        checked = verify_artifact(out, head=head)
+        # Between the two renames the old artifact is aside, and the next run puts it back.
+        aside = Path(out).with_name(f".{Path(out).name}.eagle-slim-old")
+        whole = out if Path(out).exists() else aside
+        checked = verify_artifact(whole, head=head)
         leftovers = sorted(
             path.name for path in Path(out).parent.iterdir() if path.name.startswith(f".{Path(out).name}.")
         )
         found.append(
             {
-                "draft_vocab": Artifact.load(out).manifest.draft_vocab,
+                "draft_vocab": Artifact.load(whole).manifest.draft_vocab,
                 "ok": checked.ok,
                 "exit": os.waitstatus_to_exitcode(status),
                 "leftovers": leftovers,
+                "aside": whole == aside,
             }
         )
         if name == "SIGINT" and sent[0] and status == 0 and not lost:

@@ -65,7 +65,7 @@ class SlotState(NamedTuple):
     record: Tensor
     """[slots + 1, 3 + width]: what the host reads of the last step; 0 accepted tokens for a slot that took no part. The
     last row begins with the drafter's error: if there is one, nothing was accepted; then come the counts of
-    `RunAhead`."""
+    `RunAhead`, or of a prompt that took over rows, whether these are of other weights."""
 
     @classmethod
     def allocate(

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from transformers.generation.logits_process import TypicalLogitsWarper
 
 from ...errors import UsageError
 from ...target.kernels.machine import NO_FUSION
@@ -123,11 +122,10 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     return scores
 
 
-def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int, typical_p: float = 1.0) -> int:
+def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) -> int:
     """Choose from processed scores, float32 [vocab]: the rule that all choices follow.
 
-    ``numbers`` and ``key`` as in `ChoiceState`. ``typical_p`` below 1 is transformers' last cut, which the kernels do
-    not make. Waits for the device.
+    ``numbers`` and ``key`` as in `ChoiceState`. Waits for the device.
     """
     if not rules.sampled:
         return int((scores == scores.max()).nonzero()[0, 0])
@@ -146,9 +144,6 @@ def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int, 
         kept &= ~torch.zeros_like(is_cut).scatter(0, least_probable_first, is_cut)
     if rules.has_min_p:
         kept &= distance_weight_ref(distances) >= float(numbers[3]) * ONE.value
-    if typical_p < 1:
-        left = scores.masked_fill(~kept, float("-inf"))[None]
-        kept &= TypicalLogitsWarper(typical_p)(None, left)[0] != float("-inf")
     return race_ref(distances, key, kept)
 
 

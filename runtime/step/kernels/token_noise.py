@@ -10,7 +10,7 @@ with a probability in proportion to its weight (an exponential race; with the si
 ``distance`` in units of 2**-24 below the largest score (`token_weights`) that is the softmax of the scores, each
 probability to within 5e-7 of itself. Only ids that the cuts leave take part, none from a distance of 32 on.
 
-A key is a number of 64 bits for (seed, place of the answer, position): `requests.sampling.noise_keys`. So whether an id
+A key is a number of 64 bits for (seed, place of the answer, position): `api.sampling.noise_keys`. So whether an id
 wins depends on its own score and noise and those of the others, never on sums over a vocabulary: a logit that was
 rounded otherwise changes the token only where two ids nearly tie.
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
-from eagle_slim.convert.rows import safetensors_file, stream
-from eagle_slim.convert.rows.checkpoint import open_checkpoint
+from eagle_slim.convert.rows import checkpoint as checkpoint_module
+from eagle_slim.convert.rows.checkpoint import Hashed, open_checkpoint
 from eagle_slim.convert.rows.paths import choose_weights
 from eagle_slim.convert.rows.target import find_lm_head, open_local_lm_head, ties_embedding
 from hypothesis import given, settings
@@ -55,9 +55,13 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write_raw(path: Path, header: Any, data: bytes = b"") -> Path:
+    path.write_bytes(safetensors_bytes(header, data))
     return path
 
 
@@ -114,76 +118,48 @@ def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.Tem
     ids = None
     if shape and rows and data.draw(st.booleans()):
         ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=400))
-    piece_bytes = data.draw(st.sampled_from([1, 8, 100, 1 << 20]))
-    zipped = data.draw(st.booleans())
     folder = tmp_path_factory.mktemp("pieces")
-    if zipped:
+    if data.draw(st.booleans()):
         torch.save({"t": tensor}, folder / "pytorch_model.bin")
     else:
         save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, folder / "model.safetensors")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "_SHARE_BYTES", data.draw(st.sampled_from([1, 50, 1 << 20])))
-        patch.setattr(stream, "PIECE_BYTES", piece_bytes)
-        checkpoint = open_checkpoint(folder)
-        at_once = checkpoint.tensor("t") if ids is None else checkpoint.rows("t", np.array(ids, dtype=np.int64))
-        found, held = b"", []
-        for piece in checkpoint.pieces("t", ids, piece_bytes):
-            assert piece.dtype == np.uint8
-            assert piece.shape[1] == checkpoint.info("t").row_bytes
-            # Looked at as late as is promised to be possible: when the next one is there already.
-            held.append(piece)
-            found += held[-2].tobytes() if len(held) > 1 else b""
-        found += held[-1].tobytes() if held else b""
     expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
-    assert same_bits(at_once, expected)
-    assert found == raw(expected)
-    # What is recorded, of either way, is the hash of exactly these bytes.
-    for record in checkpoint.files[0].reads:
-        assert (record.tensor, record.rows) == ("t", None if ids is None else len(ids))
-        assert (record.size_bytes, record.sha256) == (expected.nbytes, hashlib.sha256(raw(expected)).hexdigest())
-    assert checkpoint.files[0].reads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_module, "PIECE_BYTES", data.draw(st.sampled_from([1, 8, 100, 1 << 20])))
+        checkpoint = open_checkpoint(folder)
+        reading = Hashed(checkpoint.pieces("t", ids))
+        assert b"".join(piece.tobytes() for piece in reading) == raw(expected)
+    assert reading.sha256 == hashlib.sha256(raw(expected)).hexdigest()
+    (record,) = checkpoint.files[0].reads
+    assert (record.tensor, record.rows) == ("t", None if ids is None else len(ids))
+    assert (record.size_bytes, record.sha256) == (expected.nbytes, reading.sha256)
 
 
-def test_pieces_of_a_damaged_tensor(tmp_path: Path) -> None:
-    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+def test_only_finished_reads_are_recorded_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    save_file({name: torch.ones(3) for name in "abc"}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    with raises(CheckpointError, tensor="t2d", found=2):
-        list(checkpoint.pieces("t2d"))
-    with raises(CheckpointError, tensor="t2d", row=3, rows=3):
-        list(checkpoint.pieces("t2d", [3]))
-    # Broken off in the middle: nothing is recorded, nothing hangs.
-    pieces = checkpoint.pieces("t2d", [0, 1], piece_bytes=1)
-    assert next(pieces).tolist() == [[0]]
-    pieces.close()
-    assert checkpoint.files[0].reads == ()
+    first, left, last = (checkpoint.pieces(name) for name in "abc")
+    next(left)
+    left.close()
+    list(last)
+    list(first)
+    assert [read.tensor for read in checkpoint.files[0].reads] == ["a", "c"]
 
 
 def test_a_reading_that_is_left_joins_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The garbage collector may end it in a thread that is being started, where joining another waits forever.
     save_file({"t": torch.arange(64)}, tmp_path / "model.safetensors")
-    reading = open_checkpoint(tmp_path).pieces("t", piece_bytes=8)
+    monkeypatch.setattr(checkpoint_module, "PIECE_BYTES", 8)
+    reading = open_checkpoint(tmp_path).pieces("t")
     assert next(reading).tobytes() == bytes(8)
     monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("a thread was joined"))
     reading.close()
 
 
-def test_rows_read_only_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = random_bits((1000, 16), torch.bfloat16)
-    save_file({"t": tensor}, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
-    reads: list[tuple[int, int]] = []
-    real = os.preadv
-
-    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
-        count = real(fd, buffers, offset)
-        reads.append((offset, count))
-        return count
-
-    monkeypatch.setattr(os, "preadv", counted)
-    checkpoint.rows("t", [4, 5, 6, 900])
-    start = 1000 * 32
-    size = (tmp_path / "model.safetensors").stat().st_size
-    assert sorted(reads) == [(size - start + 4 * 32, 3 * 32), (size - start + 900 * 32, 32)]
+def test_booleans_that_are_neither_0_nor_1(tmp_path: Path) -> None:
+    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+    with raises(CheckpointError, tensor="t2d", found=2):
+        open_checkpoint(tmp_path).raw("t2d")
 
 
 def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
@@ -198,6 +174,30 @@ def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
     copy = checkpoint.tensor("base")
     copy.zero_()
     assert torch.equal(checkpoint.tensor("shared"), base)
+
+
+def test_negative_and_conjugate_views_in_a_bin(tmp_path: Path) -> None:
+    negative = torch._neg_view(torch.arange(4.0))
+    conjugate = torch.complex(torch.ones(2), torch.arange(2.0)).conj()
+    torch.save({"negative": negative, "conjugate": conjugate}, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tensor("negative").tolist() == [0, -1, -2, -3]
+    assert checkpoint.tensor("conjugate").tolist() == [1, 1 - 1j]
+
+
+def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    checkpoint = open_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.rows("a", [4, 0]), tensors["a"][[4, 0]])
+    assert torch.equal(checkpoint.tensor("b"), tensors["b"])
+
+
+def test_a_bin_of_pickle_protocol_4_is_not_called_damaged(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin", pickle_protocol=4)
+    with pytest.raises(CheckpointError, match="protocol") as caught:
+        open_checkpoint(tmp_path)
+    assert "damaged" not in str(caught.value)
 
 
 def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_no_choice_of_weights(names: list[str], facts: dict[str, Any]) -> None:
         choose_weights(names, "here")
 
 
-def test_target() -> None:
+def test_lm_head_names() -> None:
     assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == "lm_head.weight"
     assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == "model.embed_tokens.weight"
     name = "language_model.model.embed_tokens.weight"
@@ -339,82 +339,34 @@ def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "data", "facts"),
+    "content",
     [
-        ({"a": entry()}, b"1234567", {"found": 76, "expected": 77}),
-        ({"a": entry()}, b"123456789", {"found": 78, "expected": 77}),
-        ({"a": entry(offsets=(0, 7))}, b"1234567", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": entry(shape=(3,))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": entry(offsets=(8, 0))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": entry(offsets=(8, 16))}, b"1" * 16, {"tensor": "a", "found": 8, "expected": 0}),
-        ({"a": entry(), "b": entry(offsets=(4, 12))}, b"1" * 12, {"tensor": "b", "found": 4, "expected": 8}),
-        ({"a": entry(), "b": entry()}, b"1" * 8, {"tensor": "b", "found": 0, "expected": 8}),
-        ({"a": entry(), "b": entry(offsets=(12, 20))}, b"1" * 20, {"tensor": "b", "found": 12, "expected": 8}),
-        ({"a": entry("F31")}, b"12345678", {"tensor": "a", "key": "dtype"}),
-        ({"a": entry("F4", (3,), (0, 1))}, b"1", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": entry(shape=(-2, -1))}, b"12345678", {"tensor": "a", "key": "shape"}),
-        ({"a": entry(shape=(2.0,))}, b"12345678", {"tensor": "a", "key": "shape"}),
-        ({"a": entry(shape=(True, 2))}, b"12345678", {"tensor": "a", "key": "shape"}),
-        ({"a": entry(shape=(1 << 62, 1 << 62))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": entry(shape=[1] * 70)}, b"1234", {"tensor": "a", "key": "shape"}),
-        ({"a": entry("F6_E2M3", [2**62 - 1] * 64, (0, 1))}, b"1", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": entry(shape=["x" * 10**5] * 10)}, b"", {"tensor": "a", "key": "shape"}),
-        (b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", b"", {}),
-        ({"a": entry(offsets=(0, 1 << 64))}, b"12345678", {"tensor": "a", "key": "data_offsets"}),
-        ({"a": {"dtype": "F32", "shape": [2]}}, b"12345678", {"tensor": "a"}),
-        ({"a": {**entry(), "strides": [1]}}, b"12345678", {"tensor": "a"}),
-        ({"a": 7}, b"", {"tensor": "a"}),
-        ({"__metadata__": {"a": 1}}, b"", {"key": "__metadata__"}),
-        (b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), b"12345678", {"tensor": "a"}),
-        (b'{"\\ud800":%b}' % json.dumps(entry()).encode(), b"12345678", {"tensor": "\ud800"}),
-        (b"[]", b"", {"found": b"[]", "expected": "{"}),
-        (b"{", b"", {"found": "invalid JSON"}),
-        (b'{"a":' * 100_000, b"", {"found": "invalid JSON"}),
-        (b'{"a":' + b"1" * 5000 + b"}", b"", {"found": "invalid JSON"}),
-        (b"{\xff}", b"", {"found": "invalid JSON"}),
+        b"",
+        b"1234567",
+        b"<!DOCTYPE html><html>" + b" " * 100,
+        safetensors_bytes({"a": entry()}, b"1234567"),
+        safetensors_bytes({"a": entry()}, b"123456789"),
+        safetensors_bytes({"a": entry(shape=(3,))}, b"12345678"),
+        safetensors_bytes({"a": entry(), "b": entry(offsets=(4, 12))}, b"1" * 12),
+        safetensors_bytes({"a": entry("F31")}, b"12345678"),
+        safetensors_bytes({"a": entry(shape=(1 << 62, 1 << 62))}, b"12345678"),
+        safetensors_bytes({"a": 7}),
+        safetensors_bytes(b'{"a":' * 100_000),
     ],
+    ids=["empty", "short", "html", "truncated", "longer", "shape", "overlap", "dtype", "huge", "entry", "deep"],
 )
-def test_a_header_that_lies(tmp_path: Path, header: Any, data: bytes, facts: dict[str, Any]) -> None:
-    path = write_raw(tmp_path / "model.safetensors", header, data)
-    with raises(CheckpointError, **facts) as caught:
-        open_checkpoint(tmp_path)
-    assert str(path) in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-def test_lengths_that_lie(tmp_path: Path) -> None:
+def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
-    for content, facts in [
-        (b"", {"found": 0}),
-        (b"1234567", {"found": 7}),
-        (struct.pack("<Q", 1 << 63) + b"{}", {"header_bytes": 9223372036854775808}),
-        (struct.pack("<Q", 3) + b"{}", {"found": 10, "header_bytes": 3}),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", {"found": "Git LFS pointer"}),
-        (b"<!DOCTYPE html><html>" + b" " * 100, {"header_bytes": 5789751444030890300}),
-    ]:
-        path.write_bytes(content)
-        with raises(CheckpointError, **facts):
-            open_checkpoint(tmp_path)
-
-
-def test_a_header_of_many_names_with_a_pair_at_the_end(tmp_path: Path) -> None:
-    names = [f'"{index}":0' for index in range(300_000)] + ['"twice":0', '"twice":0']
-    write_raw(tmp_path / "model.safetensors", ("{" + ",".join(names) + "}").encode())
-    with raises(CheckpointError, tensor="twice"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_file_that_changes_after_opening(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(1000)}, path)
-    checkpoint = open_checkpoint(path)
-    with open(path, "r+b") as file:
-        file.truncate(500)
-    with raises(CheckpointError, found=500, expected=4072):
-        checkpoint.tensor("a")
-    path.unlink()
+    path.write_bytes(content)
     with raises(CheckpointError, path=str(path)):
-        checkpoint.rows("a", [1])
+        open_checkpoint(tmp_path)
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+        with raises(CheckpointError, found="Git LFS pointer"):
+            open_checkpoint(tmp_path / name)
 
 
 def test_wrong_rows_and_names(tmp_path: Path) -> None:
@@ -451,7 +403,7 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shard",
     ["../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "", ".", "x\0.safetensors",
-     "a\\b.safetensors", "./x.safetensors", 7, None, ["x.safetensors"], "config.json", "a//x.safetensors"],
+     "a\\b.safetensors", 7, None, ["x.safetensors"], "config.json"],
 )  # fmt: skip
 def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
     save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
@@ -505,33 +457,17 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
 
 
 def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
-    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / one)
-    save_file({"c": torch.ones(1)}, tmp_path / two)
-    for weight_map, facts in [
-        ({"a": one, "b": one, "c": two, "d": two}, {"tensor": "d", "shard": "model-00002-of-00002.safetensors"}),
-        ({"a": one, "c": two}, {"tensor": "b", "shard": "model-00001-of-00002.safetensors"}),
-        ({"a": one, "b": two, "c": two}, {"tensor": "b", "shard": "model-00002-of-00002.safetensors"}),
-    ]:
-        write_index(tmp_path, weight_map)
-        with raises(CheckpointError, **facts):
-            open_checkpoint(tmp_path)
-    save_file({"c": torch.ones(1), "b": torch.ones(1)}, tmp_path / two)
-    write_index(tmp_path, {"a": one, "b": one, "c": two})
-    with raises(
-        CheckpointError,
-        tensor="b",
-        shard="model-00002-of-00002.safetensors",
-        claimed="model-00001-of-00002.safetensors",
-    ):
+    shard = "model-00001-of-00001.safetensors"
+    save_file({"a": torch.ones(1)}, tmp_path / shard)
+    write_index(tmp_path, {"a": shard, "b": shard})
+    with raises(CheckpointError, tensor="b", shard=shard):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":',
-     '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":'])
 def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with raises(CheckpointError, path=str(tmp_path / "model.safetensors.index.json")):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         open_checkpoint(tmp_path)
 
 
@@ -592,9 +528,5 @@ def test_truncated_bin(tmp_path: Path) -> None:
     content = path.read_bytes()
     for size in (0, 1, 10, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match="damaged"):
+        with raises(CheckpointError, path=str(path)):
             open_checkpoint(tmp_path)
-    # As torch wrote them before 1.6: one stream of pickles.
-    torch.save({"a": torch.randn(100)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="damaged"):
-        open_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The streaming writer gives the bytes of the reference writer, and refuses to write what was not planned."""
+"""The writer gives the bytes of `save_file`, and refuses to write what was not planned."""
 
 import hashlib
 
@@ -21,7 +21,7 @@ def raw(tensor):
 
 
 def plan_of(name, tensor):
-    return TensorPlan(name, safetensors_dtype(tensor.dtype), tuple(tensor.shape), whole(raw(tensor)))
+    return TensorPlan(name, safetensors_dtype(tensor.dtype), tuple(tensor.shape), whole(raw(tensor)), raw(tensor))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
@@ -67,9 +67,17 @@ def test_chunks_and_given_digests(tmp_path):
 
 
 def test_broken_plans(tmp_path):
-    plan = TensorPlan("m", "F32", (4,), whole(raw(torch.ones(3))))
-    with pytest.raises(ValueError, match="planned 16 bytes, got 12"):
-        write_safetensors(tmp_path / "file", [plan], {})
+    short = raw(torch.ones(3))
+    for number, array in enumerate((None, short)):
+        plan = TensorPlan("m", "F32", (4,), whole(short), array)
+        with pytest.raises(ValueError, match="planned 16 bytes, got 12"):
+            write_safetensors(tmp_path / str(number), [plan], {})
+
+
+def test_the_file_is_as_readable_as_any_new_one(tmp_path):
+    (tmp_path / "other").touch()
+    write_safetensors(tmp_path / "file", [array_plan("ids", np.arange(3))], {})
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -109,18 +117,3 @@ def test_row_checksums_follow_their_rows():
     assert np.array_equal(decode_checksums(encode_checksums(sums), 7), sums)
     with pytest.raises(ValueError, match="expected 6"):
         decode_checksums(encode_checksums(sums), 6)
-
-
-def test_a_disk_error_while_flushing_is_not_lost(tmp_path, monkeypatch):
-    from eagle_slim.convert.rows import writer as tensor_writer
-
-    monkeypatch.setattr(tensor_writer, "_FLUSH_BYTES", 8)
-
-    def broken(descriptor):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(tensor_writer.os, "fdatasync", broken)
-    matrix = torch.arange(40.0).reshape(10, 4)
-    plan = TensorPlan("m", "F32", (10, 4), lambda: split(matrix, ""))
-    with pytest.raises(OSError, match="Input/output"):
-        write_safetensors(tmp_path / "file", [plan], {"format": "pt"})

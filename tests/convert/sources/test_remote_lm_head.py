@@ -8,18 +8,21 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from eagle_slim.convert.errors import CheckpointError, SourceError
+from eagle_slim.convert.errors import CheckpointError, OutputError, SourceError
+from eagle_slim.convert.rows import hub_tensor
 from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from safetensors.torch import load_file, save
-from support.hub_server import Fault, HubServer, connected
+from support.hub_server import Blob, Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
 from support.raising import raises
 
 ROWS, HIDDEN = 4000, 64
+# Of 512,000 bytes.
+PIECE = 50_000
 SHARD = "model-00002-of-00002.safetensors"
 
 
@@ -54,8 +57,10 @@ def hub() -> Iterator[HubServer]:
 
 @pytest.fixture
 def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    # Waiting between attempts is what is tested elsewhere; here it only costs time.
+    # The library waits before it asks again.
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(hub_tensor, "_FIRST_BYTES", 1000)
+    monkeypatch.setattr(hub_tensor, "PIECE_BYTES", PIECE)
     with connected(hub, tmp_path / "home"):
         yield tmp_path / "home"
 
@@ -147,59 +152,72 @@ def test_target_of_pickles_comes_whole_with_a_notice(
 # -- things that go wrong ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [1, 4])
-def test_broken_connections_are_taken_up_where_they_broke(hub: HubServer, home: Path, times: int) -> None:
-    hub.inject(SHARD, Fault(times=times, break_after=50_000))
+@pytest.mark.skipif(
+    huggingface_hub.__version__.startswith("1."), reason="before 2.0 huggingface_hub asks again for no broken body"
+)
+def test_a_broken_connection_costs_one_piece(hub: HubServer, home: Path) -> None:
+    hub.inject(SHARD, Fault(times=4, break_after=40_000))
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-    # Nothing travels twice: the header, the tensor, and what a cut connection had under way.
-    assert hub.bytes_sent(SHARD) <= 1.05 * LM_HEAD.nbytes + times * 65536
+    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes + 2000 + 4 * 40_000
 
 
-def test_endless_breaking_ends(hub: HubServer, home: Path) -> None:
-    hub.inject(SHARD, Fault(break_after=10_000))
-    with pytest.raises(SourceError, match=r"broke off.*of 512,000 bytes came") as caught:
+def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    real = hub_tensor.HubFile.read
+
+    def cut(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
+        asked.append(start)
+        if len(asked) == 5:
+            hub.inject(SHARD, Fault(break_after=10))
+        return real(self, start, end)
+
+    monkeypatch.setattr(hub_tensor.HubFile, "read", cut)
+    with raises(SourceError, reason="broken") as caught:
         open_lm_head("org/target")
-    assert "the same command goes on" in str(caught.value)
-    came = hub.bytes_sent(SHARD)
-    assert len([r for r in hub.requests if r.path.startswith("/stored")]) < 20
+    assert "150,000 of 512,000 bytes came" in str(caught.value)
     hub.clear_faults()
     hub.reset_counts()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-    assert hub.bytes_sent(SHARD) < LM_HEAD.nbytes + 20_000 - came // 2
+    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - 150_000 + 2000
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_server_is_asked_again(hub: HubServer, home: Path, status: int) -> None:
-    hub.inject(SHARD, Fault(times=2, status=status))
-    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-    hub.clear_faults()
+def test_a_file_that_changes_while_it_is_read_is_not_joined(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = noise(ROWS, HIDDEN, 9)
+    files = hub.repo("org/target").commits[hub.repo("org/target").branches["main"]]
+    asked = []
+    real = hub_tensor.HubFile.read
 
+    def changed(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
+        asked.append(start)
+        if len(asked) == 5:
+            files[SHARD] = Blob.of(SHARD, save({"lm_head.weight": other, **OTHERS}))
+        return real(self, start, end)
 
-@pytest.mark.parametrize(
-    ("fault", "facts"),
-    [
-        (Fault(ignore_range=True), {"status": 200}),
-        (Fault(wrong_total=True), {"status": 206}),
-        (Fault(extra_bytes=10), {"expected": 16643}),
-    ],
-)
-def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fault, facts: dict[str, Any]) -> None:
-    hub.inject(SHARD, fault)
-    with raises(SourceError, **facts) as caught:
+    monkeypatch.setattr(hub_tensor.HubFile, "read", changed)
+    with pytest.raises(SourceError, match="changed on the Hub"):
         open_lm_head("org/target")
-    assert "hf download" in str(caught.value)
-    assert hub.bytes_sent(SHARD) < 10 * len(sharded()[SHARD])
+    assert [path.stat().st_size for path in home.glob("assets/**/*.partial")] == [0]
+    assert torch.equal(values(open_lm_head("org/target")), other)
 
 
-def test_damaged_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
+@pytest.mark.parametrize("fault", [Fault(ignore_range=True), Fault(wrong_total=True), Fault(extra_bytes=10)])
+def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fault) -> None:
+    hub.inject(SHARD, fault)
+    with pytest.raises(SourceError, match="hf download"):
+        open_lm_head("org/target")
+    assert list(home.glob("assets/**/*.safetensors")) == []
+
+
+def test_a_truncated_file_in_the_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
     path = open_lm_head("org/target").checkpoint.files[0].path
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with raises(SourceError, offline=True, repo_id="org/target@4faabde80856"):
+    path.write_bytes(path.read_bytes()[:-1])
+    with raises(SourceError, reason="offline"):
         open_lm_head("org/target", offline=True)
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
-    assert torch.equal(values(open_lm_head("org/target", offline=True)), LM_HEAD)
 
 
 def test_a_partial_file_of_other_content_is_dropped(hub: HubServer, home: Path) -> None:
@@ -214,9 +232,8 @@ def test_a_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 
     usage = atomic.shutil.disk_usage(home.parent)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
-    with pytest.raises(SourceError, match="disk is full") as caught:
+    with raises(OutputError, free=1000):
         open_lm_head("org/target")
-    assert "HF_HOME" in str(caught.value)
 
 
 def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
@@ -225,7 +242,7 @@ def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
         open_lm_head("org/target")
     content = bytes(sharded()[SHARD])
     hub.add_model("org/target", sharded() | {SHARD: content[:-1]})
-    with pytest.raises(CheckpointError, match="truncated"):
+    with pytest.raises(CheckpointError, match="org/target@"):
         open_lm_head("org/target")
     index = {"weight_map": {"lm_head.weight": "../../../etc/passwd"}}
     hub.add_model("org/target", sharded() | {"model.safetensors.index.json": json.dumps(index)})
@@ -243,8 +260,10 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
+from eagle_slim.convert.rows import hub_tensor
 from eagle_slim.convert.rows.target import open_target_lm_head
 from eagle_slim.convert.sources.source import target_files
+hub_tensor.PIECE_BYTES, hub_tensor._FIRST_BYTES = 50_000, 1000
 head = open_target_lm_head(target_files(sys.argv[1]))
 print(head.checkpoint.files[0].path)
 """
@@ -272,4 +291,5 @@ def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
     done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert torch.equal(open_checkpoint(done.stdout.strip()).tensor("lm_head.weight"), LM_HEAD)
-    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + 20_000
+    # The piece that the killed process had asked for may still be sent.
+    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + PIECE + 2000

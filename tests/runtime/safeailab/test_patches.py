@@ -24,7 +24,7 @@ from eagle_slim.runtime import (
 )
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
-from eagle_slim.runtime.safeailab import session
+from eagle_slim.runtime.safeailab import forward, session
 from eagle_slim.runtime.safeailab.step import _kernel_rules, step_of
 from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
 from eagle_slim.vocab_tools.errors import TokenizerError
@@ -170,6 +170,45 @@ def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str
     unpatch_eagle_model(model)
     ids, new_token, passes = model.eagenerate(prompts[0], max_new_tokens=12, log=True)
     assert passes + 1 < int(new_token) == ids.shape[1] - 21, "no draft was accepted"
+
+
+@pytest.mark.parametrize(
+    "name", ["stand-in eagle3", *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in ("llama eagle3", "qwen2 eagle"))]
+)
+def test_a_base_model_that_changes_while_patched_counts_from_the_next_call(name: str, tmp_path: Path) -> None:
+    """Other weights are fused again; a hook, a subclass and autocast are upstream's; "fused" by name is refused."""
+    models = [build(name, tmp_path / each) for each in ("patched", "asked", "plain")]
+    patched, asked, plain = models
+    ids = [prompt(plain, 9)]
+    patch_eagle_model(patched, drafter="reference", target_backend="fused")
+    step_of(patched)._asked = "auto"  # as on a GPU, where that is what chose it
+    patch_eagle_model(asked, drafter="reference", target_backend="fused")
+    choose_forward = forward.choose_forward
+    for change in (double_weights, assign_weights, negate_by_hook, lambda _: None):
+        for model in models:
+            change(model.base_model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward, "choose_forward", partial(choose_forward, fused_on=("cpu",)))
+            assert_same_texts(texts(patched, ids * 2), texts(plain, ids * 2))
+        is_hooked = change not in (double_weights, assign_weights)
+        assert step_of(patched).backend.name == ("upstream" if is_hooked else "fused")
+    with raises(UnsupportedModelError, option="target_backend"):
+        asked.eagenerate(ids[0], max_new_tokens=4)
+
+
+def double_weights(base: Any) -> None:
+    with torch.no_grad():
+        base.model.layers[0].mlp.down_proj.weight.mul_(2)
+
+
+def assign_weights(base: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    state["model.layers.1.self_attn.v_proj.weight"] *= -1
+    base.load_state_dict(state, assign=True)
+
+
+def negate_by_hook(base: Any) -> None:
+    base.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: -output)
 
 
 @pytest.mark.parametrize("patch", FUSED)

@@ -1,0 +1,223 @@
+"""README.md of an artifact: what it is, how it was made, what it covers, and commands that serve it.
+
+Holds no time and no path. The front matter is the Hugging Face Hub's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from .manifest import Manifest
+
+UNKNOWN_LICENCE = "unknown"
+
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
+
+
+def model_card(
+    manifest: Manifest,
+    *,
+    title: str,
+    rows_before: int,
+    bytes_before: int,
+    bytes_after: int,
+    licence: str | None,
+    refused: Collection[str] = (),
+) -> str:
+    """The text of README.md.
+
+    Args:
+        manifest: of the artifact.
+        title: name of the artifact.
+        rows_before: rows of the LM head that was cut.
+        bytes_before, bytes_after: weights that one draft step reads, LM head included.
+        licence: the head's licence as the Hub spells it, or None where its files do not say.
+        refused: keys of the engines (`engines.registry.ENGINES`) that cannot take the head; they get no command.
+    """
+    sizes = [
+        ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),
+        ("weights that a draft step reads, bytes", f"{bytes_before:,}", f"{bytes_after:,}"),
+    ]
+    parts = [
+        _front_matter(manifest, licence),
+        f"# {title}\n",
+        _summary(manifest, rows_before),
+        _table(("", "before", "after"), sizes),
+        _coverage(manifest.coverage),
+        _serving(manifest, refused),
+        _making(manifest),
+        _warnings(manifest.warnings),
+        _licence(licence),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _front_matter(manifest: Manifest, licence: str | None) -> str:
+    lines = ["---"]
+    target = manifest.target.get("repo_id")
+    if target:
+        lines.append(f"base_model: {target}")
+    parts = [part for source in (manifest.vocabulary or {}).get("sources") or [] for part in _parts(source)]
+    datasets = sorted({part["dataset"] for part in parts if part.get("dataset")})
+    if datasets:
+        lines += ["datasets:", *(f"- {name}" for name in datasets)]
+    lines += [f"license: {licence or UNKNOWN_LICENCE}", "pipeline_tag: text-generation", "tags:"]
+    tags = ["speculative-decoding", "draft-model", manifest.kind, "eagle-slim"]
+    return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
+
+
+def _summary(manifest: Manifest, rows_before: int) -> str:
+    name = manifest.head["name"]
+    kind = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}[manifest.kind]
+    target = manifest.target.get("repo_id") or manifest.target.get("name") or "its target model"
+    what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
+    if manifest.draft_vocab == rows_before:
+        what = f"normalised to the layout that engines share, with its draft vocabulary of {rows_before:,} tokens"
+    lossless = "The target still verifies every token over its whole vocabulary, so its output does not change."
+    return f"The {kind} draft head {name} for {target}, {what}. {lossless}\n"
+
+
+def _coverage(coverage: Mapping[str, Any] | None) -> str:
+    if coverage is None:
+        return ""
+    text = "## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose"
+    text += f" ({coverage['note']}).\n\n" if coverage.get("note") else ".\n\n"
+    rows = []
+    for source in coverage["sources"]:
+        for size in coverage["shown"]:
+            at = coverage["sizes"].index(size)
+            low, high = source["low"], source["high"]
+            cells = (
+                f"{source['name']} ({source['part']})",
+                f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
+                f"{source['coverage'][at]:.2%}",
+                "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
+                f"{source['baseline_first_ids'][at]:.2%}",
+            )
+            rows.append(cells)
+    return text + _table(("text", "draft vocabulary", "covered", "95% interval", "first ids instead"), rows)
+
+
+def _serving(manifest: Manifest, refused: Collection[str]) -> str:
+    target = manifest.target.get("repo_id") or "TARGET"
+    text = "## Serving\n\n`HEAD` is this repository or folder, `TARGET` the target model.\n"
+    if manifest.kind != "eagle3":
+        # SGLang refuses an EAGLE-1/2 head by its class name alone, of which the card tells.
+        refused = ()
+    for title, command in _commands(manifest, target, refused).items():
+        text += f"\n{title}:\n\n```bash\n{command}\n```\n"
+    if manifest.kind == "eagle":
+        text += (
+            "\nSGLang loads the head only under a class name that ends in `Eagle`, which `eagle-convert --for sglang` "
+            "writes. It gathers the rows of `freq_N.pt` from the target itself.\n"
+        )
+    if left_out := [_TITLES[engine] for engine in _TITLES if engine in refused]:
+        text += f"\nNot with {' or '.join(left_out)}: *Good to know* says why.\n"
+    return text
+
+
+def _commands(manifest: Manifest, target: str, refused: Collection[str]) -> dict[str, str]:
+    """The command of each engine that serves the head, by the engine's name."""
+    own = {"eagle-slim": f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'"}
+    if manifest.flavour == "lmdeploy":
+        command = f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
+        return {"LMDeploy": command + "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3"}
+    vllm = {"method": manifest.kind, "model": "HEAD", "num_speculative_tokens": 7 if manifest.kind == "dflash" else 3}
+    algorithm, token_map = "EAGLE3", ""
+    if manifest.kind == "eagle":
+        algorithm, token_map = "EAGLE", f" --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt"
+    commands = {
+        "vllm": f"vllm serve {target} --speculative-config '{json.dumps(vllm)}'",
+        "sglang": f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\\n"
+        "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
+        f"    --speculative-num-draft-tokens 32{token_map}",
+    }
+    left_out = {"eagle3": "", "eagle": "vllm", "dflash": "sglang"}[manifest.kind]
+    served = {_TITLES[name]: commands[name] for name in commands if name not in refused and name != left_out}
+    return served | own if manifest.kind == "eagle3" else served
+
+
+def _making(manifest: Manifest) -> str:
+    lines = [f"## How it was made\n\nBy eagle-slim {manifest.tool['version']}, from:\n"]
+    lines.append(f"- head: {_source(manifest.head)}")
+    lines.append(f"- target: {_source(manifest.target)}")
+    if manifest.lm_head is not None:
+        origin = "the head's own" if manifest.lm_head["from"] == "head" else "the target's"
+        kept = (
+            f"rounded from {manifest.lm_head['source_dtype']} to nearest even {manifest.lm_head['dtype']}"
+            if manifest.lm_head["rounded"]
+            else "bit-identical"
+        )
+        lines.append(f"- LM-head rows: {origin} `{manifest.lm_head['tensor']}`, {kept}")
+    if manifest.vocabulary is not None:
+        lines.append(f"- ranking: {_ranking(manifest.vocabulary)}")
+        if manifest.num_uncounted is not None:
+            lines.append(f"- ids that the counted text does not hold, forced ones apart: {manifest.num_uncounted:,}")
+        lines.append(
+            f"- {manifest.num_forced} ids are in whatever their rank (end of turn, chat markers, single bytes)"
+        )
+    lines.append(
+        "\n`eagle_slim.json` lists every id in rank order with its provenance, and the checksums that `eagle-verify` "
+        "compares.\n"
+    )
+    return "\n".join(lines)
+
+
+def _source(part: Mapping[str, Any]) -> str:
+    name = part.get("repo_id") or part.get("name") or "not known"
+    subfolder, revision = part.get("subfolder"), part.get("revision")
+    return f"{name}" + (f"/{subfolder}" if subfolder else "") + (f", revision {revision}" if revision else "")
+
+
+def _ranking(vocabulary: Mapping[str, Any]) -> str:
+    method = vocabulary.get("method")
+    if method == "ids":
+        return "order of the token ids, no corpus"
+    if method == "token map":
+        return "a token map that was given"
+    sources = vocabulary.get("sources") or []
+    named = "; ".join(_corpus(source) for source in sources)
+    return f"token counts of {named}" if named else "token counts"
+
+
+def _corpus(source: Mapping[str, Any]) -> str:
+    """One source of counts: name, size and weight, and the datasets with what was read of them."""
+    found = []
+    for part in _parts(source):
+        if part.get("dataset"):
+            split = f", split {part['split']}" if part.get("split") else ""
+            revision = f", revision {part['revision']}" if part.get("revision") else ""
+            found.append(f"{part['dataset']}{split}{revision}")
+    text = {part.get("text") for part in _parts(source) if part.get("chat")}
+    read = [*found, "assistant turns only"] if text == {"assistant"} else found
+    size = f"{source['tokens']:,} tokens, weight {source['weight']:g}"
+    return f"{source['name']} ({'; '.join([size, *read])})"
+
+
+def _parts(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Provenance of the parts that a source of counts was merged from."""
+    provenance = source.get("provenance") or {}
+    return list(provenance.get("parts", [provenance]))
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+    if not warnings:
+        return ""
+    return "## Good to know\n\n" + "".join(f"- {warning}\n" for warning in warnings)
+
+
+def _licence(licence: str | None) -> str:
+    if licence is None:
+        return (
+            "## License\n\nThe files of the original head name no license; ask its authors before you share this one.\n"
+        )
+    rows = "Rows of the target's LM head stay under the target's license."
+    return f"## License\n\nThat of the original head: {licence}. {rows}\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"

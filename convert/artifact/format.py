@@ -1,0 +1,169 @@
+"""The artifact: a folder with a slim head, its manifest and its side files; how it is loaded and what its files are.
+
+    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
+
+FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
+weights; `verify_artifact` reads everything.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArtifactError
+from ..heads.open import DraftHead, open_head
+from ..sources.source import ResolvedSource, open_head_source
+from .checksums import sha256_of
+from .manifest import Manifest
+
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+CARD_NAME = "README.md"
+METADATA = {"format": "pt"}
+"""What loaders ask of the metadata of a safetensors file."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A converted head, loaded and checked; its tensors are read when asked for."""
+
+    folder: Path
+    head: DraftHead
+    manifest: Manifest
+
+    @property
+    def rank_order_ids(self) -> NDArray[np.int64] | None:
+        """Target ids in rank order, int64 [draft_vocab]; None for a full vocabulary. Any prefix is a vocabulary."""
+        return self.manifest.rank_order_ids
+
+    @property
+    def num_forced(self) -> int:
+        """The smallest prefix of `rank_order_ids` that holds every forced id."""
+        return self.manifest.num_forced
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """Hash of the tokenizer that the vocabulary was chosen for, or None where none was at hand."""
+        found = (self.manifest.tokenizer or {}).get("hash")
+        return found if isinstance(found, str) else None
+
+    @property
+    def target(self) -> str | None:
+        """Repository of the target model, or None where it was a local folder."""
+        found = self.manifest.target.get("repo_id")
+        return found if isinstance(found, str) else None
+
+    def prefix(self, draft_vocab: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of a smaller draft vocabulary: the first `draft_vocab` ids by rank.
+
+        Returns:
+            rows of `lm_head.weight` to keep, ascending, int64 [draft_vocab] (EAGLE-1/2: rows of the target's LM head);
+            target ids of these rows, ascending, int64 [draft_vocab].
+
+        Raises:
+            ArtifactError: fewer than the forced ids, more than there are, or a full vocabulary without ranks.
+        """
+        ranked = self.rank_order_ids
+        if ranked is None:
+            raise ArtifactError.at(
+                self.folder, "holds the full vocabulary without ranks.\nConvert it with --draft-vocab N."
+            )
+        if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
+            raise ArtifactError.at(
+                self.folder,
+                f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
+                f"(the forced ids) to {len(ranked)} (its rows).",
+            )
+        ids = np.sort(ranked[:draft_vocab])
+        if self.head.kind == "eagle":
+            return ids, ids
+        return np.searchsorted(np.sort(ranked), ids).astype(np.int64), ids
+
+    @classmethod
+    def load(cls, folder: str | Path | ResolvedSource) -> Artifact:
+        """Open an artifact and check that manifest, configuration, map and weights fit each other.
+
+        Reads no weights; `verify_artifact` compares every byte.
+
+        Raises:
+            ArtifactError: the folder is not an artifact, or its parts disagree.
+            CheckpointError, MismatchError, UnsupportedHeadError: its head breaks a rule of every head.
+        """
+        source = open_head_source(Path(folder)) if isinstance(folder, str | Path) else folder
+        folder = source.folder
+        manifest = source.manifest or Manifest.load(folder)
+        # The side files are for engines and readers; a snapshot of the Hub may lack them.
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            entry, path = manifest.files.get(name, {}), folder / name
+            if not path.is_file():
+                raise ArtifactError.at(
+                    folder, f"{name} is missing.\nFetch the artifact again, or convert the head again."
+                )
+            if (size := path.stat().st_size) != entry.get("size_bytes"):
+                raise ArtifactError.at(
+                    path,
+                    f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
+                )
+        head = open_head(source)
+        problem = _disagreement(head, manifest)
+        if problem is not None:
+            raise ArtifactError.at(folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.")
+        return cls(folder, head, manifest)
+
+
+def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
+    ranked = manifest.rank_order_ids
+    if head.kind != manifest.kind:
+        return f"the manifest says {manifest.kind}, the tensors are {head.kind}"
+    if head.target_vocab != manifest.target_vocab:
+        return f"vocab_size is {head.target_vocab}, the manifest says {manifest.target_vocab}"
+    if ranked is not None and len(np.unique(ranked)) != len(ranked):
+        return "rank_order_ids holds an id twice"
+    if head.kind == "eagle":
+        if ranked is not None and (ranked.min() < 0 or ranked.max() >= head.target_vocab):
+            return "rank_order_ids names ids outside the vocabulary"
+        return None
+    if head.draft_vocab != manifest.draft_vocab:
+        return f"lm_head.weight has {head.draft_vocab} rows, the manifest says {manifest.draft_vocab}"
+    ids = head.draft_ids_to_target
+    if (ids is None) != (ranked is None):
+        return "there is a map but no ranks, or ranks but no map"
+    if ids is not None and ranked is not None and not np.array_equal(ids, np.sort(ranked)):
+        return "d2t and rank_order_ids name different ids"
+    return None
+
+
+def freq_name(draft_vocab: int) -> str:
+    """File name of the token map with `draft_vocab` ids, as FR-Spec spells it."""
+    return f"freq_{draft_vocab}.pt"
+
+
+def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
+    """A token map as SGLang and FR-Spec read it with `torch.load`: a list[int] in rank order.
+
+    The archive of `torch.save`, whose import takes longer than many a conversion, with a fixed name and time.
+    Format: `torch/serialization.py`, `_save`; `caffe2/serialize/inline_container.h`.
+    """
+    records = {
+        "data.pkl": pickle.dumps([int(token_id) for token_id in rank_order_ids], protocol=2),
+        "byteorder": b"little",
+        "version": b"3\n",
+    }
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in records.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+    return buffer.getvalue()
+
+
+def record_of_bytes(data: bytes) -> dict[str, Any]:
+    """What the manifest holds of a small file."""
+    return {"size_bytes": len(data), "sha256": sha256_of(data)}

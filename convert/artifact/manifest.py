@@ -1,0 +1,257 @@
+"""eagle_slim.json, the manifest beside a slim head: what it was made from, how, and a checksum of everything in it.
+
+Holds no time and no path, so that the same inputs give the same bytes. FORMAT.md describes every key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
+from numpy.typing import NDArray
+
+from ..errors import ArtifactError
+from ..files import read_regular
+from ..heads.names import HeadKind
+from .checksums import decode_checksums, encode_checksums
+
+MANIFEST_NAME = "eagle_slim.json"
+FORMAT_NAME = "eagle-slim artifact"
+FORMAT_VERSION = 1
+
+Flavour = Literal["default", "sglang", "lmdeploy"]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest as Python values.
+
+    Attributes:
+        kind: "eagle3", "eagle" for EAGLE-1/2, or "dflash".
+        flavour: which engines config.json is written for.
+        tool: name and version of the program that wrote it.
+        draft_vocab: rows of the LM head (EAGLE-1/2: ids in freq_N.pt).
+        target_vocab: V.
+        num_forced: how many of `rank_order_ids` no smaller vocabulary may leave out.
+        rank_order_ids: int64 [draft_vocab], target ids in rank order; None for a full vocabulary. The rank of a row is
+            the position of its id here.
+        row_checksums: uint8 [draft_vocab, 8], of each `lm_head.weight` row as written; None for EAGLE-1/2.
+        head: where the head came from: repository, revision, and a hash of everything that was read.
+        target: the target model, as far as it was known: repository, revision, sizes, hash of the LM-head rows read.
+        lm_head: which matrix the rows were gathered from, its dtype, and whether they were rounded.
+        tokenizer: hash of the vocabulary and of the chat template, and where the tokenizer came from.
+        vocabulary: provenance of the ranking, with the forced ids and their reasons.
+        tap_layers: inputs of these layers of the target; None for the default of all engines.
+        coverage: share of held-out tokens covered, or None where it was not measured.
+        dropped: tensors of the source that are left out, with the reason.
+        warnings: what a user should know.
+        files: every other file of the folder: size, and checksums (of safetensors: of the header and each tensor).
+    """
+
+    kind: HeadKind
+    flavour: Flavour
+    tool: dict[str, str]
+    draft_vocab: int
+    target_vocab: int
+    num_forced: int
+    rank_order_ids: NDArray[np.int64] | None
+    row_checksums: NDArray[np.uint8] | None
+    head: dict[str, Any]
+    target: dict[str, Any]
+    lm_head: dict[str, Any] | None
+    tokenizer: dict[str, Any] | None
+    vocabulary: dict[str, Any] | None
+    tap_layers: tuple[int, ...] | None
+    coverage: dict[str, Any] | None
+    dropped: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> DraftVocab | None:
+        """The ranking as a vocabulary; None for a full vocabulary."""
+        if self.rank_order_ids is None:
+            return None
+        provenance = self.vocabulary or {"method": "manifest"}
+        return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, provenance)
+
+    @property
+    def num_uncounted(self) -> int | None:
+        """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
+        counted = (self.vocabulary or {}).get(COUNTED_IDS)
+        return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
+
+    @property
+    def coverage_summary(self) -> list[dict[str, Any]]:
+        """Coverage at the artifact's own size, one entry a source; [] where none was measured."""
+        report = self.coverage
+        if report is None:
+            return []
+        at = report["sizes"].index(report["draft_vocab"])
+        return [
+            {
+                "source": source["name"],
+                "part": source["part"],
+                "tokens": source["tokens"],
+                "covered": source["coverage"][at],
+                "interval": None if source["low"] is None else [source["low"][at], source["high"][at]],
+                "first_ids_instead": source["baseline_first_ids"][at],
+            }
+            for source in report["sources"]
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of the file."""
+        arrays = {
+            "tap_layers": None if self.tap_layers is None else list(self.tap_layers),
+            "warnings": list(self.warnings),
+            "rank_order_ids": None if self.rank_order_ids is None else self.rank_order_ids.tolist(),
+            "row_checksums": None if self.row_checksums is None else encode_checksums(self.row_checksums),
+        }
+        found = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION}
+        found |= {key: arrays[key] if key in arrays else getattr(self, key) for key in _TYPES}
+        return found
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file: indented to be read, with lists of plain values on one line."""
+        return (_pretty(self.to_json(), "") + "\n").encode()
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read the manifest of an artifact folder.
+
+        Raises:
+            ArtifactError: missing, not JSON, of another or a newer format, or a key of a wrong type.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            value = json.loads(read_regular(path))
+        except FileNotFoundError:
+            raise ArtifactError.at(
+                folder,
+                f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first.",
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise _broken(str(path), f"cannot be read as JSON ({error})") from error
+        where = str(path)
+        if not isinstance(value, Mapping) or value.get("format") != FORMAT_NAME:
+            raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
+        version = value.get("format_version")
+        if version != FORMAT_VERSION:
+            is_newer = isinstance(version, int) and version > FORMAT_VERSION
+            raise ArtifactError(
+                f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}.\n"
+                + ("Upgrade eagle-slim." if is_newer else "Convert the head again."),
+            )
+        for key, types in _TYPES.items():
+            if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):
+                found = "nothing" if key not in value else type(value[key]).__name__
+                expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+                raise _broken(where, f"{key}: expected {expected}, found {found}")
+        for key, is_sound in _parts(value):
+            if not is_sound:
+                raise _broken(where, f"{key}: an entry is missing or of a wrong type")
+        if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
+            raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
+        draft_vocab = value["draft_vocab"]
+        ranked = value["rank_order_ids"]
+        ids = None if ranked is None else _ids(ranked, draft_vocab, where, "rank_order_ids")
+        if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
+            raise _broken(where, f"num_forced is {value['num_forced']} of {draft_vocab} ids")
+        checksums = value["row_checksums"]
+        rows = None if checksums is None else _checksums(checksums, draft_vocab, where, "row_checksums")
+        taps = value["tap_layers"]
+        return cls(
+            **{key: value[key] for key in _TYPES}
+            | {"rank_order_ids": ids, "row_checksums": rows, "tap_layers": None if taps is None else tuple(taps)}
+            | {"warnings": tuple(value["warnings"])}
+        )
+
+
+_NULL = type(None)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "tool": (dict,),
+    "kind": (str,),
+    "flavour": (str,),
+    "draft_vocab": (int,),
+    "target_vocab": (int,),
+    "num_forced": (int,),
+    "head": (dict,),
+    "target": (dict,),
+    "lm_head": (dict, _NULL),
+    "tokenizer": (dict, _NULL),
+    "tap_layers": (list, _NULL),
+    "coverage": (dict, _NULL),
+    "warnings": (list,),
+    "dropped": (dict,),
+    "files": (dict,),
+    "vocabulary": (dict, _NULL),
+    "rank_order_ids": (list, _NULL),
+    "row_checksums": (str, _NULL),
+}
+
+
+def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Keys whose entries readers rely on, and whether these have the right types."""
+    for name, entry in value["files"].items():
+        yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
+    for key in ("head", "target"):
+        yield key, all(isinstance(value[key].get(name), str | None) for name in _NAMES)
+    yield "tap_layers", _are_integers(value["tap_layers"] or [])
+    vocabulary = value["vocabulary"] or {}
+    forced = vocabulary.get("forced", {})
+    yield "vocabulary: forced", isinstance(forced, dict) and all(key.isdecimal() for key in forced)
+    yield "vocabulary: counted_ids", _are_integers([vocabulary.get(COUNTED_IDS, 0)])
+    yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
+
+
+_NAMES = ("repo_id", "revision", "subfolder", "weights_file")
+
+
+def _is_record(entry: dict[str, Any]) -> bool:
+    hashes = entry.get("tensors")
+    is_hashed = isinstance(entry.get("sha256"), str) or (
+        isinstance(hashes, dict)
+        and all(isinstance(found, str) for found in (entry.get("header_sha256"), *hashes.values()))
+    )
+    return is_hashed and type(entry.get("size_bytes")) is int
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def _ids(values: list[Any], count: int, where: str, key: str) -> NDArray[np.int64]:
+    if not _are_integers(values) or len(values) != count:
+        raise _broken(where, f"{key}: expected {count} integers, found {len(values)} entries")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise _broken(where, f"{key}: an id does not fit 64 bits") from error
+
+
+def _checksums(text: str, count: int, where: str, key: str) -> NDArray[np.uint8]:
+    try:
+        return decode_checksums(text, count)
+    except ValueError as error:
+        raise _broken(where, f"{key}: {error}") from error
+
+
+def _broken(where: str, problem: str) -> ArtifactError:
+    return ArtifactError.at(where, f"{problem}.\nConvert the head again.")
+
+
+def _pretty(value: Any, indent: str) -> str:
+    deeper = indent + " "
+    if isinstance(value, Mapping) and value:
+        entries = [f"{deeper}{json.dumps(str(key))}: {_pretty(entry, deeper)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, (Mapping, list, tuple)) for entry in value):
+        entries = [f"{deeper}{_pretty(entry, deeper)}" for entry in value]
+        return "[\n" + ",\n".join(entries) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,147 @@
+"""What an artifact was made from: how its manifest tells it, and how the head is found again where it is at hand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+
+from ..errors import ConvertError
+from ..heads import names
+from ..heads.draft_head import DraftHead
+from ..heads.open import open_head
+from ..rows.dtypes import LONG_NAMES
+from ..rows.lm_head import LmHead, rows_of_ids
+from ..rows.types import FileRecord
+from ..sources.builtin import EMBEDDED_HEAD_NAME
+from ..sources.source import ResolvedSource, open_head_source
+from .manifest import Manifest
+
+
+def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> dict[str, Any]:
+    """Describe where a head came from: name, repository, commit, and what was chosen to read it."""
+    name = source.repo_id or (EMBEDDED_HEAD_NAME if is_builtin else source.root.resolve().name)
+    found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
+    if source.subfolder:
+        found["subfolder"] = source.subfolder
+    if source.weights_file:
+        found["weights_file"] = source.weights_file
+    return found if d2t_form == "auto" else {**found, "d2t_form": d2t_form}
+
+
+def describe_lm_head(head: DraftHead, lm_head: LmHead) -> dict[str, Any]:
+    """Describe the matrix that the rows come from, and whether they are rounded on the way."""
+    found, written = lm_head.dtype_name, lm_head.dtype_written(head)
+    return {
+        "from": lm_head.origin,
+        "tensor": lm_head.name,
+        "rows": lm_head.shape[0],
+        "source_dtype": LONG_NAMES[found],
+        "dtype": LONG_NAMES[written],
+        "rounded": found != written,
+    }
+
+
+def describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
+    """Describe how a vocabulary was ranked; its warnings have a list of their own in the manifest."""
+    found = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
+    if "sources" in found:
+        # Counts from memory and from a file differ in the order of their keys alone.
+        found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+    return found
+
+
+def describe_tokenizer(tokenizer: LoadedTokenizer) -> dict[str, Any]:
+    """Describe a tokenizer by the hashes of its vocabulary and chat template."""
+    return {
+        "hash": tokenizer.tokenizer_hash,
+        "chat_template_hash": tokenizer.chat_template_hash,
+        "vocab_size": tokenizer.vocab_size,
+        "tokens": len(tokenizer.real_ids),
+    }
+
+
+def describe_dropped(head: DraftHead) -> dict[str, str]:
+    """List the stored tensors of a head that an artifact leaves out, each with the reason."""
+    dropped = dict(head.dropped)
+    if head.kind == "eagle3" and names.EMBEDDING in head.tensors and not head.has_own_embedding:
+        dropped[head.tensors.stored[names.EMBEDDING]] = "every engine shares the target's embedding"
+    return dict(sorted(dropped.items()))
+
+
+def describe_reads(manifest: Manifest, head: DraftHead, lm_head: LmHead | None) -> dict[str, Any]:
+    """Return the manifest's `head` and `target` with what was read of their weights, once everything was."""
+    found = {"head": {**manifest.head, "files": _records(head.tensors.source.files)}}
+    if lm_head is not None and lm_head.origin == "target":
+        records = [{**record, "name": lm_head.file} for record in _records(lm_head.checkpoint.files)]
+        found["target"] = {**manifest.target, "files": records}
+    return found
+
+
+def _records(files: Sequence[FileRecord]) -> list[dict[str, Any]]:
+    return [
+        {"name": file.path.name, "size_bytes": file.size_bytes, "reads": [asdict(read) for read in file.reads]}
+        for file in files
+        if file.reads
+    ]
+
+
+def open_original(manifest: Manifest, given: str | None = None, offline: bool = True) -> DraftHead | None:
+    """Open the head that an artifact was made from, read as it was then.
+
+    Args:
+        manifest: of the artifact.
+        given: folder or repository of the head; None for the built-in one, or for the recorded repository at the
+            recorded revision, in the Hub's cache.
+        offline: fetch nothing for `given` either.
+
+    Returns:
+        None where the head was a local folder and none is given.
+    """
+    where: dict[str, Any] = {key: manifest.head.get(key) for key in ("subfolder", "weights_file")}
+    reading: dict[str, Any] = {
+        "d2t_form": manifest.head.get("d2t_form", "auto"),
+        "tap_layers": manifest.tap_layers or None,
+    }
+    if given is not None:
+        return open_head(open_head_source(given, offline=offline, **where), **reading)
+    name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
+    if name is not None:
+        return open_head(open_head_source(name, revision=revision, offline=True, **where), **reading)
+    return open_head(None, **reading) if manifest.head.get("name") == EMBEDDED_HEAD_NAME else None
+
+
+def folder_beside(artifact: Path, recorded: Mapping[str, Any]) -> Path | None:
+    """Return the folder beside an artifact that has the name which the manifest records of a local head or target."""
+    name = recorded.get("name")
+    if recorded.get("repo_id") is not None or not isinstance(name, str):
+        return None
+    found = artifact.resolve().parent / name
+    return found if found.is_dir() and found != artifact.resolve() else None
+
+
+def original_at_hand(head: DraftHead) -> DraftHead | None:
+    """Find the head that an artifact was slimmed from, if it is on this machine with an LM head of more rows.
+
+    Looked for where `open_original` looks, and, where it was a local folder, under its name beside the artifact. It is
+    taken only if its rows of the artifact's ids are the artifact's rows, value for value.
+    """
+    manifest, ids = head.manifest, head.draft_ids_to_target
+    if manifest is None or head.source is None or ids is None:
+        return None
+    beside = folder_beside(head.source.folder, manifest.head)
+    with contextlib.suppress(ConvertError):
+        found = open_original(manifest, None if beside is None else str(beside))
+        if found is None or not found.has_lm_head:
+            return None
+        if found.draft_vocab <= head.draft_vocab or found.dtype_name != head.dtype_name:
+            return None
+        rows, own = found.tensors.rows(names.LM_HEAD, rows_of_ids(found, ids)), head.tensors.get(names.LM_HEAD)
+        return found if rows.shape == own.shape and bool((rows == own).all()) else None
+    return None

@@ -1,1 +1,0 @@
-"""From a head, a target and a vocabulary to written artifacts."""

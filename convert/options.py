@@ -1,0 +1,122 @@
+"""How a head is converted: the options of `eagle-convert`, as a value."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.ranking import check_coverage
+
+from .artifact.manifest import Flavour
+from .heads.map import D2tForm
+from .rows.paths import clean_subfolder
+from .sources.builtin import EMBEDDED_HEAD_NAME
+from .vocabulary_choice import VocabRequest
+
+if TYPE_CHECKING:
+    from .artifact.gguf import GgufRequest
+
+DraftVocabSize = int | Literal["full"]
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of a conversion.
+
+    Attributes:
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it. With `gguf` alone,
+            those of an artifact.
+        coverage: instead of a size, the share of the counted text that must be covered.
+        vocabulary: where the ranking comes from; by default the built-in counts for the built-in head, else
+            `vocabulary_choice.DEFAULT_DATASET_NOTE`.
+        target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
+            public heads.
+        tokenizer: folder, tokenizer.json or Hub repository; default the target's.
+        weights_file: name of the file with the head's weights, where its folder holds several.
+        revision, target_revision: branch, tag or commit on the Hub.
+        subfolder: where in the folder or repository the head is, such as "eagle3".
+        out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
+        force: replace an artifact that is there.
+        flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
+        d2t_form: form of the head's own map, where it cannot be told.
+        tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
+        gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
+            write, too, which llama.cpp reads.
+        offline: use only local files and the Hub cache.
+
+    Raises:
+        UsageError: options that contradict each other, or a value that means nothing.
+    """
+
+    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None
+    coverage: float | None = None
+    vocabulary: VocabRequest = field(default_factory=VocabRequest)
+    target: str | Path | None = None
+    tokenizer: str | Path | None = None
+    weights_file: str | None = None
+    revision: str | None = None
+    subfolder: str | None = None
+    target_revision: str | None = None
+    out: str | Path | None = None
+    force: bool = False
+    flavour: Flavour = "default"
+    d2t_form: D2tForm = "auto"
+    tap_layers: Sequence[int] | None = None
+    gguf: Sequence[GgufRequest] = ()
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        given = sum(value is not None for value in (self.draft_vocab, self.coverage))
+        if given > 1 or (given == 0 and not self.gguf):
+            raise UsageError(
+                "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one, and not both.",
+                option="--draft-vocab",
+            )
+        if self.coverage is not None:
+            check_coverage(self.coverage)
+        if self.out == "":
+            raise UsageError("--out: the name is empty. Name the folder to write.", option="--out")
+        clean_subfolder(self.subfolder)
+        if not self.sizes:
+            raise UsageError("--draft-vocab: no size given.", option="--draft-vocab")
+
+    @property
+    def sizes(self) -> tuple[DraftVocabSize | None, ...]:
+        """Rows of each artifact, in the order given; None where a coverage or the head's manifest tells them."""
+        if self.draft_vocab is None:
+            return (None,)
+        several = isinstance(self.draft_vocab, Iterable) and not isinstance(self.draft_vocab, str)
+        sizes: list[Any] = list(self.draft_vocab) if several else [self.draft_vocab]  # type: ignore[arg-type]  # not a size
+        return tuple(dict.fromkeys("full" if size == "full" else _number_of_ids(size) for size in sizes))
+
+    def name_of(self, head: str | None, size: DraftVocabSize | None) -> str:
+        """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
+        base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
+        base = "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts])
+        endings: dict[DraftVocabSize | None, str] = {
+            None: "gguf" if self.coverage is None else f"coverage{self.coverage}",
+            "full": "full",
+        }
+        return f"{base}-{endings.get(size, f'v{size}')}" + ("" if self.flavour == "default" else f"-{self.flavour}")
+
+    def folder_of(self, name: str) -> Path:
+        """Where an artifact goes."""
+        if self.out is None:
+            return Path(name)
+        return Path(self.out) / name if len(self.sizes) > 1 else Path(self.out)
+
+
+def _number_of_ids(size: Any) -> int:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(size, bool):
+        raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.", option="--draft-vocab")
+    return number

@@ -1,0 +1,515 @@
+"""`convert_head`: a draft head and a vocabulary in, slim artifacts out. The library function behind `eagle-convert`.
+
+The head, its target and its tokenizer are opened once and the vocabulary is ranked once; then each artifact is planned,
+and a plan is its tensors and its manifest. A dry run plans and checks (`plan_conversion`, `Conversion.check`), a
+conversion plans and writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.sources import CorpusSource
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+
+from .artifact import dflash, eagle1, eagle3
+from .artifact.card import model_card
+from .artifact.format import (
+    CARD_NAME,
+    CONFIG_NAME,
+    METADATA,
+    WEIGHTS_NAME,
+    freq_bytes,
+    freq_name,
+    record_of_bytes,
+)
+from .artifact.manifest import MANIFEST_NAME, Manifest
+from .artifact.provenance import (
+    describe_dropped,
+    describe_head,
+    describe_lm_head,
+    describe_reads,
+    describe_tokenizer,
+    describe_vocabulary,
+)
+from .atomic import atomic_directory, check_output, require_space
+from .engines import Finding, HeadFacts, conversion_findings, in_words
+from .errors import UnsupportedHeadError
+from .heads import names
+from .heads.draft_head import DraftHead
+from .heads.open import open_head
+from .options import ConvertOptions, DraftVocabSize
+from .rows.dtypes import item_size
+from .rows.gather import GatheredRows
+from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
+from .rows.target import open_target_lm_head
+from .rows.writer import TensorPlan, write_safetensors
+from .sources import card
+from .sources import target as targets
+from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
+from .sources.source import ResolvedSource, open_head_source
+from .vocabulary_choice import Ranking, Say, make_ranking, ranked_manifest
+
+if TYPE_CHECKING:
+    from .artifact.gguf import GgufChoice
+
+Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
+
+NOT_COMPARED = "the target was not at hand: the head was not compared with it"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a conversion reads from, opened.
+
+    Attributes:
+        source: where the head came from.
+        choice: which target is meant, where that is known.
+        target: the target, where it is needed or was named.
+        lm_head: the target's LM head, where the rows come from it.
+        tokenizer: of the target, where it is at hand.
+        gguf: the GGUF files to write; None for none.
+    """
+
+    head: DraftHead
+    source: ResolvedSource
+    choice: targets.TargetChoice | None
+    target: targets.Target | None
+    lm_head: LmHead | None
+    tokenizer: LoadedTokenizer | None
+    is_builtin: bool
+    gguf: GgufChoice | None
+
+    @property
+    def licence(self) -> str | None:
+        """The head's licence, as the Hub spells it."""
+        return EMBEDDED_LICENCE if self.is_builtin else card.licence(self.source.card)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One artifact: its tensors and its manifest, to be written, or written.
+
+    Attributes:
+        folder: where it goes.
+        title: its name on the model card.
+        head, lm_head: what the tensors are read from, each with a record of reads of its own, so that a manifest lists
+            what was read for this artifact alone.
+        tensors: of the weights file, in its order; `rows` are the LM-head rows among them (None for EAGLE-1/2).
+        config: config.json.
+        findings: what engines make of it.
+        manifest: complete once the artifact is written; until then without checksums, `files` and records of reads.
+    """
+
+    folder: Path
+    title: str
+    inputs: Inputs
+    head: DraftHead
+    lm_head: LmHead | None
+    tensors: Sequence[TensorPlan]
+    rows: GatheredRows | None
+    config: dict[str, Any]
+    findings: Sequence[Finding]
+    manifest: Manifest
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the LM head; those of the head before are `head.draft_vocab`."""
+        return self.manifest.draft_vocab
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know."""
+        return self.manifest.warnings
+
+    @property
+    def bytes_before(self) -> int:
+        """Weights that one draft step of the head reads, LM head included."""
+        return bytes_per_draft_step(self.head, self.head.draft_vocab)
+
+    @property
+    def bytes_after(self) -> int:
+        """Weights that one draft step reads then."""
+        return bytes_per_draft_step(self.head, self.draft_vocab)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, and about as many for each GGUF file."""
+        copies = 1 if self.inputs.gguf is None else 1 + len(self.inputs.gguf.kinds)
+        return copies * sum(plan.size_bytes for plan in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """The artifact as `eagle-convert --json` prints it."""
+        return {
+            "folder": str(self.folder),
+            "kind": self.manifest.kind,
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.manifest.target_vocab,
+            "num_forced": self.manifest.num_forced,
+            "rows": {"before": self.head.draft_vocab, "after": self.draft_vocab},
+            "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
+            "size_bytes": self.size_bytes,
+            "never_counted": self.manifest.num_uncounted,
+            "coverage": self.manifest.coverage_summary or None,
+            "warnings": list(self.warnings),
+        }
+
+    def check(self) -> None:
+        """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
+        require_space(self.folder, self.size_bytes)
+        for plan in self.tensors:
+            deque(plan.chunks(), maxlen=0)
+        if self.inputs.gguf is not None:
+            from .artifact import gguf
+
+            gguf.check_values(self.tensors, self.inputs.gguf.kinds)
+
+    def write(self, force: bool = False) -> Conversion:
+        """Write the artifact, whole or not at all, and return it with its complete manifest.
+
+        Raises:
+            CheckpointError, MismatchError: a value that no head may hold.
+            OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
+        """
+        require_space(self.folder, self.size_bytes)
+        with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
+            files = {WEIGHTS_NAME: asdict(write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA))}
+            small = {
+                CONFIG_NAME: (json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            }
+            if self.manifest.rank_order_ids is not None:
+                small[freq_name(self.draft_vocab)] = freq_bytes(self.manifest.rank_order_ids)
+            checksums = None if self.rows is None else self.rows.checksums
+            reads = describe_reads(self.manifest, self.head, self.lm_head)
+            manifest = replace(self.manifest, row_checksums=checksums, **reads)
+            small[CARD_NAME] = self._card(manifest).encode()
+            for name, data in small.items():
+                (folder / name).write_bytes(data)
+                files[name] = record_of_bytes(data)
+            if self.inputs.gguf is not None:
+                from .artifact.gguf import write_gguf
+
+                files |= write_gguf(folder, self.inputs.gguf, f"{manifest.head['name']} v{manifest.draft_vocab}")
+            manifest = replace(manifest, files=dict(sorted(files.items())))
+            (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+        return replace(self, manifest=manifest)
+
+    def _card(self, manifest: Manifest) -> str:
+        return model_card(
+            manifest,
+            title=self.title,
+            rows_before=self.head.draft_vocab,
+            bytes_before=self.bytes_before,
+            bytes_after=self.bytes_after,
+            licence=self.inputs.licence,
+            refused={found.engine for found in self.findings if found.severity == "error"},
+        )
+
+
+def convert_head(
+    head: str | Path | None,
+    options: ConvertOptions,
+    *,
+    count: Count | None = None,
+    say: Say = lambda message: None,
+) -> tuple[Conversion, ...]:
+    """Convert a draft head to slim artifacts, one for each size of draft vocabulary.
+
+    Args:
+        head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
+        options: what is made of it.
+        count: counts a corpus; default `count_tokens` with one worker per core.
+        say: called, with a sentence, for each default that is used and each thing that is done.
+
+    Returns:
+        One conversion per size, in the order given.
+
+    Raises:
+        UsageError, OutputExistsError: contradictory arguments, or existing output; nothing was read.
+        SourceError, CheckpointError, UnsupportedHeadError, MismatchError: the inputs (see convert/errors.py).
+        CorpusError, TokenizerError, VocabularyError: the vocabulary (see vocab_tools/errors.py).
+        OutputError: the result cannot be written.
+    """
+    done = []
+    for plan in plan_conversion(head, options, count=count, say=say):
+        say(f"writing {plan.folder}")
+        done.append(plan.write(options.force))
+    return tuple(done)
+
+
+def plan_conversion(
+    head: str | Path | None,
+    options: ConvertOptions,
+    *,
+    count: Count | None = None,
+    say: Say = lambda message: None,
+) -> tuple[Conversion, ...]:
+    """Do everything of `convert_head` but writing; arguments and errors are the same.
+
+    Text is counted last, when whatever else can end a conversion was looked at. All artifacts are planned before the
+    first is written: a size that does not fit leaves nothing behind.
+    """
+    name = None if head is None else str(head)
+    titles = [options.name_of(name, size) for size in options.sizes]
+    folders = [options.folder_of(title) for title in titles]
+    for folder in folders:
+        check_output(folder, options.force, MANIFEST_NAME)
+    inputs = _open_inputs(name, options, folders[0], say)
+    sizes = _sizes(inputs.head, options)
+    ranking = _rank(inputs, options, sizes, count, say)
+    plans = []
+    for size, title, folder in zip(sizes, titles, folders, strict=True):
+        vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
+        plans.append(_plan(inputs, options, ranking, vocab, folder, title))
+    require_space(folders[0], sum(plan.size_bytes for plan in plans))
+    return tuple(plans)
+
+
+def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: Say) -> Inputs:
+    """Open a head, and of target and tokenizer what its conversion needs."""
+    source = open_head_source(
+        name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
+    )
+    is_builtin = name is None
+    if is_builtin:
+        say(f"head: built-in {EMBEDDED_HEAD_NAME}")
+    head = open_head(source, d2t_form=options.d2t_form, tap_layers=options.tap_layers)
+    _check_options(head, options)
+    choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
+    if choice is not None and choice.reason != "given":
+        say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+    if options.target_revision is not None and (choice is None or choice.name is None):
+        raise UsageError(
+            f"--target-revision {options.target_revision}: no target is named that it could be a revision of.\n"
+            "Name the repository with --target.",
+            option="--target-revision",
+        )
+    needs_rows = head.kind != "eagle" and not head.has_lm_head
+    if choice is None and needs_rows:
+        raise UsageError.at(
+            head.location,
+            "has no LM head of its own, so its rows come from the target, and neither its files nor the table of "
+            "public heads says which that is.\nName it with --target.",
+            option="--target",
+        )
+    opened = None
+    if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
+        opened = targets.open_target(choice, options.target_revision, options.offline)
+        targets.check_head_fits(head, opened)
+    tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
+    targets.check_own_tokenizer(head, tokenizer)
+    gguf = None
+    if options.gguf:
+        from .artifact.gguf import choose_gguf
+
+        gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, tokenizer)
+    # Before anything large is fetched.
+    require_space(folder, sum(bytes_per_draft_step(head, size) for size in options.sizes if isinstance(size, int)))
+    lm_head = None
+    if needs_rows:
+        assert opened is not None
+        lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
+    return Inputs(head, source, choice, opened, lm_head, tokenizer, is_builtin, gguf)
+
+
+def _check_options(head: DraftHead, options: ConvertOptions) -> None:
+    """Refuse options that mean nothing for a head of its kind."""
+    if head.kind == "eagle" and options.flavour == "lmdeploy":
+        raise UnsupportedHeadError.at(
+            head.location,
+            "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
+            option="--for",
+        )
+    if head.kind == "eagle3" and options.flavour == "sglang":
+        raise UsageError.at(
+            head.location,
+            "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out.",
+            option="--for",
+        )
+    if head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes):
+        raise UsageError.at(
+            head.location,
+            "a DFlash draft has no class name of one engine, and borrows the target's whole LM head as it is.\n"
+            "Leave --for out, and give a number of rows with --draft-vocab.",
+            option="--for" if options.flavour != "default" else "--draft-vocab",
+        )
+    if head.kind == "eagle":
+        return
+    if "full" in options.sizes:
+        all_ids(head)
+    manifest, largest = head.manifest, max((size for size in options.sizes if isinstance(size, int)), default=0)
+    if manifest is not None and head.trained_ids is not None and largest > head.draft_vocab:
+        original = manifest.head.get("repo_id") or manifest.head.get("name")
+        raise UsageError.at(
+            head.location,
+            f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: {largest} were asked for.\n"
+            f"Convert {original}, which it was made from.",
+            option="--draft-vocab",
+        )
+
+
+def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | None, ...]:
+    """Rows of each artifact; those of the head, an artifact, where GGUF files alone were asked for."""
+    if options.draft_vocab is not None or options.coverage is not None:
+        return options.sizes
+    if head.manifest is None:
+        raise UsageError.at(
+            head.location,
+            "--gguf alone takes an artifact at its own size, and this is none.\nGive a size with --draft-vocab.",
+            option="--draft-vocab",
+        )
+    return ("full",) if head.manifest.rank_order_ids is None else (head.manifest.draft_vocab,)
+
+
+def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOptions) -> bool:
+    """Whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
+    if choice.name is None or choice.reason == "given" or options.target_revision is not None:
+        return True
+    request = options.vocabulary
+    # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
+    ranked = ranked_manifest(head) if request.is_default else None
+    is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"
+    return request.token_map is None and options.tokenizer is None and not is_ranked
+
+
+def _rank(
+    inputs: Inputs,
+    options: ConvertOptions,
+    sizes: Sequence[DraftVocabSize | None],
+    count: Count | None,
+    say: Say,
+) -> Ranking | None:
+    """Rank the vocabulary; None where only `full` is asked for."""
+    if tuple(sizes) == ("full",):
+        if not options.vocabulary.is_default or options.vocabulary.force_ids:
+            say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
+        return None
+    if count is None:
+        from eagle_slim.vocab_tools.counting import count_tokens
+
+        count = count_tokens
+    return make_ranking(
+        inputs.head,
+        options.vocabulary,
+        inputs.tokenizer,
+        embedded=inputs.is_builtin,
+        offline=options.offline,
+        count=count,
+        say=say,
+        target=None if inputs.target is None else inputs.target.name,
+        sizes=[size for size in sizes if isinstance(size, int)],
+    )
+
+
+def _plan(
+    inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str
+) -> Conversion:
+    """Plan one artifact; without a vocabulary, one of all ids."""
+    head = inputs.head.forked()
+    rows = head.target_vocab if vocab is None else len(vocab)
+    ids = None if vocab is None else vocab.ascending_ids
+    lm_head, gathered = None, None
+    tensors: Sequence[TensorPlan]
+    if head.kind == "eagle":
+        tensors, config = eagle1.plan_tensors(head), eagle1.repaired_config(head, options.flavour)
+    else:
+        lm_head = own_lm_head(head) if inputs.lm_head is None else inputs.lm_head.forked()
+        if head.kind == "eagle3":
+            tensors, gathered = eagle3.plan_tensors(head, lm_head, ids)
+            config = eagle3.slim_config(head, rows, options.flavour)
+        else:
+            assert ids is not None, "a full vocabulary is refused before"
+            tensors, gathered = dflash.plan_tensors(head, lm_head, ids)
+            config = dflash.slim_config(head, rows)
+    facts = HeadFacts.of(
+        # What is read to judge the head is no part of what the artifact is made from.
+        inputs.head.forked(),
+        config=config,
+        draft_vocab=rows,
+        target_layers=None if inputs.target is None else inputs.target.num_layers,
+    )
+    if head.kind == "eagle":
+        # Added where it is missing, see `eagle1.plan_tensors`.
+        facts = replace(facts, tensor_names=facts.tensor_names | {names.FC_BIAS})
+    findings = conversion_findings(facts)
+    manifest = _manifest(inputs, options, head, lm_head, ranking, vocab, in_words(findings))
+    return Conversion(folder, title, inputs, head, lm_head, tensors, gathered, config, findings, manifest)
+
+
+def _manifest(
+    inputs: Inputs,
+    options: ConvertOptions,
+    head: DraftHead,
+    lm_head: LmHead | None,
+    ranking: Ranking | None,
+    vocab: DraftVocab | None,
+    of_engines: Sequence[str],
+) -> Manifest:
+    """The manifest as far as it is known before anything is written."""
+    tokenizer = None if inputs.tokenizer is None else describe_tokenizer(inputs.tokenizer)
+    if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
+        tokenizer = dict(ranking.recorded_tokenizer)
+    measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
+    warnings = [*head.warnings, *(lm_head.warnings if lm_head is not None else ())]
+    if vocab is not None:
+        warnings += vocab.warnings
+        if tokenizer is None:
+            warnings.append("no tokenizer was at hand: end-of-turn and other needed tokens were not looked for")
+    coverage = None
+    if measured is not None:
+        report, note = measured
+        warnings += report.warnings
+        coverage = {**report.to_json(), "shown": list(report.shown), "note": note}
+    ranked = ranked_manifest(head)
+    # The target of an artifact was at hand when the artifact was made, or this stands among its warnings.
+    if inputs.target is None and (ranked is None or NOT_COMPARED in ranked.warnings):
+        warnings.append(NOT_COMPARED)
+    return Manifest(
+        kind=head.kind,
+        flavour=options.flavour,
+        tool={"name": "eagle-slim", "version": version("eagle-slim")},
+        draft_vocab=head.target_vocab if vocab is None else len(vocab),
+        target_vocab=head.target_vocab,
+        num_forced=0 if vocab is None else vocab.num_forced,
+        rank_order_ids=None if vocab is None else vocab.target_ids,
+        row_checksums=None,
+        head=describe_head(inputs.source, inputs.is_builtin, options.d2t_form),
+        target=_describe_target(inputs),
+        lm_head=None if lm_head is None else describe_lm_head(head, lm_head),
+        tokenizer=tokenizer,
+        vocabulary=None if vocab is None else describe_vocabulary(vocab),
+        tap_layers=head.taps(None if inputs.target is None else inputs.target.num_layers),
+        coverage=coverage,
+        dropped=describe_dropped(head),
+        warnings=(*warnings, *of_engines),
+    )
+
+
+def _describe_target(inputs: Inputs) -> dict[str, Any]:
+    if inputs.target is not None:
+        config = inputs.target.config
+        sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
+        return {**inputs.target.provenance, **sizes}
+    if inputs.choice is not None and inputs.choice.reason == targets.RECORDED:
+        assert inputs.source.manifest is not None
+        return {key: value for key, value in inputs.source.manifest.target.items() if key != "files"}
+    return {"repo_id": None if inputs.choice is None else inputs.choice.name, "revision": None}
+
+
+def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
+    """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
+    # Of an embedding, and of what DSpark looks up by the token before, a few rows are read.
+    apart = (names.LM_HEAD, names.EMBEDDING, names.MARKOV_IN, *head.row_tensors)
+    total = sum(head.tensors.info(name).size_bytes for name in head.tensors if name not in apart)
+    total += rows * sum(head.tensors.info(name).row_bytes for name in head.row_tensors)
+    dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
+    return total + rows * head.hidden_size * item_size(dtype)

@@ -1,0 +1,56 @@
+"""eagle-push: parses, audits an artifact, and uploads its own files."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option, warn
+
+
+@click.command(
+    cls=EagleCommand,
+    epilog="""\b
+Examples:
+  eagle-push smollm2-135m-instruct-eagle3-v32000 me/smollm2-slim --dry-run
+  eagle-push ./slim-head my-org/slim-head --private""",
+)
+@click.argument("folder", metavar="DIR")
+@click.argument("repo_id", metavar="NAME/REPOSITORY")
+@click.option("--private/--public", default=None, help="Visibility of a new repository; default: your account's.")
+@click.option("--dry-run", is_flag=True, help="Audit, check that the token may write, print the files, and stop.")
+@json_option
+@version_option()
+def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json: bool) -> None:
+    """Upload a converted head to a model repository of the Hugging Face Hub, made if it does not exist.
+
+    The artifact is audited first, as by `eagle-verify --offline`. Only the files that its manifest names, the manifest
+    and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
+    """
+    from .hub.push import check_push
+    from .hub.snapshot import check_repository_id
+    from .push import plan_upload
+
+    check_repository_id(repo_id)
+    upload = plan_upload(folder)
+    check_push(repo_id)
+    warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in upload.left)
+    pushed = None
+    if not dry_run:
+        note(f"uploading {folder} to {repo_id}")
+        pushed = upload.to(repo_id, private)
+    if as_json:
+        emit_json({"uploads": upload.names, "left": upload.left, "pushed_to": pushed})
+        return
+    for name in upload.names:
+        click.echo(f"  {name:<22}{(upload.folder / name).stat().st_size:>15,} bytes")
+    click.echo(f"would upload {folder} to {repo_id}" if pushed is None else f"uploaded to {pushed}")
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run eagle-push and leave the process."""
+    run_cli(push, args, "eagle-push")
+
+
+if __name__ == "__main__":
+    main()

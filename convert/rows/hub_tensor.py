@@ -1,0 +1,177 @@
+"""One tensor of a safetensors file of the Hub, fetched by byte ranges and kept as a small safetensors file.
+
+Only the header of the file and the bytes of the tensor travel, in pieces that are kept as they come, so that a run that
+was stopped goes on where it was. Every piece must carry the ETag that the file had at first.
+
+The cache folder of one content (`HF_HOME/assets/eagle-slim/tensors/REPO/ETAG`) holds for each tensor:
+
+    NAME.safetensors    the whole
+    NAME.partial        its first bytes, header included, until all have come
+    NAME.lock           held with flock(2) while a process fetches
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+from ..atomic import require_space
+from ..errors import CheckpointError, SourceError
+from ..hub.snapshot import LIBRARY_NAME, HubError, explained
+from .safetensors_file import SafetensorsFile
+from .types import TensorInfo, damaged
+
+PIECE_BYTES = 16 << 20
+# Most headers fit, so that one request does; a Llama shard has 10 to 30 kB.
+_FIRST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository at one commit and with one ETag."""
+
+    label: str
+    repo_id: str
+    url: str
+    etag: str
+    size_bytes: int
+
+    @classmethod
+    def open(cls, repo_id: str, commit: str, name: str, label: str) -> HubFile:
+        """Ask for size and ETag of file `name`; SourceError where it cannot be had."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(repo_id, name, revision=commit)
+        with explained(repo_id, commit):
+            metadata = get_hf_file_metadata(url, library_name=LIBRARY_NAME)
+            if metadata.size is None or metadata.etag is None:
+                raise ValueError("the answer about a file names no size and no ETag")
+        return cls(label, repo_id, url, metadata.etag, metadata.size)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
+
+        Raises:
+            SourceError: they cannot be had, or what came is not of the file that was opened.
+        """
+        # Public, not in __all__.
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+        asked = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        headers = {**build_hf_headers(library_name=LIBRARY_NAME), **asked}
+        with explained(self.repo_id):
+            response = http_backoff("GET", self.url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+            hf_raise_for_status(response)
+        answers = (*response.history, response)
+        etags = [answer.headers.get("X-Linked-ETag") or answer.headers.get("ETag") or "" for answer in answers]
+        if self.etag not in (etag.removeprefix("W/").strip('"') for etag in etags):
+            raise SourceError.at(self.label, "changed on the Hub while it was read.\nRun the same command again.")
+        is_whole = response.status_code == 200 and (start, end) == (0, self.size_bytes)
+        expected = f"bytes {start}-{end - 1}/{self.size_bytes}"
+        found = response.headers.get("Content-Range")
+        if len(response.content) != end - start or not (is_whole or found == expected):
+            raise SourceError.at(
+                self.label,
+                f"asked for {expected}, the server answered {response.status_code} with {found or 'no range'}.\n"
+                f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target.",
+            )
+        return bytes(response.content)
+
+    def read_header(self) -> SafetensorsFile:
+        """Fetch the header and let `safetensors` check it, before an empty file of the same size."""
+        first = self.read(0, min(_FIRST_BYTES, self.size_bytes))
+        end = 8 + int.from_bytes(first[:8], "little")
+        if end > self.size_bytes:
+            raise damaged(self.label, f"not a safetensors file: its header would end at byte {end:,}")
+        with tempfile.NamedTemporaryFile() as empty:
+            empty.write(first[:end] if end <= len(first) else first + self.read(len(first), end))
+            empty.truncate(self.size_bytes)
+            empty.flush()
+            return SafetensorsFile(Path(empty.name), self.label)
+
+
+def cached_tensor(repo_id: str, etag: str, tensor: str) -> Path:
+    """Return where the small file of a tensor is kept, or would be."""
+    return cache_folder(repo_id) / quote(etag, safe="").replace(".", "%2E") / f"{quote(tensor, safe='')}.safetensors"
+
+
+def cache_folder(repo_id: str) -> Path:
+    """Return our own folder in huggingface_hub's cache of derived files (HF_HOME/assets, or HF_ASSETS_CACHE)."""
+    from huggingface_hub import cached_assets_path, constants
+
+    name = repo_id.replace("/", "--")
+    return cached_assets_path(LIBRARY_NAME, "tensors", name, assets_dir=constants.HF_ASSETS_CACHE)
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the small file of a tensor is there, whole by its own header."""
+    try:
+        return bool(SafetensorsFile(path).tensors)
+    except CheckpointError:
+        return False
+
+
+def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str) -> Path:
+    """Return the small file of a tensor of a remote file: from the cache, or fetched into it."""
+    whole = cached_tensor(file.repo_id, file.etag, tensor)
+    with explained(file.repo_id):
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        with whole.with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_sound(whole):
+                partial = whole.with_suffix(".partial")
+                with partial.open("a+b") as opened:
+                    _complete(file, header.tensors[tensor], header.offset(tensor), opened)
+                os.replace(partial, whole)
+    return whole
+
+
+def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -> None:
+    """Fetch what a small file lacks; begin anew where it does not begin as it should."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, not in __all__
+
+    prefix = _small_header(info, file.etag)
+    total = len(prefix) + info.size_bytes
+    done = partial.seek(0, os.SEEK_END)
+    partial.seek(0)
+    if not len(prefix) <= done <= total or partial.read(len(prefix)) != prefix:
+        partial.truncate(0)
+        done = partial.write(prefix)
+    require_space(partial.name, total - done)
+    came = done - len(prefix)
+    # In huggingface_hub's style, so that its switches hold.
+    bar = tqdm(desc=info.name, total=info.size_bytes, initial=came, unit="B", unit_scale=True, disable=None)  # type: ignore[no-untyped-call]
+    with bar:
+        while done < total:
+            start = offset + done - len(prefix)
+            try:
+                piece = file.read(start, min(start + PIECE_BYTES, offset + info.size_bytes))
+            except HubError as error:
+                raise SourceError.at(
+                    file.label,
+                    f"{error.trouble.headline}; {done - len(prefix):,} of {info.size_bytes:,} bytes came.\n"
+                    f"What has come is kept: the same command goes on from there. {error.trouble.advice}",
+                    reason=error.trouble.reason,
+                ) from error
+            except SourceError:
+                partial.truncate(0)
+                raise
+            done += partial.write(piece)
+            partial.flush()
+            bar.update(len(piece))
+    os.fsync(partial.fileno())
+
+
+def _small_header(info: TensorInfo, etag: str) -> bytes:
+    """Return the bytes before the data of a safetensors file of one tensor, padded as the library pads them."""
+    described = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.size_bytes]}
+    text = json.dumps({"__metadata__": {"etag": etag}, info.name: described}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

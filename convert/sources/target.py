@@ -1,0 +1,183 @@
+"""The target model of a head: which one it is, what its configuration says, and whether head and tokenizer fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
+
+from ..errors import MismatchError, SourceError
+from ..files import read_object
+from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
+from . import card
+from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
+from .public_heads import known_target
+from .source import ResolvedSource, target_files
+
+# Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
+_MOST_SURPLUS = 8
+_OTHER_TARGET = "This is not the target that the head was trained for: give that one with --target."
+
+RECORDED = "recorded in the head's manifest"
+
+
+@dataclass(frozen=True)
+class TargetChoice:
+    """Which target is meant, and who named it.
+
+    Attributes:
+        name: repository or folder; None is the embedded SmolLM2-135M-Instruct.
+        reason: where the name came from, for the screen.
+    """
+
+    name: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target whose small files are at hand.
+
+    Attributes:
+        source: folder with config.json and the tokenizer's files, and the commit.
+        config: of the language model (the text part of a multimodal one).
+        provenance: for the manifest.
+    """
+
+    name: str
+    source: ResolvedSource
+    config: Mapping[str, Any]
+    provenance: dict[str, Any]
+
+    @property
+    def num_layers(self) -> int | None:
+        """Number of decoder layers, or None where the configuration does not say."""
+        found = self.config.get("num_hidden_layers")
+        return found if isinstance(found, int) else None
+
+
+def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
+    """The target to use: as given, else as the head's own files say, else from the table of public heads, else None.
+
+    The head's configuration, manifest and model card are asked in this order.
+    """
+    if given is not None:
+        return TargetChoice(given, "given")
+    if is_builtin:
+        return TargetChoice(None, "the built-in head's")
+    if head.target_name is not None and not is_missing_folder(head.target_name):
+        return TargetChoice(head.target_name, "named in the head's config.json")
+    if head.manifest is not None:
+        recorded = head.manifest.target
+        if recorded.get("wheel"):
+            return TargetChoice(None, RECORDED)
+        if recorded.get("repo_id"):
+            return TargetChoice(str(recorded["repo_id"]), RECORDED)
+    if head.source is None:
+        return None
+    if (known := known_target(head.source.repo_id)) is not None:
+        return TargetChoice(known, "from the table of public heads")
+    if (named := card.base_model(head.source.card)) is not None:
+        return TargetChoice(named, "named in the head's model card")
+    return None
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether a name is spelled as a path and no such folder is here: one of the machine that trained a head, say."""
+    return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
+
+
+def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Target:
+    """Fetch the small files of a target and read its configuration."""
+    if choice.name is None:
+        folder = embedded_target_folder()
+        source = ResolvedSource(folder)
+        return Target(EMBEDDED_TARGET_REPO, source, _config(folder, EMBEDDED_TARGET_REPO), embedded_target_provenance())
+    source = target_files(choice.name, revision=revision, offline=offline)
+    provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
+    if source.repo_id is None:
+        provenance["name"] = Path(choice.name).resolve().name
+    return Target(choice.name, source, _config(source.folder, choice.name), provenance)
+
+
+def check_head_fits(head: DraftHead, target: Target) -> None:
+    """Compare a head with the configuration of a target.
+
+    Raises:
+        MismatchError: widths or vocabularies disagree, or a tapped layer does not exist.
+    """
+    hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
+    for key, found, value, fits in (
+        ("hidden_size", hidden, head.target_hidden_size, hidden == head.target_hidden_size),
+        ("vocab_size", vocab, head.target_vocab, isinstance(vocab, int) and has_padding_of(head.target_vocab, vocab)),
+    ):
+        if isinstance(found, int) and not fits:
+            raise MismatchError(
+                f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
+                f"{_OTHER_TARGET}",
+            )
+    head.taps(target.num_layers)
+
+
+def open_tokenizer(
+    given: str | Path | None, target: Target | None, target_vocab: int, offline: bool
+) -> LoadedTokenizer | None:
+    """The tokenizer: as given, else the target's own; None where there is neither.
+
+    Raises:
+        MismatchError: it is not the target's tokenizer, by its hash or by its size.
+        TokenizerError: it cannot be loaded.
+    """
+    own = None
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if target is not None and any((target.source.folder / name).is_file() for name in names):
+        # Under the target's name, since nobody knows the cache folder that holds it.
+        own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
+    tokenizer = own if given is None else load_tokenizer(given, offline=offline)
+    if tokenizer is None:
+        return None
+    if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
+        raise MismatchError(
+            f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
+            f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
+            "Leave --tokenizer out to use the target's own."
+        )
+    check_tokenizer_size(tokenizer, target_vocab)
+    return tokenizer
+
+
+def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> None:
+    """Raise MismatchError where the vocabulary of a head that is an artifact was chosen for another tokenizer."""
+    recorded = None if head.manifest is None else (head.manifest.tokenizer or {}).get("hash")
+    if tokenizer is not None and recorded not in (None, tokenizer.tokenizer_hash):
+        raise MismatchError.at(
+            head.location,
+            f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
+            "Name the right one with --target or --tokenizer.",
+        )
+
+
+def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
+    """Refuse a tokenizer whose ids cannot be those of a vocabulary of `target_vocab` rows.
+
+    Raises:
+        MismatchError: many tokens beyond the vocabulary, or many rows without a token.
+    """
+    surplus = int((tokenizer.real_ids >= target_vocab).sum())
+    missing = target_vocab - tokenizer.vocab_size
+    if surplus > _MOST_SURPLUS or missing > max(MOST_PADDING, target_vocab // 20):
+        raise MismatchError(
+            f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
+            f"{target_vocab} rows.\n"
+            "This is the tokenizer of another model: name the right one with --tokenizer or --target.",
+        )
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    config = read_object(folder / "config.json", SourceError, f"target {name}")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config

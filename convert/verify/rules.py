@@ -1,0 +1,279 @@
+"""Checks of an artifact alone: every byte as in its manifest, and the rules of the format.
+
+A rule catches what at least one engine accepts silently and then gets wrong; FORMAT.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from eagle_slim.vocab_tools.token_maps import read_pickle
+from eagle_slim.vocab_tools.vocabulary import uncounted_warning
+
+from ..artifact.checksums import row_checksums, sha256_file, sha256_of
+from ..artifact.eagle3 import layer_class
+from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
+from ..artifact.manifest import MANIFEST_NAME, Manifest
+from ..errors import ArtifactError
+from ..heads import names
+from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
+from ..rows.paths import TORCH_SUFFIXES
+from .parts import Doubt, Parts, SkipCheck, join, refuse
+
+_MAPS = frozenset(names.MAPS)
+_WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
+
+
+def _manifest(parts: Parts) -> str:
+    """eagle_slim.json can be read and is of this format."""
+    return f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}"
+
+
+def _config(parts: Parts) -> str:
+    """config.json is a JSON object."""
+    return f"{len(parts.config)} keys"
+
+
+def _weights(parts: Parts) -> str:
+    """The safetensors header is sound and carries the metadata that loaders ask for."""
+    metadata = parts.weights.metadata
+    refuse(metadata.get("format") != "pt", f"metadata: expected format 'pt', found {dict(metadata)}")
+    return f"{len(parts.weights.tensors)} tensors, {parts.weights.size_bytes:,} bytes"
+
+
+def _stray_files(parts: Parts) -> str:
+    """No other weights lie in the folder: SafeAILab reads pytorch_model.bin before model.safetensors."""
+    own = {MANIFEST_NAME, freq_name(parts.manifest.draft_vocab), *parts.manifest.files}
+    # Git and the Hub's tools keep files of their own, all with a dot in front.
+    others = sorted(path.name for path in parts.folder.iterdir() if path.name not in own and path.name[0] != ".")
+    if weights := ", ".join(name for name in others if name.endswith(_WEIGHT_SUFFIXES)):
+        refuse(True, f"{weights}: some engine reads such a file instead of {WEIGHTS_NAME}; remove it")
+    if others:
+        raise Doubt(f"{', '.join(others)}: not written by eagle-convert, and in no engine's way")
+    return "none"
+
+
+def _file_checksums(parts: Parts) -> str:
+    """Every small file has the size and SHA-256 that the manifest records."""
+    problems: list[str] = []
+    notes: list[str] = []
+    small = {name: entry for name, entry in parts.manifest.files.items() if "sha256" in entry}
+    for name, entry in small.items():
+        path = parts.folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != entry["size_bytes"] or sha256_file(path) != entry["sha256"]:
+            # People edit a model card, and the Hub adds to it.
+            (notes if name == CARD_NAME else problems).append(f"{name} is not as it was written")
+    if CONFIG_NAME not in small or WEIGHTS_NAME not in parts.manifest.files:
+        problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
+    join([*problems, *notes] if problems else [])
+    return "; ".join([f"{len(small)} files", *notes])
+
+
+def _tensor_checksums(parts: Parts) -> str:
+    """Size, header and tensors of the weights are those that the manifest records."""
+    entry, file = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights
+    with file.path.open("rb") as opened:
+        header = opened.read(file.data_offset)
+    problems = []
+    if file.size_bytes != entry.get("size_bytes"):
+        problems.append(f"expected {entry.get('size_bytes')} bytes, found {file.size_bytes}")
+    if sha256_of(header) != entry.get("header_sha256"):
+        problems.append("the header is not as it was written")
+    recorded: Mapping[str, str] = entry.get("tensors", {})
+    for name in sorted(file.tensors):
+        if recorded.get(name) != parts.digest(name):
+            problems.append(f"{name} is not as it was written" if name in recorded else f"{name} is not recorded")
+    join([*problems, *(f"{name} is missing" for name in sorted(set(recorded) - set(file.tensors)))])
+    return f"header and {len(recorded)} tensors"
+
+
+def _tensor_names(parts: Parts) -> str:
+    """Exactly the tensors of the format, under their canonical names: vLLM and LMDeploy fail on any other."""
+    tensors, manifest = parts.weights.tensors, parts.manifest
+    table = names.canonical_names(tensors, WEIGHTS_NAME)
+    problems = [f"{stored} should be called {name}" for name, stored in table.stored.items() if stored != name]
+    problems += [f"{name} has no place here: {reason}" for name, reason in table.dropped.items()]
+    if table.kind != manifest.kind:
+        problems.append(f"these are the tensors of {table.kind}, the manifest says {manifest.kind}")
+    if manifest.kind != "eagle":
+        wanted = {names.LM_HEAD} | (_MAPS if manifest.rank_order_ids is not None else frozenset())
+        problems += [f"{name} is missing" for name in sorted(wanted - set(tensors))]
+        if manifest.rank_order_ids is None:
+            problems += [f"{name} with a full vocabulary" for name in sorted(_MAPS & set(tensors))]
+    join(problems)
+    return f"{len(table.stored)} tensors, {table.kind}"
+
+
+def _d2t(parts: Parts) -> str:
+    """d2t is int64 offsets of unique, ascending ids in range: never negative, never falling."""
+    return f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"
+
+
+def _t2d(parts: Parts) -> str:
+    """t2d marks exactly the ids of d2t."""
+    manifest = parts.with_map()
+    mask = parts.tensor("t2d")
+    refuse(
+        mask.dtype != np.bool_ or mask.shape != (manifest.target_vocab,),
+        f"expected bool [{manifest.target_vocab}], found {mask.dtype} {list(mask.shape)}",
+    )
+    ids, marked = parts.ids, np.flatnonzero(mask)
+    refuse(not np.array_equal(marked, ids), f"marks {len(marked)} ids that are not those of d2t ({len(ids)})")
+    return f"marks the same {len(ids)} ids"
+
+
+def _ranks(parts: Parts) -> str:
+    """The manifest ranks exactly the ids of the map, forced ids first."""
+    manifest = parts.manifest
+    ranked, ranks = manifest.rank_order_ids, manifest.ranks
+    if ranked is None or ranks is None:
+        raise SkipCheck("a full vocabulary has no ranks")
+    refuse(len(np.unique(ranked)) != len(ranked), "an id is ranked twice")
+    refuse(bool(ranked.min() < 0 or ranked.max() >= manifest.target_vocab), "an id is outside the vocabulary")
+    forced = {int(token_id) for token_id in (manifest.vocabulary or {}).get("forced", {})}
+    refuse(
+        forced != set(ranked[: manifest.num_forced].tolist()),
+        f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids",
+    )
+    refuse(
+        manifest.kind != "eagle" and not np.array_equal(np.sort(ranked), parts.ids),
+        "the ranked ids are not those of d2t",
+    )
+    found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
+    if manifest.num_uncounted is not None:
+        found += f", {manifest.num_uncounted} never counted"
+    if uncounted_warning(ranks):
+        raise Doubt(found)
+    return found
+
+
+def _rows(parts: Parts) -> str:
+    """Every lm_head row has the checksum of the row that was written there."""
+    manifest, shape = parts.with_lm_head(), parts.shape(names.LM_HEAD)
+    refuse(
+        len(shape) != 2 or shape[0] != manifest.draft_vocab,
+        f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows",
+    )
+    expected = manifest.row_checksums
+    if expected is None:
+        raise ArtifactError("the manifest has no row checksums")
+    found = row_checksums(parts.checkpoint.raw(names.LM_HEAD))
+    changed = np.flatnonzero((found != expected).any(axis=1))
+    if len(changed):
+        moved = np.array_equal(np.unique(found, axis=0), np.unique(expected, axis=0))
+        how = "the same rows are there in another order" if moved else "rows were changed"
+        refuse(True, f"{len(changed)} rows are not as they were written, the first is row {changed[0]}: {how}")
+    return f"{len(found)} rows"
+
+
+def _finite_values(parts: Parts) -> str:
+    """No tensor holds NaN or infinity."""
+    tensors, checkpoint = parts.weights.tensors, parts.checkpoint
+    floating = {name: tensors[name].dtype for name in sorted(tensors) if tensors[name].dtype in FLOATS}
+    join(
+        [
+            f"{name} holds NaN or infinity"
+            for name, dtype in floating.items()
+            if not all(all_finite(piece, dtype) for piece in checkpoint.pieces(name))
+        ]
+    )
+    return f"{len(floating)} tensors"
+
+
+def _fc_bias(parts: Parts) -> str:
+    """EAGLE-3 has no fc.bias (vLLM drops it silently); EAGLE-1/2 has one (SGLang leaves it random otherwise)."""
+    kind, present = parts.manifest.kind, names.FC_BIAS in parts.weights.tensors
+    refuse(kind == "eagle3" and present, "an EAGLE-3 head must not have fc.bias")
+    refuse(kind == "eagle" and not present, "missing: SGLang would leave its bias uninitialised")
+    return "present, as SGLang needs it" if present else "absent"
+
+
+def _config_keys(parts: Parts) -> str:
+    """Values that engines demand, and keys that mislead them."""
+    manifest, config = parts.manifest, parts.config
+    problems = []
+    if "bias" in config:
+        problems.append("bias: must be absent, vLLM and SGLang would build biases and leave them uninitialised")
+    for key, value in _demanded(manifest, parts).items():
+        if config.get(key) != value or type(config.get(key)) is not type(value):
+            problems.append(f"{key}: expected {value!r}, found {config.get(key)!r}")
+    if manifest.kind == "eagle3":
+        if manifest.rank_order_ids is not None and not manifest.draft_vocab < manifest.target_vocab:
+            problems.append(f"draft_vocab_size {manifest.draft_vocab} must be below vocab_size")
+        if config.get("target_hidden_size") == config.get("hidden_size"):
+            problems.append("target_hidden_size: must be absent where it equals hidden_size")
+    join(problems)
+    return f"{len(config)} keys"
+
+
+def _demanded(manifest: Manifest, parts: Parts) -> dict[str, Any]:
+    """Keys of config.json with the only values that they may have."""
+    if manifest.kind == "eagle":
+        return {}
+    if manifest.kind == "dflash":
+        return {"draft_vocab_size": manifest.draft_vocab}
+    return {
+        **layer_class(names.HEAD_NORMS["eagle3"][0] in parts.weights.tensors, manifest.flavour),
+        "vocab_size": manifest.target_vocab,
+        "draft_vocab_size": manifest.draft_vocab,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 1,
+    }
+
+
+def _config_sizes(parts: Parts) -> str:
+    """Shapes, dtypes and flags of config.json are those of the tensors, as for any head."""
+    head, stated = parts.head(CONFIG_NAME), parts.config.get("torch_dtype")
+    written = LONG_NAMES[head.dtype_name]
+    refuse(head.kind == "eagle3" and stated != written, f"torch_dtype: the tensors are {written}, found {stated!r}")
+    return f"hidden {head.hidden_size}, {written}"
+
+
+def _tap_layers(parts: Parts) -> str:
+    """config.json names the tap layers of the manifest."""
+    manifest = parts.with_lm_head()
+    num_layers = manifest.target.get("num_hidden_layers")
+    layers = parts.head(CONFIG_NAME).taps(num_layers if isinstance(num_layers, int) else None)
+    refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
+    return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
+
+
+def _freq(parts: Parts) -> str:
+    """The token map for SGLang and FR-Spec is a list of exactly the ranked ids."""
+    manifest = parts.manifest
+    if manifest.rank_order_ids is None:
+        raise SkipCheck("a full vocabulary has no token map")
+    path = parts.folder / freq_name(manifest.draft_vocab)
+    refuse(not path.is_file(), f"{path.name} is missing")
+    value = read_pickle(path)
+    refuse(
+        not isinstance(value, list) or value != manifest.rank_order_ids.tolist(),
+        f"{path.name}: expected the {manifest.draft_vocab} ranked ids as a list, in rank order",
+    )
+    return f"{path.name}: {manifest.draft_vocab} ids"
+
+
+CHECKS: dict[str, Callable[[Parts], str]] = {
+    "manifest": _manifest,
+    "config.json": _config,
+    "model.safetensors": _weights,
+    "stray files": _stray_files,
+    "file checksums": _file_checksums,
+    "tensor checksums": _tensor_checksums,
+    "tensor names": _tensor_names,
+    "d2t": _d2t,
+    "t2d": _t2d,
+    "ranks": _ranks,
+    "lm_head rows": _rows,
+    "finite values": _finite_values,
+    "fc.bias": _fc_bias,
+    "config keys": _config_keys,
+    "config sizes": _config_sizes,
+    "tap layers in config": _tap_layers,
+    "freq_N.pt": _freq,
+}
+"""The checks by name, in order: those of the files first, on which the others build."""

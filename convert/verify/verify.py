@@ -1,0 +1,119 @@
+"""`verify_artifact`: every rule of the format, every byte against the manifest, and the source where it is at hand.
+
+Each check stands alone, so that one fault does not hide another. A check that another fault makes impossible, or that
+needs something that is not at hand, is skipped with its reason. FORMAT.md gives the reasons for the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..engines import ENGINES, HeadFacts, check_engine, require_engines
+from ..errors import ArtifactError
+from .parts import Doubt, Parts, Status, ended, refuse
+from .rules import CHECKS
+from .source import SourceChecks
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its name, how it ended, and what was found."""
+
+    name: str
+    status: Status
+    detail: str
+
+    def to_json(self) -> dict[str, str]:
+        """The check as JSON."""
+        return {"name": self.name, "status": self.status, "detail": self.detail}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The checks of one artifact, in order."""
+
+    folder: Path
+    checks: tuple[Check, ...] = field(default_factory=tuple)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    def __getitem__(self, name: str) -> Check:
+        return {check.name: check for check in self.checks}[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as `eagle-verify --json` prints it."""
+        return {"folder": str(self.folder), "ok": self.ok, "checks": [check.to_json() for check in self.checks]}
+
+
+def verify_artifact(
+    folder: str | Path,
+    *,
+    head: str | Path | None = None,
+    target: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    offline: bool = False,
+    engines: Sequence[str] = (),
+    engine_version: str | None = None,
+) -> Verification:
+    """Check an artifact, and report on every check.
+
+    What it was made from is at hand when it is built in, named here, in the local Hub cache at the revision that the
+    manifest records, or a folder beside the artifact of the recorded name and sizes; nothing else is fetched.
+
+    Args:
+        folder: the artifact.
+        head: folder or repository of the head it was made from; its sub-folder, if it had one, is recorded.
+        target: folder or repository of the target; its LM head is compared where the rows came from it.
+        tokenizer: folder, tokenizer.json or repository; default the target's.
+        offline: fetch nothing for `head`, `target` and `tokenizer` either.
+        engines: also check that these engines take it (keys of `engines.ENGINES`).
+        engine_version: the version that will serve it, for one engine; default the installed one.
+
+    Raises:
+        UsageError: no such engine, or a version that is not a number.
+        ArtifactError: there is no such folder. Faults of an artifact are reported, not raised.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
+    require_engines(engines, engine_version)
+    parts = Parts(folder)
+    head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
+    sources = SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
+    checks = {name: partial(check, parts) for name, check in CHECKS.items()} | sources.checks
+    checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
+    return Verification(folder, tuple(Check(name, *ended(check)) for name, check in checks.items()))
+
+
+def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
+    """Whether an engine takes such a head, in a version that was tried; its notes come with the ok."""
+    manifest, head = parts.manifest, parts.head("model.safetensors")
+    layers = manifest.target.get("num_hidden_layers")
+    facts = HeadFacts.of(
+        head,
+        config=parts.config,
+        draft_vocab=manifest.draft_vocab,
+        target_layers=layers if isinstance(layers, int) else None,
+        has_gguf=any(name.endswith(".gguf") for name in manifest.files),
+    )
+    findings = check_engine(facts, engine, version=version)
+    texts = {
+        severity: "; ".join(str(finding) for finding in findings if finding.severity == severity)
+        for severity in ("error", "warning", "note")
+    }
+    refuse(bool(texts["error"]), texts["error"])
+    if texts["warning"]:
+        raise Doubt(texts["warning"])
+    return texts["note"] or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"

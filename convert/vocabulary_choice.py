@@ -1,0 +1,269 @@
+"""Which tokens a slim head keeps: the one place that turns counts, a token map, a corpus or nothing into vocabularies.
+
+The ranking itself is `vocab_tools`'; here stand the defaults of `eagle-convert` and what they are called on screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts, mixed_weights
+from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import check_named
+from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.sources import CorpusSource
+from eagle_slim.vocab_tools.token_maps import import_token_map
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+
+from .artifact.manifest import Manifest
+from .errors import MismatchError
+from .heads.draft_head import DraftHead
+from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
+
+DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
+DEFAULT_SPLIT = "train_sft"
+DEFAULT_MAX_TOKENS = 10_000_000
+DEFAULT_DATASET_NOTE = (
+    f"{DEFAULT_DATASET} (MIT licence, split {DEFAULT_SPLIT}, assistant turns only, the first "
+    f"{DEFAULT_MAX_TOKENS:,} tokens)"
+)
+
+_SHOWN_SIZES = (4096, 8192, 16384, 32768, 65536, 131072)
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class VocabRequest:
+    """Where the ranking comes from; at most one of the first four.
+
+    Attributes:
+        counts: files or counts to merge.
+        token_map: file with ids in rank order, or a vocabulary.
+        corpus: text to count now.
+        order: "ids" for the order of the ids, without any corpus.
+        weights: share of each source by name.
+        force_added: "all" forces every added token.
+        force_ids: further ids to force.
+    """
+
+    counts: tuple[TokenCounts | str | Path, ...] = ()
+    token_map: DraftVocab | str | Path | None = None
+    corpus: tuple[CorpusSource, ...] = ()
+    order: Literal["ids"] | None = None
+    weights: Mapping[str, float] | None = None
+    force_added: Literal["chat", "all"] = "chat"
+    force_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for path in (self.token_map, *self.counts):
+            check_named(path)
+        given = {
+            "--counts": bool(self.counts),
+            "--token-map": self.token_map is not None,
+            "--dataset": bool(self.corpus),
+            "--order": self.order is not None,
+        }
+        used = [name for name, is_used in given.items() if is_used]
+        if len(used) > 1:
+            raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
+        if self.weights and (self.token_map is not None or self.order is not None):
+            raise UsageError(
+                "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
+                option="--weights",
+            )
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was asked for."""
+        return not (self.counts or self.corpus or self.order) and self.token_map is None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Everything needed to cut vocabularies of any size.
+
+    Attributes:
+        tokenizer: of the target, or None for a token map alone.
+        counts: that made the order; None for a token map or id order.
+        measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
+        recorded_tokenizer: where the order is the head's own, the tokenizer part of its manifest.
+    """
+
+    head: DraftHead
+    request: VocabRequest
+    tokenizer: LoadedTokenizer | None
+    counts: TokenCounts | None
+    measured: tuple[TokenCounts, str] | None
+    recorded_tokenizer: Mapping[str, Any] | None = None
+
+    def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
+        """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it."""
+        if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
+            # The counts hold nothing out: the size is found where the text to be covered made no ranking.
+            sized = self._cut(self.measured[0], None, coverage)
+            vocab = self._cut(self.counts, len(sized), None)
+            found = {"size_from_coverage": sized.provenance["size_from_coverage"]}
+            return replace(vocab, provenance={**vocab.provenance, **found})
+        vocab = self._cut(self.counts, size, coverage)
+        trained = self.head.trained_ids
+        if size is not None and trained is not None and len(vocab) < size == len(trained):
+            # The whole of a trained vocabulary, ids without a token included: the head is only normalised.
+            rest = np.setdiff1d(trained, vocab.target_ids)
+            vocab = replace(vocab, target_ids=np.concatenate([vocab.target_ids, rest]))
+        return vocab
+
+    def _cut(self, counts: TokenCounts | None, size: int | None, coverage: float | None) -> DraftVocab:
+        trained = self.head.trained_ids
+        if size is not None and trained is not None and size == len(trained):
+            size = None
+        common: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "forced": self._forced,
+            "target_vocab": self.head.target_vocab,
+            "candidates": trained,
+        }
+        if counts is not None:
+            return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
+        if coverage is not None:
+            raise UsageError(
+                "--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab.",
+                option="--coverage",
+            )
+        if self.request.token_map is None:
+            return rank_by_order(None, size, **common)
+        given = self.request.token_map
+        if not isinstance(given, DraftVocab):
+            given = import_token_map(given, target_vocab=self.head.target_vocab)
+        if not given.ranked and size is not None and size < len(given):
+            # An unranked map has no smaller prefix; `prefix` says so.
+            given.prefix(size)
+        origin = {key: value for key, value in given.provenance.items() if key != "warnings"}
+        return rank_by_order(given, size, provenance={"token_map": origin}, **common)
+
+    @property
+    def _forced(self) -> ForcedIds | tuple[int, ...]:
+        if self.tokenizer is None:
+            return self.request.force_ids
+        return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
+
+    def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
+        """Coverage of a vocabulary on text that the ranking did not see, and a note on that text; None without counts.
+
+        Where the shipped ranking uses text that must be held out to measure it, the figure is that of a ranking made
+        without it, cut to the same size; the note says so.
+        """
+        if self.measured is None:
+            return None
+        counts, note = self.measured
+        ranked = self._cut(counts, None, None)
+        size = min(len(vocab), len(ranked))
+        shown = sorted({size, *(step for step in _SHOWN_SIZES if max(ranked.num_forced, 1) <= step <= len(ranked))})
+        report = measure_coverage(
+            ranked, counts, shown, weights=self.request.weights, draft_vocab=size, candidates=self.head.trained_ids
+        )
+        return report, note
+
+
+def make_ranking(
+    head: DraftHead,
+    request: VocabRequest,
+    tokenizer: LoadedTokenizer | None,
+    *,
+    embedded: bool,
+    offline: bool,
+    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
+    say: Say,
+    target: str | None = None,
+    sizes: Sequence[int] = (),
+) -> Ranking:
+    """Read or count what a request names, once for all sizes.
+
+    Args:
+        embedded: whether the head is the built-in one, which has counts of its own.
+        offline: refuse to fetch the default dataset.
+        count: counts text.
+        target: name of the target that was looked at for a tokenizer, if any.
+        sizes: that will be cut; those that cannot be are refused before text is counted.
+
+    Raises:
+        UsageError: a tokenizer is needed and there is none, or a weight is for no source.
+        CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
+    """
+    if request.is_default and (manifest := ranked_manifest(head)) is not None:
+        say("vocabulary: the rank order in the head's own manifest")
+        if tokenizer is None:
+            request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
+        return Ranking(head, replace(request, token_map=manifest.ranks), tokenizer, None, None, manifest.tokenizer)
+    if tokenizer is None and (request.token_map is None or request.force_added == "all"):
+        why = "the vocabulary cannot be ranked without one"
+        if request.token_map is not None:
+            why = "--force-added all keeps its added tokens"
+        if target is None:
+            advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
+        else:
+            advice = f"The target {target} has none beside it: name one with --tokenizer."
+        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer")
+    if request.token_map is not None or request.order is not None:
+        return Ranking(head, request, tokenizer, None, None)
+    assert tokenizer is not None
+    if request.is_default and embedded:
+        say("vocabulary: built-in counts of text that SmolLM2-135M-Instruct wrote itself (9.4 M tokens)")
+        counts = load_embedded_counts()
+        return Ranking(head, request, tokenizer, counts, embedded_counts_with_held_out(counts, tokenizer))
+    if request.counts:
+        loaded = [item if isinstance(item, TokenCounts) else TokenCounts.load(item) for item in request.counts]
+        counts = loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+    else:
+        sources = request.corpus
+        if not sources and offline:
+            raise UsageError(
+                f"no vocabulary is given, and the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}, which "
+                "--offline forbids.\nGive --counts, --token-map, --order or a local --dataset.",
+                option="--offline",
+            )
+        if not sources:
+            sources = (default_corpus(),)
+            say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
+        mixed_weights({source.name: source.weight for source in sources}, request.weights)
+        by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None), tokenizer, None, None)
+        for size in sizes:
+            by_id.cut(size)
+        counts = count(sources, tokenizer)
+    if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
+        raise MismatchError(
+            f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
+            "they were made with another tokenizer.\nCount with the target's own.",
+        )
+    has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
+    return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)
+
+
+def ranked_manifest(head: DraftHead) -> Manifest | None:
+    """The manifest of a head that is an artifact with ranks already, or None."""
+    manifest = head.manifest
+    return None if manifest is None or manifest.rank_order_ids is None else manifest
+
+
+def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:
+    """The ids that an artifact's ranks begin with, which its tokenizer forced."""
+    assert manifest.rank_order_ids is not None
+    return tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
+
+
+def default_corpus() -> CorpusSource:
+    """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
+    return CorpusSource(
+        location=DEFAULT_DATASET,
+        split=DEFAULT_SPLIT,
+        column="messages",
+        roles="assistant",
+        max_tokens=DEFAULT_MAX_TOKENS,
+    )

@@ -1,0 +1,301 @@
+"""Which models the fused forward may compute: those that are in every part what their configuration makes of them.
+
+The test is positive. Every module on the path of a forward must be of exactly the known class and have exactly the
+known children; every parameter must be plain, of one type, and of the shape that the configuration gives; attributes
+that a forward computes with must have the configuration's values; each ``forward`` must be transformers' own, without
+hooks. An adapter, a quantised tensor, a subclass or a patched class fails it, whoever made it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as module_file
+
+from .attention import BUILT_IN
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LIBRARIES = ("torch", "transformers")
+_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+_RECORDER = "transformers.utils.output_capturing"
+_FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
+"""Functions of `torch.nn.functional` that others are known to replace, as they were when this was imported."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module as it must be: its class, its children by name, shapes of its tensors, and values of its attributes.
+
+    A shape of None is a tensor that may be absent. Attributes that an object lacks are not asked for: versions differ.
+    """
+
+    kind: type[nn.Module] | tuple[type[nn.Module], ...]
+    children: Mapping[str, Part] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unfit_reason(model: nn.Module) -> str | None:
+    """Return why a model is not fused, as the end of a sentence that says what was found where; None if it can be."""
+    family = _family_of(type(model))
+    if family is None:
+        return f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
+    file: Any = import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    kinds = {part: getattr(file, f"{family}{part}") for part in _PARTS}
+    for part, kind in kinds.items():
+        if (kind.__module__, kind.__qualname__) != (file.__name__, f"{family}{part}"):
+            return f"{family}{part} of transformers was replaced by {kind.__module__}.{kind.__qualname__}"
+    for value in vars(file).values():
+        if isinstance(value, FunctionType) and not is_of_a_library(value):
+            return f"a function of {file.__name__} was replaced by {value.__module__}.{value.__qualname__}"
+    config: Any = model.config
+    return (
+        _unfit_config(config, family, file.ALL_ATTENTION_FUNCTIONS)
+        or mismatch("", model, _whole(config, family, kinds))
+        or unfit_modules(model)
+        or _unfit_rotary(model, config)
+    )
+
+
+def is_of_a_known_family(model: nn.Module) -> bool:
+    """Whether a model, or what it was made from, is of a class that could be fused."""
+    kinds = (kind for module in (model, *model.children()) for kind in type(module).__mro__)
+    return any(_family_of(kind) is not None for kind in kinds)
+
+
+def _family_of(kind: type) -> str | None:
+    return next((each for each in FAMILIES if kind.__name__ == f"{each}ForCausalLM"), None)
+
+
+def unfit_modules(model: nn.Module) -> str | None:
+    """Return what makes modules compute something else than their classes say, whatever these are; None for nothing."""
+    hooks = (module_file._global_forward_hooks, module_file._global_forward_pre_hooks)
+    if any(hooks):
+        return "a global module hook is registered"
+    if any(getattr(F, name) is not function for name, function in _FUNCTIONALS.items()):
+        return "a function of torch.nn.functional was replaced"
+    for path, module in model.named_modules():
+        where = path or type(model).__name__
+        # New linears of a resized embedding and slices of a list of layers are so; to them it means nothing.
+        if module.training and type(module) not in (nn.Linear, nn.Embedding, nn.ModuleList):
+            return f"{where} is in training mode: call eval()"
+        if not all(map(_only_records, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+            return f"{where} has a forward hook"
+        kind = type(module)
+        own = next((name for name in vars(module) if _is_hidden(module, name)), None)
+        if own is not None or module._compiled_call_impl is not None:
+            return f"{where} has a {own or 'compiled call'} of its own"
+        changed = next((call for call in _CALLS if not is_own(kind, call)), None)
+        if changed is not None:
+            return f"{changed} of {kind.__qualname__} was replaced"
+    return _unfit_tensors(model)
+
+
+def _is_hidden(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of a module stands in front of a method of its class, and is another."""
+    method, found = getattr(type(module), name, None), vars(module)[name]
+    # transformers 4 leaves a method itself on modules whose outputs it has recorded.
+    is_same = isinstance(found, MethodType) and found.__self__ is module and found.__func__ is method
+    return callable(method) and not is_same
+
+
+def is_own(kind: type, name: str) -> bool:
+    """Whether a method is of its class's own file, and wrapped by decorators of torch and transformers alone."""
+    function: Any = getattr(kind, name)
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        if not is_of_a_library(function):
+            return False
+        function = function.__wrapped__
+    if not isinstance(function, FunctionType):
+        return False
+    return function.__globals__ is vars(sys.modules[owner.__module__])
+
+
+def mismatch(path: str, module: nn.Module, part: Part) -> str | None:
+    """Return the first difference between a module, with all that is in it, and what it must be; None without one."""
+    where, kind = path or type(module).__name__, type(module)
+    kinds = part.kind if isinstance(part.kind, tuple) else (part.kind,)
+    if kind not in kinds:
+        return f"{where} is a {kind.__qualname__} of {kind.__module__}, not a {kinds[0].__qualname__}"
+    children = {name for name, child in module._modules.items() if child is not None}
+    if children != set(part.children):
+        extra = ", ".join(sorted(children ^ set(part.children)))
+        return f"{where} has {', '.join(sorted(children)) or 'nothing'} inside; {extra} is unexpected or missing"
+    for name, value in part.attributes.items():
+        found = getattr(module, name, value)
+        if found is not value and found != value:
+            return f"{where}.{name} is {_short(found)}, and its configuration gives {_short(value)}"
+    tensors = {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
+    if set(tensors) - {"bias", *_BUFFERS} != set(part.tensors) - {"bias"} or ("bias" in tensors) > (
+        "bias" in part.tensors
+    ):
+        return f"{where} has the tensors {', '.join(tensors)}, not {', '.join(part.tensors)}"
+    for name, shape in part.tensors.items():
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            return (
+                f"{where}.{name} has the shape {list(tensors[name].shape)}, and its configuration gives {list(shape)}"
+            )
+    for name, each in part.children.items():
+        child = module._modules[name]
+        assert child is not None, name
+        reason = mismatch(f"{path}.{name}".lstrip("."), child, each)
+        if reason is not None:
+            return reason
+    return None
+
+
+_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_BUFFERS = ("inv_freq", "original_inv_freq")
+
+
+def _linear(rows: int, columns: int, has_bias: bool = True) -> Part:
+    """A linear; its bias, where it may have one, is computed with."""
+    return Part(nn.Linear, tensors={"weight": (rows, columns)} | ({"bias": (rows,)} if has_bias else {}))
+
+
+def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Part:
+    """What a model of a configuration consists of."""
+    from transformers.activations import ACT2FN
+
+    hidden, middle, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    norm = Part(kinds["RMSNorm"], tensors={"weight": (hidden,)}, attributes={"variance_epsilon": config.rms_norm_eps})
+    head_norm = Part(norm.kind, tensors={"weight": (head_dim,)}, attributes=norm.attributes)
+    activations = {type(ACT2FN["silu"]), nn.SiLU}
+    mlp = Part(
+        kinds["MLP"],
+        {
+            "gate_proj": _linear(middle, hidden), "up_proj": _linear(middle, hidden),
+            "down_proj": _linear(hidden, middle), "act_fn": Part(tuple(activations)),
+        },
+    )  # fmt: skip
+    projections = {
+        "q_proj": _linear(heads * head_dim, hidden), "k_proj": _linear(kv_heads * head_dim, hidden),
+        "v_proj": _linear(kv_heads * head_dim, hidden), "o_proj": _linear(hidden, heads * head_dim),
+    }  # fmt: skip
+    if family == "Qwen3":
+        projections |= {"q_norm": head_norm, "k_norm": head_norm}
+    types = _layer_types(config)
+    layers = {
+        str(index): Part(
+            kinds["DecoderLayer"],
+            {
+                "self_attn": Part(
+                    kinds["Attention"], projections,
+                    attributes={
+                        "config": config, "layer_idx": index, "head_dim": head_dim, "scaling": head_dim**-0.5,
+                        "num_key_value_groups": heads // kv_heads, "is_causal": True, "layer_type": kind,
+                        "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
+                    },
+                ),
+                "mlp": mlp, "input_layernorm": norm, "post_attention_layernorm": norm,
+            },
+            attributes={"attention_type": kind},
+        )
+        for index, kind in enumerate(types)
+    }  # fmt: skip
+    decoder = Part(
+        kinds["Model"],
+        {
+            "embed_tokens": Part(nn.Embedding, tensors={"weight": (vocab, hidden)}, attributes={"max_norm": None}),
+            "layers": Part(nn.ModuleList, layers), "norm": norm,
+            "rotary_emb": Part(kinds["RotaryEmbedding"], attributes={"config": config}),
+        },
+        attributes={"config": config, "has_sliding_layers": "sliding_attention" in types},
+    )  # fmt: skip
+    return Part(kinds["ForCausalLM"], {"model": decoder, "lm_head": _linear(vocab, hidden, has_bias=False)})
+
+
+def _layer_types(config: Any) -> Sequence[str]:
+    """Of each layer, "full_attention" or "sliding_attention"; Mistral's have one window, and Llama's none."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)[:count]
+    window = getattr(config, "sliding_window", None)
+    return ["full_attention" if window is None else "sliding_attention"] * count
+
+
+def _unfit_config(config: Any, family: str, functions: Mapping[str, Any]) -> str | None:
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    attention = config._attn_implementation
+    own = functions.get(attention)
+    if attention not in BUILT_IN or (own is not None and not is_of_a_library(own)):
+        return f"its attention implementation is {attention!r}, which is not transformers' own"
+    kinds = _layer_types(config)
+    if len(kinds) != config.num_hidden_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        return f"its layer_types are {_short(kinds)}"
+    if family == "Llama" and "sliding_attention" in kinds:
+        return "its configuration has a sliding window, which Llama's layers do not read"
+    if getattr(config, "is_causal", True) is False or getattr(config, "attention_chunk_size", None):
+        return "its configuration asks for another attention mask"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return f"its head_dim is {head_dim}" if head_dim % 2 or head_dim > 256 else None
+
+
+def _unfit_rotary(model: Any, config: Any) -> str | None:
+    """Why a model's rotary embedding is not that of its configuration."""
+    rotary = model.model.rotary_emb
+    kind = str(getattr(rotary, "rope_type", "default"))
+    if kind not in _ROPE_TYPES:
+        return f"{kind} RoPE changes its frequencies with the length"
+    with torch.device("cpu"):
+        expected = type(rotary)(config=config)
+    found = rotary.inv_freq
+    own = expected.inv_freq.to(found.dtype)
+    if found.shape != own.shape or not torch.allclose(found.detach().cpu().float(), own.float(), rtol=1e-5, atol=0):
+        return "model.rotary_emb.inv_freq is not that of its configuration"
+    if rotary.attention_scaling != expected.attention_scaling or kind != getattr(expected, "rope_type", kind):
+        return "model.rotary_emb is not that of its configuration"
+    return None
+
+
+def _unfit_tensors(model: nn.Module) -> str | None:
+    """Why parameters cannot be read as plain matrices of one type on one device."""
+    for path, tensor in _tensors(model):
+        if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer) or type(tensor.data) is not Tensor:
+            return f"{path} is a {type(tensor).__qualname__} of {type(tensor).__module__}"
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return f"{path} is {tensor.layout} on {tensor.device}"
+    weights = list(model.parameters())
+    dtypes, devices = {weight.dtype for weight in weights}, {weight.device for weight in weights}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        return f"its weights are {', '.join(sorted(map(str, dtypes)))}, not one of float32, bfloat16, float16"
+    if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "its weights are spread over devices"
+    return None
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _only_records(hook: Any) -> bool:
+    """Whether a hook is the one by which transformers collects hidden states, where these are asked for."""
+    return isinstance(hook, FunctionType) and hook.__globals__.get("__name__") == _RECORDER
+
+
+def is_of_a_library(function: Any) -> bool:
+    """Whether a function was written in torch or transformers."""
+    return (
+        isinstance(function, FunctionType) and str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value) if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."

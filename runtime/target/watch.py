@@ -1,0 +1,157 @@
+"""Noticing that a model is no longer what it was: looked at before every call, so as cheaply as can be.
+
+Compared are the classes and attributes of all modules, their hooks and children, the configurations, the functions of
+the classes, and of every tensor its object, storage, address, type, layout and version counter. A counter misses what
+is written through ``.data`` or by a fused optimiser: rows that are taken over are compared by value for that
+(`step.kept_rows`).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as module_file
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_UNREAD = {
+    "_parameters", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
+    "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks", "_eagle_slim_kept", "generation_config",
+}  # fmt: skip
+"""Attributes of a module that no forward reads, and its tensors, which are compared apart."""
+_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+
+
+class Watch:
+    """What a model is made of, at the time it was built."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._attributes = [vars(module) for module in self._modules]
+        names = [_names(attributes) for attributes in self._attributes]
+        getters = {each: itemgetter(*each) for each in set(names)}
+        self._getters = [getters[each] for each in names]
+        self._values = [_frozen(get(each)) for get, each in zip(self._getters, self._attributes, strict=True)]
+        self._sizes = list(map(len, self._attributes))
+        self._types = list(map(type, self._modules))
+        found = chain.from_iterable(map(dict.values, self._attributes))
+        self._configs = _configs(found)
+        self._settings = [_frozen(vars(config)) for config in self._configs]
+        kinds = dict.fromkeys(self._types)
+        self._kinds = [(kind, call) for kind in kinds for call in _CALLS]
+        self._files = [vars(sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules]
+        self._functions = self._read_functions()
+        self._holders: list[dict[str, Any]] = [
+            holder for each in self._modules for holder in (each._parameters, each._buffers)
+        ]
+        tensors = self._read_tensors()
+        # Weakly, so that weights which were replaced can go; a storage's address is not used again meanwhile.
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _is_plain(tensor)]
+        self._states = _states(tensors)
+        self._place = next((tensor.device.type for tensor in tensors), "cpu")
+        self._mode = self._read_mode()
+
+    def has_changed(self) -> bool:
+        """Whether anything that a forward depends on is other than it was; waits for no device."""
+        try:
+            tensors = self._read_tensors()
+            return (
+                len(tensors) != len(self._tensors)
+                or not all(tensor is before() for tensor, before in zip(tensors, self._tensors, strict=True))
+                or _states(tensors) != self._states
+                or list(map(len, self._attributes)) != self._sizes
+                or list(map(type, self._modules)) != self._types
+                or [get(each) for get, each in zip(self._getters, self._attributes, strict=True)] != self._values
+                or list(map(vars, self._configs)) != self._settings
+                or self._read_functions() != self._functions
+                or self._read_mode() != self._mode
+            )
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            # An attribute went, or values of a kind that cannot be compared took the place of others.
+            return True
+
+    def _read_tensors(self) -> list[Tensor]:
+        return [each for each in chain.from_iterable(map(dict.values, self._holders)) if each is not None]
+
+    def _read_functions(self) -> list[Any]:
+        """Functions that a forward goes through: of the classes, of their files, and hooks of all modules."""
+        functions = [getattr(kind, call) for kind, call in self._kinds]
+        files = [each for file in self._files for each in file.values() if type(each) is FunctionType]
+        hooks = (*module_file._global_forward_hooks.values(), *module_file._global_forward_pre_hooks.values())
+        attention = [ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) for config in self._configs]
+        return [*functions, *files, *hooks, *attention, F.linear, F.scaled_dot_product_attention, F.silu]
+
+    def _read_mode(self) -> tuple[bool, torch.dtype]:
+        return autocast_of(self._place)
+
+
+def autocast_of(place: str) -> tuple[bool, torch.dtype]:
+    """Whether this thread is within ``torch.autocast`` on a kind of device, and in which type."""
+    return torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
+
+
+def _names(attributes: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in attributes.items() if name not in _UNREAD and not isinstance(value, Tensor))
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of what may be changed in place, which is equal to it as long as that is not done."""
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_frozen, value))
+    return value
+
+
+def _configs(values: Iterable[Any]) -> list[Any]:
+    """Configurations among some values, and those inside them."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        each = left.pop()
+        if id(each) not in found and hasattr(each, "_attn_implementation") and not isinstance(each, nn.Module):
+            found[id(each)] = each
+            left.extend(vars(each).values())
+    return list(found.values())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _states(tensors: list[Tensor]) -> list[Any]:
+    try:
+        return [
+            [tensor._version for tensor in tensors],
+            [tensor.untyped_storage()._cdata for tensor in tensors],
+            [tensor.data_ptr() for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+        ]
+    except (RuntimeError, NotImplementedError):
+        # Tensors made under inference mode have no counter, and those that wrap others no storage.
+        return [_state(tensor) for tensor in tensors]
+
+
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    try:
+        version = tensor._version
+    except RuntimeError:
+        version = None
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return version, id(tensor), *((id(each), *_state(each)) for each in inner)
+    return version, tensor.data_ptr(), tensor.dtype, tensor.shape

@@ -1,0 +1,108 @@
+"""What goes wrong with the Hub, each once and at one door: named, with what to try, and with nothing half-written."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from eagle_slim.convert.errors import SourceError
+from eagle_slim.convert.hub.push import check_push, upload_files
+from eagle_slim.convert.sources.source import open_head_source
+from eagle_slim.vocab_tools import hub as our_hub
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+from safetensors.torch import save
+from support.hub_server import Fault, HubServer, connected
+from support.raising import raises
+
+API = "/api/models/org/head"
+FILES: dict[str, bytes | str] = {"config.json": "{}", "model.safetensors": save({"fc.weight": torch.arange(12.0)})}
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add_model("org/head", FILES)
+        yield hub
+
+
+@pytest.fixture
+def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    # The library waits before it asks again.
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with connected(hub, tmp_path / "home"):
+        yield tmp_path / "home"
+
+
+FAULTS = {
+    "silent": (API, Fault(silent=True), "silent"),
+    "dropped": (API, Fault(unanswered=True), "broken"),
+    "busy": (API, Fault(any_status=503), "busy"),
+    "rate limit": (API, Fault(any_status=429), "busy"),
+    "quota": (API, Fault(any_status=402), "refused"),
+    "login page": (API, Fault(portal=True), "unreachable"),
+    "circle": (API, Fault(circle=True), "unreachable"),
+    "a list for an answer": (API, Fault(answer=[]), "unreachable"),
+    "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
+    "busy with a file": ("config.json", Fault(any_status=503), "busy"),
+    "a file that breaks off": ("config.json", Fault(break_after=1), "broken"),
+    "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "broken"),
+}
+
+
+@pytest.mark.parametrize(("path", "fault", "reason"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
+    hub: HubServer, home: Path, path: str, fault: Fault, reason: str
+) -> None:
+    hub.inject(path, fault)
+    with raises(SourceError, reason=reason) as caught:
+        open_head_source("org/head")
+    headline, advice = str(caught.value).split("\n")
+    assert advice
+    # A download that breaks is not a repository that is not there.
+    assert ("no such repository" in headline) == (reason in ("silent", "unreachable"))
+    if fault.any_status is not None and path == API:
+        assert "as asked for" in headline, "the Hub's own reason"
+    hub.clear_faults()
+    if fault.extra_bytes and huggingface_hub.__version__.startswith("1."):
+        pytest.skip("before 2.0 huggingface_hub keeps a download that came too long")
+    assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_where_the_hub_is_out_of_reach_the_cache_is_used(
+    hub: HubServer, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = open_head_source("org/head").commit
+    hub.inject(API, Fault(silent=True))
+    assert open_head_source("org/head").commit == commit
+    assert "using the copy in the cache" in capsys.readouterr().err
+
+
+def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(our_hub, "SILENCE_S", 0.3)
+    hub.inject("/api/whoami-v2", Fault(silent=True))
+    with connected(hub, tmp_path, token="hf_good"):
+        try:
+            our_hub.limit_silence()
+            our_hub.keep_limit()
+            with raises(SourceError, reason="silent"):
+                check_push("tester/slim")
+            hub.clear_faults()
+            check_push("tester/slim")
+        finally:
+            set_client_factory(default_client_factory)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_an_upload_that_the_hub_refuses_says_why(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    hub.inject("/commit/main", Fault(any_status=403))
+    with connected(hub, tmp_path / "home", token="hf_good"), raises(SourceError, reason="access") as caught:
+        upload_files(tmp_path, ["config.json"], "tester/slim")
+    assert "as asked for" in str(caught.value)
+    assert hub.repo("tester/slim").files == {}

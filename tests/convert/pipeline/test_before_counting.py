@@ -1,0 +1,305 @@
+"""What is looked at before the first token is counted."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from eagle_slim.convert import (
+    Artifact,
+    ArtifactError,
+    CheckpointError,
+    MismatchError,
+    OutputError,
+    SourceError,
+    VocabRequest,
+    verify_artifact,
+)
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.sources import parse_source
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from safetensors.torch import load_file, save_file
+from support.conversion import BY_ID, convert
+from support.heads import (
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    eagle3_tensors,
+    random,
+    write_eagle1,
+    write_eagle3,
+    write_freq,
+)
+from support.hub_server import HubServer, connected
+from support.raising import raises, waiting_for_nothing
+from support.token_counts import token_counts
+
+
+@pytest.fixture
+def chats(tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": f"def main(): {n} fox"}]}
+        for n in range(50)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return ("--dataset", "chat=chats.jsonl")
+
+
+def never(*_):
+    pytest.fail("counted, although the conversion cannot be finished")
+
+
+class TestCheapChecks:
+    def test_all_that_can_end_a_run_is_looked_at_before_it_counts(self, tmp_path, target, chats):
+        head, source = write_eagle3(tmp_path / "head"), parse_source(f"chat={tmp_path / 'chats.jsonl'}")
+        for size, weights in ((300, {"nope": 3.0}), (300, {"chat": 0.0}), (100, None), (TOKENS + 1, None)):
+            with pytest.raises(UsageError):
+                convert(
+                    head, draft_vocab=size, target=target, out=tmp_path / "out", count=never,
+                    vocabulary=VocabRequest(corpus=(source,), weights=weights),
+                )  # fmt: skip
+
+    def test_weights_of_the_target_that_are_damaged_or_missing_or_of_another_width(self, tmp_path, target):
+        head = write_eagle3(tmp_path / "head", lm_head=False)
+        weights = target / "model.safetensors"
+        for damage in (lambda: weights.write_bytes(weights.read_bytes()[:-8]), weights.unlink):
+            damage()
+            with pytest.raises(CheckpointError):
+                convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+        save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
+        with pytest.raises(MismatchError, match=r"lm_head\.weight has 8 columns"):
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+
+    def test_a_disk_that_is_too_small(self, tmp_path, target, monkeypatch):
+        from eagle_slim.convert import atomic
+
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
+        with pytest.raises(OutputError, match="1,000 are free"):
+            convert(write_eagle3(tmp_path / "head"), draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+
+    def test_the_disk_is_asked_before_the_lm_head_is_fetched(self, tmp_path, target, monkeypatch):
+        from eagle_slim.convert import atomic, pipeline
+
+        monkeypatch.setattr(atomic, "free_bytes", lambda folder: 1000)
+        monkeypatch.setattr(pipeline, "open_target_lm_head", never)
+        with pytest.raises(OutputError, match="1,000 are free"):
+            convert(write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, target=target, out=tmp_path / "o")
+
+
+def warnings_of(err):
+    return [line for line in err.splitlines() if line.startswith("warning: ")]
+
+
+class TestDryRun:
+    """It looks at all that a real run looks at, and says the same of it."""
+
+    @pytest.mark.parametrize("name", ["never counted, and not a multiple of 64", "biases", "without a target"])
+    def test_its_warnings_are_those_of_the_real_run(self, run, tmp_path, target, name):
+        counts = [0] * 300 + [9, 8, 7, 6] + [0] * (TOKENS - 304)
+        token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+        arguments, words = {
+            "biases": (
+                (write_eagle1(tmp_path / "old", bias=random((HIDDEN,), 1)), "--counts", "few.safetensors",
+                 "--target", target),
+                "fc.bias is dropped",
+            ),
+            "without a target": (
+                (write_eagle3(tmp_path / "new"), "--token-map", write_freq(tmp_path / "freq.pt", range(330))),
+                "no tokenizer was at hand",
+            ),
+        }.get(name, (
+            (write_eagle3(tmp_path / "new"), "--counts", "few.safetensors", "--target", target),
+            "never occur in the counted text",
+        ))  # fmt: skip
+        arguments = (*arguments, "--draft-vocab", "310,320", "--out", "o")
+        code, _, dry = run(convert_command, *arguments, "--dry-run")
+        assert code == 0, dry
+        code, out, _ = run(convert_command, *arguments, "--dry-run", "--json")
+        code, _, real = run(convert_command, *arguments)
+        assert code == 0, real
+        assert words in dry
+        assert "multiple of 64" in dry
+        assert warnings_of(dry) == warnings_of(real)
+        told = {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
+        assert told == set(warnings_of(real))
+
+    def test_it_counts_and_tells_the_same_as_the_real_run(self, run, tmp_path, target, chats):
+        arguments = (write_eagle3(tmp_path / "head", lm_head=False), "--target", target, *chats, "--out", "o", "--json")
+        before = sorted(tmp_path.iterdir())
+        for size in (("--draft-vocab", "270,300"), ("--coverage", "0.9")):
+            code, plan, err = run(convert_command, *arguments, *size, "--dry-run")
+            assert code == 0, err
+            assert sorted(tmp_path.iterdir()) == before
+            code, done, err = run(convert_command, *arguments, *size)
+            assert code == 0, err
+            assert json.loads(plan) == json.loads(done)
+            shutil.rmtree(tmp_path / "o")
+        code, _, err = run(
+            convert_command, *arguments, "--draft-vocab", "300", "--dataset", "missing.jsonl", "--dry-run"
+        )
+        assert (code, "missing.jsonl" in err) == (1, True)
+
+    @pytest.mark.parametrize(("tensor", "row"), [("fc.weight", 3), ("lm_head.weight", 5)])
+    def test_values_that_no_head_may_hold(self, run, tmp_path, target, tensor, row):
+        tensors = eagle3_tensors(rows=VOCAB)
+        tensors[tensor][row, 1] = float("nan")
+        arguments = (write_eagle3(tmp_path / "head", tensors=tensors), "--draft-vocab", "300", "--target", target)
+        ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(320)))
+        for given in ((*ranking, "--dry-run"), ranking):
+            code, _, err = run(convert_command, *arguments, *given)
+            assert code == 1
+            assert f"{tensor}: row" in err
+            assert str(row) in err
+
+
+class TestAdvice:
+    def test_a_link_in_a_circle_is_called_so(self, run, tmp_path):
+        (tmp_path / "a").symlink_to("b")
+        (tmp_path / "b").symlink_to("a")
+        for options in (("a",), ("./a",), ("--target", "a")):
+            code, _, err = run(convert_command, *options, "--draft-vocab", "8", "--order", "ids")
+            assert code == 1
+            assert "a: a link to nothing, or in a circle" in err
+
+    def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
+        for path in target.glob("tokenizer*"):
+            path.unlink()
+        with raises(UsageError, option="--tokenizer") as caught:
+            convert(
+                write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
+            )
+        assert "--target" not in str(caught.value)
+
+    def test_a_repository_is_named_by_its_name(self, tmp_path, target):
+        (target / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((target / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (target / "tokenizer_config.json").write_text(json.dumps(config))
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
+            done = convert(
+                write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
+                out=tmp_path / "o",
+            )  # fmt: skip
+        assert any("org/target" in warning for warning in done.warnings)
+        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.warnings)
+
+
+NO_TORCH = """
+import sys
+from eagle_slim.convert.cli import convert
+convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted({"torch", "datasets", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    (tmp_path / "map.json").write_text(json.dumps(list(range(320))))
+    arguments = [head, "--draft-vocab", "300", "--target", target, "--token-map", tmp_path / "map.json"]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *map(str, arguments), "--out", tmp_path / "o"],
+        capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)[-1] < 320
+    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
+
+
+class TestNeverCounted:
+    def test_ids_that_no_text_holds_are_told_of_everywhere(self, run, tmp_path, target):
+        counts = [0] * TOKENS
+        counts[300], counts[301], counts[302], counts[303] = 9, 8, 7, 6
+        token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+        head = write_eagle3(tmp_path / "head")
+        code, out, err = run(
+            convert_command,
+            head,
+            "--draft-vocab",
+            "320",
+            "--target",
+            target,
+            "--counts",
+            "few.safetensors",
+            "--out",
+            "o",
+        )
+        assert code == 0, err
+        missing = 320 - 259 - 4
+        assert f"never counted         {missing}" in out
+        assert f"{missing} of the 320 ids never occur in the counted text" in err
+        artifact = Artifact.load(tmp_path / "o")
+        assert artifact.manifest.num_uncounted == missing
+        assert f"forced ones apart: {missing}" in (tmp_path / "o" / "README.md").read_text()
+        check = verify_artifact(tmp_path / "o")["ranks"]
+        assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
+
+
+class TestDoubts:
+    def convert(self, tmp_path, head, **options):
+        request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", range(10)))
+        done = convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
+        return done
+
+    def test_two_sets_of_weights(self, tmp_path):
+        head = write_eagle3(tmp_path / "head")
+        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
+        torch.save(other, head / "pytorch_model.bin")
+        chosen = self.convert(tmp_path, head, weights_file="pytorch_model.bin")
+        assert chosen.manifest.head["weights_file"] == "pytorch_model.bin"
+        found = load_file(chosen.folder / "model.safetensors")
+        assert torch.equal(found["fc.weight"], other["fc.weight"])
+        assert verify_artifact(chosen.folder, head=head).ok
+        with raises(SourceError, option="--weights-file"):
+            self.convert(tmp_path, head, weights_file="eagle.bin")
+
+    def test_a_file_beside_an_index_with_shards(self, tmp_path):
+        head = write_eagle3(tmp_path / "head", container="sharded")
+        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
+        save_file(other, head / "model.safetensors")
+        index = "model.safetensors.index.json"
+        done = self.convert(tmp_path, head)
+        assert any("model.safetensors is read" in warning and index in warning for warning in done.warnings)
+        chosen = self.convert(tmp_path, head, weights_file=index)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        found = load_file(chosen.folder / "model.safetensors")["fc.weight"]
+        assert torch.equal(found, eagle3_tensors(rows=VOCAB)["fc.weight"])
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/head", {f"v3/{path.name}": path.read_bytes() for path in head.iterdir()})
+            done = self.convert(tmp_path, "org/head", subfolder="v3")
+            chosen = self.convert(tmp_path, "org/head", subfolder="v3", weights_file=index)
+        assert any(index in warning for warning in done.warnings)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        two = write_eagle3(tmp_path / "two")
+        shutil.copy(two / "model.safetensors", two / "a.safetensors")
+        (two / "model.safetensors").rename(two / "b.safetensors")
+        with pytest.raises(CheckpointError, match="--weights-file"):
+            self.convert(tmp_path, two)
+
+    def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
+        done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
+        assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
+
+    @pytest.mark.parametrize(
+        "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
+    )
+    def test_a_pipe_in_place_of_a_file_is_not_waited_for(self, tmp_path, name):
+        head = write_eagle3(tmp_path / "head")
+        (head / name).unlink(missing_ok=True)
+        os.mkfifo(head / name)
+        refused = pytest.raises((ArtifactError, CheckpointError))
+        with waiting_for_nothing(), contextlib.nullcontext() if name == "README.md" else refused:
+            self.convert(tmp_path, head)
+
+    def test_a_changed_model_card_is_a_note(self, tmp_path):
+        done = self.convert(tmp_path, write_eagle3(tmp_path / "head"))
+        (done.folder / "README.md").write_text("my own words")
+        check = verify_artifact(done.folder)["file checksums"]
+        assert (check.status, "README.md" in check.detail) == ("ok", True)

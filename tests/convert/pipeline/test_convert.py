@@ -1,0 +1,772 @@
+"""Conversion: rows bit for bit, maps composed, configuration, repeatability, and every refusal."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import (
+    Artifact,
+    CheckpointError,
+    MismatchError,
+    OutputExistsError,
+    SourceError,
+    UnsupportedHeadError,
+    VocabRequest,
+    open_head,
+    verify_artifact,
+)
+from eagle_slim.convert.options import ConvertOptions
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.conversion import BY_ID, by_map, convert, convert_all
+from support.heads import (
+    HEAD_DIM,
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    eagle3_config,
+    eagle3_tensors,
+    random,
+    target_lm_head,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+    write_target,
+)
+from support.raising import raises
+from support.small_tokenizers import byte_level_bpe, write_folder
+from support.tampering import change_manifest
+from support.token_counts import token_counts
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def config_of(folder: Path):
+    return json.loads((folder / "config.json").read_text())
+
+
+def target_ids(tensors) -> np.ndarray:
+    return (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy()
+
+
+RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
+
+
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_own_full_head(tmp_path, container, dtype):
+    head = write_eagle3(tmp_path / "head", container=container, dtype=dtype, spelling="layers.0")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    tensors, source = written(done.folder), eagle3_tensors(rows=VOCAB, dtype=dtype)
+    ids = sorted(RANKED[:8])
+    assert target_ids(tensors).tolist() == ids
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].nonzero().flatten().tolist() == ids
+    assert torch.equal(tensors["lm_head.weight"], source["lm_head.weight"][ids])
+    assert set(tensors) == set(source) | {"d2t", "t2d"}
+    for name in set(source) - {"lm_head.weight"}:
+        assert torch.equal(tensors[name], source[name]), name
+        assert tensors[name].dtype == dtype
+    with safe_open(done.folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    artifact = Artifact.load(done.folder)
+    assert artifact.rank_order_ids.tolist() == RANKED[:8]
+    assert torch.load(done.folder / "freq_8.pt", weights_only=True) == RANKED[:8]
+    assert (done.head.draft_vocab, done.draft_vocab) == (VOCAB, 8)
+    assert done.bytes_before - done.bytes_after == (VOCAB - 8) * HIDDEN * dtype.itemsize
+    assert verify_artifact(done.folder, head=head).ok
+
+
+def test_config_has_what_engines_demand(tmp_path):
+    head = write_eagle3(
+        tmp_path / "head", architectures=["Eagle3LlamaForCausalLM"], bias=False, target_hidden_size=HIDDEN,
+        tie_word_embeddings=True, torch_dtype="float32", num_hidden_layers=40, _name_or_path="/home/someone",
+        rope_theta=5e5, norm_output=True, head_dim=None, custom=[1, {"kept": True}],
+    )  # fmt: skip
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    expected = eagle3_config() | {
+        "draft_vocab_size": 8,
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+        "mlp_bias": False,
+        "norm_output": True,
+        "custom": [1, {"kept": True}],
+    }
+    assert config_of(done.folder) == expected
+    other = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "lm", flavour="lmdeploy")
+    assert config_of(other.folder) == expected | {"architectures": ["LlamaForCausalLM"]}
+    assert written(other.folder).keys() == written(done.folder).keys()
+    assert verify_artifact(other.folder).ok
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
+def test_map_composed_with_map(tmp_path, ascending, d2t_dtype):
+    old = trained_ids(120, ascending=ascending)
+    head = write_eagle3(tmp_path / "head", ids=old, d2t_dtype=d2t_dtype)
+    chosen = [int(token_id) for token_id in np.random.default_rng(0).permutation(old)[:64]]
+    done = convert(head, draft_vocab=64, vocabulary=by_map(tmp_path, chosen), out=tmp_path / "out")
+    tensors, source = written(done.folder), eagle3_tensors(rows=120)["lm_head.weight"]
+    for row, token in enumerate(sorted(chosen)):
+        assert torch.equal(tensors["lm_head.weight"][row], source[old.tolist().index(token)])
+    assert target_ids(tensors).tolist() == sorted(chosen)
+    assert verify_artifact(done.folder, head=head).ok
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pruning_twice_is_pruning_once(tmp_path, data):
+    order = data.draw(st.permutations(list(range(40))))
+    large = data.draw(st.integers(2, 40))
+    small = data.draw(st.integers(1, large))
+    head = tmp_path / "head"
+    if not head.exists():
+        write_eagle3(head)
+    request = by_map(tmp_path, order)
+    first = convert(head, draft_vocab=large, vocabulary=request, out=tmp_path / "first", force=True)
+    twice = convert(first.folder, draft_vocab=small, vocabulary=request, out=tmp_path / "twice", force=True)
+    once = convert(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
+    for name in ("model.safetensors", "config.json", f"freq_{small}.pt"):
+        assert (twice.folder / name).read_bytes() == (once.folder / name).read_bytes()
+    rows, ids = Artifact.load(first.folder).prefix(small)
+    assert ids.tolist() == sorted(order[:small])
+    assert torch.equal(written(first.folder)["lm_head.weight"][rows], written(once.folder)["lm_head.weight"])
+
+
+def test_same_size_normalises_and_more_is_refused(tmp_path):
+    old = trained_ids(100, ascending=False)
+    head = write_eagle3(tmp_path / "head", ids=old, t2d=False, spelling="layers.0")
+    request = by_map(tmp_path, range(TOKENS))
+    done = convert(head, draft_vocab=100, vocabulary=request, out=tmp_path / "out")
+    tensors, source = written(done.folder), eagle3_tensors(rows=100)["lm_head.weight"]
+    assert target_ids(tensors).tolist() == sorted(old.tolist())
+    assert torch.equal(tensors["lm_head.weight"], source[np.argsort(old)])
+    with pytest.raises(UsageError, match="has rows for 100 ids"):
+        convert(head, draft_vocab=101, vocabulary=request, out=tmp_path / "more")
+    with pytest.raises(MismatchError, match="100 of 384 ids"):
+        convert(head, draft_vocab="full", out=tmp_path / "full")
+    assert not (tmp_path / "more").exists()
+    assert not (tmp_path / "full").exists()
+
+
+def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
+    old = np.array([*range(300), TOKENS + 3, VOCAB - 1])
+    head = write_eagle3(tmp_path / "head", ids=old)
+    done = convert(head, draft_vocab=302, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert target_ids(written(done.folder)).tolist() == old.tolist()
+    assert any("belong to no token" in warning for warning in done.warnings)
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
+    old = np.array([0, 1, *range(100, 340)])
+    head = write_eagle3(tmp_path / "head", ids=old)
+    done = convert(head, draft_vocab=240, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert 2 not in target_ids(written(done.folder))
+    assert any("never trained" in warning for warning in done.warnings)
+    assert 2 in done.manifest.vocabulary["forced_but_untrained"]
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rows_from_the_target(tmp_path, tied, shards):
+    target = write_target(tmp_path / "target", tied=tied, shards=shards)
+    head = write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=None)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    tensors = written(done.folder)
+    assert torch.equal(tensors["lm_head.weight"], target_lm_head(target)[target_ids(tensors)])
+    assert done.manifest.lm_head == {
+        "from": "target",
+        "tensor": "model.embed_tokens.weight" if tied else "lm_head.weight",
+        "rows": VOCAB,
+        "source_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "rounded": False,
+    }
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_rows_of_a_tied_target_that_stores_an_lm_head_too(tmp_path, stale):
+    target = write_target(tmp_path / "target", tied=True)
+    # Copies: what was loaded may still lie in the file that is written next.
+    tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous() if stale else embedding.clone()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    rows = written(done.folder)
+    assert torch.equal(rows["lm_head.weight"], embedding[target_ids(rows)])
+    assert done.manifest.lm_head["tensor"] == "model.embed_tokens.weight"
+    said = [warning for warning in done.warnings if "stores lm_head.weight beside an embedding" in warning]
+    assert len(said) == stale
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_rows_of_another_dtype_are_rounded_to_even(tmp_path):
+    target = write_target(tmp_path / "target", dtype=torch.float32)
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    tensors = written(done.folder)
+    expected = target_lm_head(target)[target_ids(tensors)]
+    # Round to nearest even, done by hand on the bits.
+    bits = expected.view(torch.int32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(tensors["lm_head.weight"], rounded)
+    assert done.manifest.lm_head["rounded"] is True
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_rows_too_large_for_the_heads_dtype(tmp_path):
+    target = write_target(tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] = 70000.0
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    head = write_eagle3(tmp_path / "head", lm_head=False, dtype=torch.float16)
+    with pytest.raises(MismatchError, match="token 5 holds a value too large"):
+        convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_writes_no_map(tmp_path):
+    head = write_eagle3(tmp_path / "head", ids=np.arange(VOCAB), spelling="layers.0")
+    done = convert(head, draft_vocab="full", out=tmp_path / "out")
+    said = []
+    convert(head, draft_vocab="full", vocabulary=BY_ID, out=tmp_path / "other", say=said.append)
+    assert said[0].startswith("--draft-vocab full keeps every row")
+    tensors = written(done.folder)
+    assert set(tensors) == set(eagle3_tensors(rows=VOCAB))
+    assert config_of(done.folder)["draft_vocab_size"] == VOCAB
+    assert Artifact.load(done.folder).rank_order_ids is None
+    assert not list(done.folder.glob("freq*"))
+    assert verify_artifact(done.folder, head=head).ok
+
+
+def test_an_embedding_that_was_trained_is_kept(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, embedding=True)
+    head = write_eagle3(tmp_path / "head", tensors=tensors, spelling="speculators", embed_requires_grad=True)
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert torch.equal(written(done.folder)["embed_tokens.weight"], tensors["embed_tokens.weight"])
+    assert config_of(done.folder)["embed_requires_grad"] is True
+    assert verify_artifact(done.folder, head=head).ok
+    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.warnings)
+    del tensors["embed_tokens.weight"]
+    without = open_head(write_eagle3(tmp_path / "without", tensors=tensors, embed_requires_grad=True))
+    assert any("the file has none" in warning for warning in without.warnings)
+
+
+def test_embedding_is_kept_only_where_widths_differ(tmp_path):
+    same = write_eagle3(tmp_path / "same", tensors=eagle3_tensors(rows=VOCAB, embedding=True))
+    other = write_eagle3(
+        tmp_path / "other", tensors=eagle3_tensors(rows=VOCAB, target_hidden=48, embedding=True), target_hidden_size=48
+    )
+    request = by_map(tmp_path, RANKED)
+    dropped = convert(same, draft_vocab=8, vocabulary=request, out=tmp_path / "a")
+    kept = convert(other, draft_vocab=8, vocabulary=request, out=tmp_path / "b")
+    assert "embed_tokens.weight" not in written(dropped.folder)
+    assert "embed_tokens.weight" in dropped.manifest.dropped
+    assert written(kept.folder)["embed_tokens.weight"].shape == (VOCAB, HIDDEN)
+    assert config_of(kept.folder)["target_hidden_size"] == 48
+    assert verify_artifact(kept.folder, head=other).ok
+
+
+def test_norms_over_the_taps_are_carried(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, fc_norms=True, input_norm=True)
+    head = write_eagle3(
+        tmp_path / "head", tensors=tensors, spelling="legacy-norms", fc_norm=True, norm_before_fc=True,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    )  # fmt: skip
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", tap_layers=(2, 4, 5))
+    found = written(done.folder)
+    for name in ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "input_norm.weight"):
+        assert torch.equal(found[name], tensors[name])
+    assert config_of(done.folder)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config_of(done.folder)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "written_as",
+    [{"spelling": "speculators", "model_type": "qwen3"}, {"architectures": ["Eagle3Qwen3ForCausalLM"]}, {}],
+    ids=["speculators", "vLLM's class", "Llama's class"],
+)
+def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, written_as):
+    tensors = eagle3_tensors(rows=VOCAB, head_norms=True)
+    head = write_eagle3(tmp_path / "head", tensors=tensors, **written_as)
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = written(done.folder)
+    for name in ("midlayer.self_attn.q_norm.weight", "midlayer.self_attn.k_norm.weight"):
+        assert torch.equal(found[name], tensors[name])
+    config = config_of(done.folder)
+    assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
+    assert any(warning.startswith("SGLang: the norms of q and k") for warning in done.warnings)
+    card = (done.folder / "README.md").read_text()
+    assert "vllm serve" in card
+    assert "sglang.launch_server" not in card
+    report = verify_artifact(done.folder, head=head, engines=["vllm", "sglang"])
+    assert [check.name for check in report.failed] == ["engine sglang"]
+    again = convert(done.folder, draft_vocab=6, vocabulary=by_map(tmp_path, RANKED[:6]), out=tmp_path / "again")
+    assert config_of(again.folder)["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    # Under Llama's class vLLM would raise, and SGLang drop the norms.
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    (done.folder / "config.json").write_text(json.dumps(config))
+    assert verify_artifact(done.folder)["config keys"].status == "failed"
+
+
+def test_norms_of_q_and_k_in_an_eagle1_head(tmp_path, target):
+    norms = {f"layers.0.self_attn.{name}_norm.weight": random((HEAD_DIM,), 90) for name in "qk"}
+    head = write_eagle1(tmp_path / "head", extra=norms)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert all(torch.equal(written(done.folder)[name], norm) for name, norm in norms.items())
+    assert verify_artifact(done.folder, head=head, target=target).ok
+    assert any("raise ValueError with an EAGLE-1/2 head" in warning for warning in done.warnings)
+
+
+def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_path):
+    commands = ("vllm serve", "sglang.launch_server", "eagle-generate HEAD")
+    found = {}
+    for name, changes in {
+        "plain": {},
+        "before": {"norm_before_residual": True},
+        "output": {"norm_output": True},
+    }.items():
+        head = write_eagle3(tmp_path / name, **changes)
+        done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"{name}-slim")
+        card = (done.folder / "README.md").read_text()
+        found[name] = [command for command in commands if command in card]
+        assert ("Not with SGLang or TensorRT-LLM" in card) == (name == "before")
+    assert found["plain"] == list(commands)
+    assert found["before"] == ["vllm serve", "eagle-generate HEAD"]
+    assert found["output"] == list(commands)
+
+
+@pytest.mark.parametrize("sizes", [np.int64(8), np.array([8, 8]), range(8, 9)])
+def test_sizes_of_any_integer_type(tmp_path, sizes):
+    done = convert_all(
+        write_eagle3(tmp_path / "head"), draft_vocab=sizes, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out"
+    )
+    assert [(conversion.draft_vocab, type(conversion.draft_vocab)) for conversion in done] == [(8, int)]
+
+
+def test_what_a_request_cannot_have_is_refused(tmp_path):
+    head = write_eagle3(tmp_path / "head")
+    ranked = by_map(tmp_path, RANKED)
+    with raises(UsageError, option="--weights"):
+        replace(ranked, weights={"chat": 2.0})
+    with pytest.raises(UsageError, match="--counts and --order"):
+        VocabRequest(counts=("a",), order="ids")
+    for empty in ({"counts": ("",)}, {"token_map": ""}):
+        with pytest.raises(UsageError, match="empty"):
+            VocabRequest(**empty)
+    for size in (8.0, True):
+        with raises(UsageError, option="--draft-vocab"):
+            convert(head, draft_vocab=size, vocabulary=ranked)
+    with raises(UsageError, option="--tokenizer"):
+        convert(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
+    with raises(UsageError, option="--target-revision"):
+        convert(head, draft_vocab=8, vocabulary=ranked, target_revision="main", out=tmp_path / "out")
+    with raises(UsageError, option="--out"):
+        convert(head, draft_vocab=8, vocabulary=ranked, out="", force=True)
+
+
+def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
+    ids = np.random.default_rng(0).permutation(VOCAB)
+    head = write_eagle3(tmp_path / "head", ids=ids)
+    row_of_id = np.argsort(ids)
+    source = eagle3_tensors(rows=VOCAB)["lm_head.weight"]
+    made = convert_all(head, draft_vocab=[8, "full"], vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "made")
+    for done, size, kept in zip(made, (8, VOCAB), (sorted(RANKED[:8]), list(range(VOCAB))), strict=True):
+        found = written(done.folder)
+        assert torch.equal(found["lm_head.weight"], source[row_of_id[kept]])
+        assert ("d2t" in found) == (size == 8)
+        assert verify_artifact(done.folder, head=head).ok
+    with pytest.raises(UsageError, match=r"384.*384"):
+        convert(head, draft_vocab=VOCAB, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("target_hidden", [HIDDEN, 2 * HIDDEN])
+def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidden):
+    tensors = eagle3_tensors(rows=None, target_hidden=target_hidden, embedding=True)
+    head = write_eagle3(
+        tmp_path / "head", tensors=tensors, tie_word_embeddings=True, target_hidden_size=target_hidden,
+        draft_vocab_size=None,
+    )  # fmt: skip
+    assert target_hidden != HIDDEN or not torch.equal(target_lm_head(target), tensors["embed_tokens.weight"])
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = written(done.folder)
+    assert torch.equal(found["lm_head.weight"], tensors["embed_tokens.weight"][sorted(RANKED[:8])])
+    assert ("embed_tokens.weight" in found) == (target_hidden != HIDDEN)
+    assert config_of(done.folder)["tie_word_embeddings"] is False
+    assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
+    assert verify_artifact(done.folder, head=head).ok
+
+
+@pytest.mark.parametrize("said", [{"qkv_bias": True}, {"model_type": "qwen2"}])
+@pytest.mark.parametrize("output_bias", [True, False])
+def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
+    sizes = {"q": HIDDEN, "k": 16, "v": 16, **({"o": HIDDEN} if output_bias else {})}
+    biases = {f"midlayer.self_attn.{name}_proj.bias": random((size,), 70 + size) for name, size in sizes.items()}
+    tensors = eagle3_tensors(rows=VOCAB) | biases
+    head = write_eagle3(tmp_path / "head", tensors=tensors, attention_bias=..., **said)
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = written(done.folder)
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    output = found["midlayer.self_attn.o_proj.bias"]
+    assert output.shape == (HIDDEN,)
+    assert bool(output.any()) == output_bias
+    assert output.dtype == torch.bfloat16
+    assert config_of(done.folder)["attention_bias"] is True
+    assert verify_artifact(done.folder, head=head).ok
+    assert any("SGLang" in warning and "biases" in warning for warning in done.warnings)
+
+
+def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
+    head = write_eagle1(tmp_path / "head", container="bin")
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    source = torch.load(head / "pytorch_model.bin", weights_only=True)
+    found = written(done.folder)
+    assert torch.equal(found.pop("fc.bias"), torch.zeros(HIDDEN, dtype=torch.bfloat16))
+    assert found.keys() == source.keys()
+    assert all(torch.equal(found[name], source[name]) for name in source)
+    assert config_of(done.folder) == {
+        key: value for key, value in json.loads((head / "config.json").read_text()).items() if key != "bias"
+    }
+    artifact = Artifact.load(done.folder)
+    freq = torch.load(done.folder / "freq_320.pt", weights_only=True)
+    assert len(freq) == len(set(freq)) == 320
+    assert 2 in freq
+    rows, ids = artifact.prefix(300)
+    assert rows.tolist() == ids.tolist() == sorted(freq[:300])
+    assert "--speculative-token-map HEAD/freq_320.pt" in (done.folder / "README.md").read_text()
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+@pytest.mark.parametrize("said", [{"qkv_bias": True}, {"attention_bias": ...}])
+def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said):
+    sizes = {"self_attn.q": HIDDEN, "self_attn.k": 16, "self_attn.v": 16, "mlp.gate": 48, "mlp.up": 48, "mlp.down": 32}
+    biases = {f"layers.0.{name}_proj.bias": random((size,), size) for name, size in sizes.items()}
+    head = write_eagle1(tmp_path / "head", extra=biases, **said)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    found, config = written(done.folder), config_of(done.folder)
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    # vLLM and SGLang build one with those of q, k and v, and leave uninitialised what the file lacks.
+    assert torch.equal(found["layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN, dtype=torch.bfloat16))
+    assert all(config[flag] is True for flag in ("attention_bias", "qkv_bias", "mlp_bias"))
+    assert verify_artifact(done.folder, head=head, target=target).ok
+    assert any("SGLang" in warning and "MLP are dropped" in warning for warning in done.warnings)
+
+
+def test_eagle1_with_its_full_vocabulary(tmp_path):
+    head = write_eagle1(tmp_path / "head")
+    done = convert(head, draft_vocab="full", out=tmp_path / "out")
+    artifact = Artifact.load(done.folder)
+    assert (artifact.rank_order_ids, artifact.head.draft_vocab) == (None, VOCAB)
+    assert verify_artifact(done.folder, head=head).ok
+
+
+def test_eagle1_keeps_its_own_bias(tmp_path):
+    bias = random((HIDDEN,), 77)
+    head = write_eagle1(tmp_path / "head", bias=bias)
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert torch.equal(written(done.folder)["fc.bias"], bias)
+    assert any("fc.bias is dropped" in warning for warning in done.warnings)
+    with raises(UnsupportedHeadError, option="--for"):
+        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
+
+
+def test_counts_rank_and_coverage_is_measured(tmp_path, target):
+    tokenizer = load_tokenizer(str(target))
+    counts = token_counts(
+        [token % 97 for token in range(TOKENS)], [[300, 301, 302] * 20, [5, 290, 2]], tokenizer.tokenizer_hash
+    )
+    head = write_eagle3(tmp_path / "head")
+    request = VocabRequest(counts=(counts,))
+    done = convert_all(
+        head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many", say=lambda text: None
+    )
+    assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
+    small, large = (Artifact.load(one.folder) for one in done)
+    assert small.rank_order_ids.tolist() == large.rank_order_ids[:270].tolist()
+    assert large.tokenizer_hash == tokenizer.tokenizer_hash
+    entry = done[0].to_json()["coverage"][0]
+    held = np.array([300, 301, 302] * 20 + [5, 290, 2])
+    assert entry["covered"] == pytest.approx(np.isin(held, small.rank_order_ids).mean(), abs=1e-6)
+    card = (done[1].folder / "README.md").read_text()
+    assert f"{entry['covered']:.2%}" in card
+    assert verify_artifact(large.folder, head=head, target=target).ok
+
+    found = convert(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
+    assert found.draft_vocab == 320
+    assert found.to_json()["coverage"][0]["covered"] >= 0.02
+
+
+@pytest.mark.parametrize("ids", [None, np.arange(330)], ids=["full", "with a map"])
+def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(tmp_path, target, ids):
+    counts = token_counts([1] * 300 + [9] * 60, [[297, 298, 299]], load_tokenizer(str(target)).tokenizer_hash)
+    done = convert(
+        write_eagle3(tmp_path / "head", ids=ids), draft_vocab=310, vocabulary=VocabRequest(counts=(counts,)),
+        target=target, out=tmp_path / "out",
+    )  # fmt: skip
+    assert done.manifest.coverage["draft_vocab"] == 310
+    lost = [warning for warning in done.warnings if "which need no corpus" in warning]
+    assert len(lost) == 1
+    assert "less than the 100.00% of the first 310 ids" in lost[0]
+
+
+def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
+    with pytest.raises(TokenizerError):
+        convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
+    longer = token_counts([1] * (VOCAB + 9))
+    with pytest.raises(MismatchError, match="id 392"):
+        convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o")
+
+
+def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    wide = write_target(tmp_path / "wide", hidden=48)
+    with pytest.raises(MismatchError, match="hidden_size"):
+        convert(head, draft_vocab=300, vocabulary=BY_ID, target=wide, out=tmp_path / "o")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
+    with pytest.raises(MismatchError, match="vocab_size"):
+        convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    with raises(MismatchError, option="--tap-layers"):
+        convert(tapped, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(("logical", "head_vocab"), [(TOKENS, TOKENS), (TOKENS, VOCAB), (TOKENS, 370), (VOCAB, 400)])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_vocabulary_that_counts_padding_otherwise_is_no_other_target(tmp_path, target, logical, head_vocab, own):
+    """The tokenizer has 360 tokens, the target's LM head 384 rows, and its config.json says one or the other."""
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": logical}))
+    tensors = eagle3_tensors(rows=head_vocab if own else None)
+    head = write_eagle3(
+        tmp_path / "head", tensors=tensors, vocab_size=head_vocab, draft_vocab_size=head_vocab if own else None
+    )
+    done = convert(head, draft_vocab=350, vocabulary=BY_ID, target=target, out=tmp_path / "o")
+    found = written(done.folder)
+    ids = (found["d2t"] + torch.arange(350)).tolist()
+    assert max(ids) < TOKENS
+    rows = tensors["lm_head.weight"] if own else target_lm_head(target)
+    assert torch.equal(found["lm_head.weight"], rows[ids])
+    assert len(found["t2d"]) == head_vocab
+    assert verify_artifact(done.folder, head=head, target=target).ok
+    with raises(UsageError):
+        convert(head, draft_vocab=TOKENS + 1, vocabulary=BY_ID, target=target, out=tmp_path / "more")
+
+
+def test_tokenizer_that_is_not_the_targets(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    other = write_folder(tmp_path / "other", byte_level_bpe(340))
+    with pytest.raises(MismatchError, match="not that of the target"):
+        convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, tokenizer=other, out=tmp_path / "o")
+    large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
+    with pytest.raises(MismatchError, match="up to 456"):
+        convert(head, draft_vocab=300, vocabulary=BY_ID, tokenizer=large, out=tmp_path / "o")
+
+
+def test_nan_rows_and_tensors_are_refused(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB)
+    tensors["lm_head.weight"][300, 1] = float("nan")
+    head = write_eagle3(tmp_path / "head", tensors=tensors)
+    with pytest.raises(CheckpointError, match="row of token 300"):
+        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    fine = convert(head, draft_vocab=3, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "fine")
+    assert verify_artifact(fine.folder, head=head).ok
+    tensors = eagle3_tensors(rows=VOCAB)
+    tensors["midlayer.mlp.up_proj.weight"][2, 1] = float("inf")
+    head = write_eagle3(tmp_path / "other", tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: row 2"):
+        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_sizes_that_do_not_fit(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    counted = []
+
+    def attempt(**arguments):
+        convert(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
+
+    with pytest.raises(UsageError, match=r"100 is smaller than the \d+ forced ids"):
+        attempt(draft_vocab=100, vocabulary=BY_ID)
+    with pytest.raises(UsageError, match=r"100.*259"):
+        attempt(draft_vocab=100)
+    assert not counted
+    with pytest.raises(UsageError, match=r"360.*360"):
+        attempt(draft_vocab=TOKENS, vocabulary=BY_ID)
+    with pytest.raises(UsageError, match="not both"):
+        attempt(draft_vocab=300, coverage=0.9)
+    with raises(UsageError, option="--draft-vocab"):
+        attempt()
+    with raises(UsageError, option="--coverage"):
+        attempt(coverage=0.9, vocabulary=BY_ID)
+    for share in (0, 1.5, float("nan")):
+        with pytest.raises(UsageError, match="is not a share of tokens"):
+            attempt(coverage=share)
+    assert not counted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [([8, "full"], MismatchError), ([8, 11], UsageError)],
+)
+def test_of_several_sizes_none_is_written_where_one_does_not_fit(tmp_path, sizes, error):
+    head = write_eagle3(tmp_path / "head", ids=trained_ids())
+    with pytest.raises(error):
+        convert(head, draft_vocab=sizes, vocabulary=by_map(tmp_path, trained_ids()[:10]), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
+    full = write_eagle3(tmp_path / "full")
+    with raises(UsageError, option="--tokenizer"):
+        convert(full, draft_vocab=300, vocabulary=BY_ID, out=tmp_path / "o")
+    bare = write_eagle3(tmp_path / "bare", lm_head=False)
+    with raises(UsageError, option="--target"):
+        convert(bare, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "o")
+    with raises(UsageError, option="--offline"):
+        convert(full, draft_vocab=300, target=write_target(tmp_path / "t"), offline=True, out=tmp_path / "o")
+
+
+def test_existing_output_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError):
+        convert("no/such-head", draft_vocab=8, out=tmp_path / "out")
+    with pytest.raises(OutputExistsError, match=r"no eagle_slim\.json"):
+        convert("no/such-head", draft_vocab=8, out=tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+
+
+def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
+    alone = convert(first.folder, draft_vocab=280, out=tmp_path / "alone")
+    helped = convert(first.folder, draft_vocab=280, target=target, out=tmp_path / "helped")
+    direct = convert(head, draft_vocab=280, vocabulary=BY_ID, target=target, out=tmp_path / "direct")
+    for name in ("model.safetensors", "config.json", "freq_280.pt"):
+        assert (alone.folder / name).read_bytes() == (direct.folder / name).read_bytes()
+        assert (alone.folder / name).read_bytes() == (helped.folder / name).read_bytes()
+    assert alone.manifest.num_forced == direct.manifest.num_forced > 0
+    assert alone.manifest.tokenizer["hash"] == direct.manifest.tokenizer["hash"]
+    assert not any("tokenizer" in warning for warning in alone.warnings)
+    assert verify_artifact(alone.folder, head=first.folder, target=target).ok
+    with pytest.raises(UsageError, match=r"200.*259"):
+        convert(first.folder, draft_vocab=200, out=tmp_path / "less")
+    other = shutil.copytree(target, tmp_path / "other")
+    write_folder(other, byte_level_bpe(TOKENS - 9))
+    for vocabulary in (VocabRequest(), BY_ID, VocabRequest(counts=(token_counts([3] * 300),))):
+        with pytest.raises(MismatchError, match="chosen for another tokenizer"):
+            convert(first.folder, draft_vocab=280, vocabulary=vocabulary, target=other, out=tmp_path / "no")
+    ranks = VocabRequest(token_map=first.folder)
+    with pytest.raises(TokenizerError):
+        convert(head, draft_vocab=280, vocabulary=ranks, target=other, out=tmp_path / "no")
+
+
+def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
+    first = convert(
+        write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=BY_ID, target=target,
+        out=tmp_path / "first",
+    )  # fmt: skip
+    named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
+    change_manifest(first.folder, lambda manifest: manifest.update(target=named))
+    again = convert(first.folder, draft_vocab=280, out=tmp_path / "again")
+    assert again.manifest.target == named
+    assert again.manifest.tokenizer == first.manifest.tokenizer
+    assert again.manifest.rank_order_ids.tolist() == first.manifest.rank_order_ids[:280].tolist()
+    assert not any("not at hand" in warning for warning in again.warnings)
+    # What is forced besides is looked for without the target, too; added tokens are not.
+    last = int(first.manifest.rank_order_ids[-1])
+    more = VocabRequest(force_ids=(last,))
+    forced = convert(first.folder, draft_vocab=280, vocabulary=more, out=tmp_path / "forced")
+    assert last in forced.manifest.rank_order_ids
+    assert forced.manifest.num_forced == first.manifest.num_forced + 1
+    with pytest.raises(UsageError, match=r"259.*260"):
+        convert(first.folder, draft_vocab=259, vocabulary=more, out=tmp_path / "less")
+    with pytest.raises(SourceError, match="org/nowhere"):
+        convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(force_added="all"), out=tmp_path / "all")
+
+
+def test_two_runs_give_the_same_bytes(tmp_path, target):
+    hash_of = load_tokenizer(str(target)).tokenizer_hash
+    counts = token_counts([3] * TOKENS, [[7, 8], [300]], hash_of)
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    for name in ("one", "two"):
+        done = convert(
+            head, draft_vocab=300, vocabulary=VocabRequest(counts=(counts,)), target=target, out=tmp_path / name / "x"
+        )
+    assert done.to_json()["never_counted"] == 0
+    assert not any("never occur" in warning for warning in done.warnings)
+    first, second = tmp_path / "one" / "x", tmp_path / "two" / "x"
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    assert names == ["README.md", "config.json", "eagle_slim.json", "freq_300.pt", "model.safetensors"]
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+        assert str(tmp_path).encode() not in (first / name).read_bytes()
+
+
+def test_defaults_are_named(tmp_path, target, monkeypatch):
+    said = []
+    monkeypatch.setattr("eagle_slim.convert.sources.target.known_target", lambda head: str(target))
+    counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+    asked = []
+
+    def count(sources, tokenizer):
+        asked.extend(sources)
+        return counts
+
+    head = write_eagle3(tmp_path / "head")
+    done = convert(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
+    assert any("from the table of public heads" in line for line in said)
+    assert any("ultrachat_200k (MIT" in line for line in said)
+    assert (asked[0].location, asked[0].split, asked[0].roles) == (
+        "HuggingFaceH4/ultrachat_200k", "train_sft", "assistant",
+    )  # fmt: skip
+    assert asked[0].max_tokens == 10_000_000
+    assert done.manifest.coverage is None
+
+
+def test_target_named_by_the_head(tmp_path):
+    from eagle_slim.convert.sources.target import choose_target
+
+    opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
+    choice = choose_target(None, opened)
+    assert (choice.name, choice.reason) == ("org/target", "named in the head's config.json")
+    plain = open_head(write_eagle3(tmp_path / "plain"))
+    assert choose_target(None, plain) is None
+    (tmp_path / "plain" / "README.md").write_text("---\nbase_model: base/model\n---\n")
+    plain = open_head(tmp_path / "plain")
+    assert choose_target(None, plain).name == "base/model"
+    # A path of the machine that trained the head means nothing here; one that is there does.
+    trained_elsewhere = replace(plain, target_name="/home/them/models/target")
+    assert choose_target(None, trained_elsewhere).name == "base/model"
+    assert choose_target(None, replace(opened, target_name=str(tmp_path))).name == str(tmp_path)
+    assert choose_target("mine", opened).name == "mine"
+
+
+def test_default_names():
+    assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
+    assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
+    assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"

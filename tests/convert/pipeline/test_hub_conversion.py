@@ -1,0 +1,162 @@
+"""Heads and targets from a Hub, through the real `huggingface_hub`, to an artifact and back to the Hub."""
+
+import json
+
+import pytest
+import torch
+from eagle_slim.convert import Artifact, open_head, push_folder, verify_artifact
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.rows import hub_tensor
+from eagle_slim.convert.sources.source import open_head_source
+from safetensors.torch import load_file
+from support.conversion import BY_ID, convert
+from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
+from support.hub_server import HubServer, connected
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub with a head as SafeAILab publishes it (`.bin`, no LM head) and a target of which one tensor is needed."""
+    target = write_target(tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    tensors |= {f"model.layers.{n}.mlp.up_proj.weight": random((4096, HIDDEN), n) for n in range(8)}
+    (target / "model.safetensors").unlink()
+    write_tensors(target, tensors, "sharded")
+    head = write_eagle3(tmp_path / "head", lm_head=False, container="bin")
+    (head / "README.md").write_text("---\nlicense: mit\nbase_model: org/target\n---\nA head.\n")
+    with HubServer() as server:
+        server.commits = {
+            "org/head": server.add_model("org/head", files(head)),
+            "org/target": server.add_model("org/target", files(target)),
+        }
+        yield server
+
+
+def test_only_the_needed_bytes_are_fetched(hub, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(hub_tensor, "_FIRST_BYTES", 1000)
+    with connected(hub, tmp_path / "home"):
+        done = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim", say=said.append)
+        needed = VOCAB * HIDDEN * 2
+        sent = hub.bytes_sent("of-00002.safetensors")
+        assert needed <= sent < needed + 20_000
+        assert "target: org/target (named in the head's model card)" in said
+        assert done.manifest.head["revision"] == hub.commits["org/head"]
+        assert done.manifest.target["repo_id"] == "org/target"
+        assert done.manifest.target["revision"] == hub.commits["org/target"]
+        front = (done.folder / "README.md").read_text().split("---")[1]
+        assert "base_model: org/target" in front
+        assert "license: mit" in front
+        tensors = load_file(done.folder / "model.safetensors")
+        ids = tensors["d2t"] + torch.arange(320)
+        assert torch.equal(tensors["lm_head.weight"], target_lm_head(tmp_path / "target")[ids])
+
+        # A second run asks for no weights again, and neither does verification, which finds everything in the cache.
+        hub.reset_counts()
+        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "again")
+        assert hub.bytes_sent(".safetensors") == hub.bytes_sent(".bin") == 0
+        assert files(tmp_path / "again") == files(tmp_path / "slim") | {
+            "README.md": (tmp_path / "again" / "README.md").read_bytes()
+        }
+        result = verify_artifact(tmp_path / "slim")
+        assert result.ok
+        assert result["lm_head rows of the source"].status == "ok"
+        assert result["tensors of the source head"].status == "ok"
+        assert hub.bytes_sent(".safetensors") == 0
+    with connected(hub, tmp_path / "home", offline=True):
+        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "offline", offline=True)
+        assert files(tmp_path / "offline").keys() == files(tmp_path / "slim").keys()
+
+
+def test_revisions(hub, tmp_path):
+    first = hub.commits["org/head"]
+    other = write_eagle3(tmp_path / "other", ids=None)
+    hub.add_model("org/head", files(other) | {"README.md": b"without a target"})
+    with connected(hub, tmp_path / "home"):
+        done = convert(
+            "org/head", draft_vocab=320, vocabulary=BY_ID, revision=first, target="org/target", out=tmp_path / "slim"
+        )
+        assert done.manifest.head["revision"] == first
+        assert done.manifest.lm_head["from"] == "target"
+        newer = convert("org/head", draft_vocab=320, vocabulary=BY_ID, target="org/target", out=tmp_path / "newer")
+        assert newer.manifest.lm_head["from"] == "head"
+
+
+def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = {f"heads/eagle3/{name}": data for name, data in files(tmp_path / "head").items() if name != "README.md"}
+    commit = hub.add_model("org/heads", head | {"README.md": (tmp_path / "head" / "README.md").read_bytes()})
+    order = ["--subfolder", "heads/eagle3", "--draft-vocab", "320", "--order", "ids"]
+    with connected(hub, tmp_path / "home"):
+        with pytest.raises(SystemExit) as stop:
+            convert_command(["org/heads", *order])
+        assert stop.value.code == 0, capsys.readouterr().err
+        made = tmp_path / "heads-heads-eagle3-v320"
+        manifest = Artifact.load(made).manifest
+        assert manifest.head["repo_id"] == manifest.head["name"] == "org/heads"
+        assert (manifest.head["subfolder"], manifest.head["revision"]) == ("heads/eagle3", commit)
+        assert manifest.target["repo_id"] == "org/target"
+        card = (made / "README.md").read_text()
+        assert "license: mit" in card
+        assert f"- head: org/heads/heads/eagle3, revision {commit}\n" in card
+        plain = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "plain").folder
+        assert (made / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+        for named in (None, "org/heads"):
+            assert verify_artifact(made, head=named)["tensors of the source head"].status == "ok"
+
+        # A manifest from elsewhere leads nowhere else.
+        path = made / "eagle_slim.json"
+        path.write_text(path.read_text().replace('"subfolder": "heads/eagle3"', '"subfolder": "../../.."'))
+        check = verify_artifact(made)["tensors of the source head"]
+        assert (check.status, "expected the name of a folder" in check.detail) == ("failed", True)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_pushed_and_loaded_again(hub, tmp_path):
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        made = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim").folder
+        assert "tester/slim" in push_folder(made, "tester/slim")
+        pushed = hub.repo("tester/slim").files
+        assert {name: pushed[name] for name in files(made)} == files(made)
+        here, there = Artifact.load(made), Artifact.load(open_head_source("tester/slim").folder)
+        assert there.rank_order_ids.tolist() == here.rank_order_ids.tolist()
+        assert open_head("tester/slim").draft_ids_to_target.tolist() == sorted(here.rank_order_ids.tolist())
+
+
+def test_default_dataset_is_streamed_and_named(hub, tmp_path):
+    from eagle_slim.convert.vocabulary_choice import DEFAULT_DATASET
+
+    chats = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"The quick fox {n}"}]}
+        for n in range(300)
+    ]
+    lines = "\n".join(json.dumps(chat) for chat in chats)
+    hub.add_dataset(DEFAULT_DATASET, {"data/train_sft.jsonl": lines, "README.md": CARD})
+    said = []
+    import datasets  # noqa: F401  (before `connected`, which turns its constants too)
+
+    with connected(hub, tmp_path / "home"):
+        done = convert("org/head", draft_vocab=320, out=tmp_path / "slim", say=said.append)
+    assert any("no corpus was named" in line and DEFAULT_DATASET in line for line in said)
+    (source,) = done.manifest.vocabulary["sources"]
+    assert source["provenance"]["dataset"] == DEFAULT_DATASET
+    assert source["provenance"]["split"] == "train_sft"
+    assert len(source["provenance"]["revision"]) == 40
+    assert done.to_json()["coverage"][0]["part"] == "held-out"
+    card = (tmp_path / "slim" / "README.md").read_text()
+    assert f"datasets:\n- {DEFAULT_DATASET}\n" in card.split("---")[1]
+    assert f"{DEFAULT_DATASET}, split train_sft, revision {source['provenance']['revision']}; assistant turns" in card
+
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train_sft
+    path: data/train_sft.jsonl
+---
+"""

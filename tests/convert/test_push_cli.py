@@ -1,0 +1,76 @@
+"""eagle-push: an artifact is audited first, and nothing of its folder travels but what belongs to it."""
+
+import json
+
+import pytest
+from eagle_slim.convert import ArtifactError, push_folder
+from eagle_slim.convert.push_cli import main as push_command
+from support.conversion import BY_ID, convert
+from support.heads import write_eagle3
+from support.hub_server import HubServer, connected
+
+# huggingface_hub uploads with an argument that its HTTP library calls old.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture
+def slim(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    return convert(head, draft_vocab=270, target=target, vocabulary=BY_ID, out=tmp_path / "slim").folder
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer() as server, connected(server, tmp_path / "home", token="hf_good"):
+        yield server
+
+
+def test_only_what_the_manifest_names_is_uploaded(run, hub, slim):
+    own = {path.name: path.read_bytes() for path in slim.iterdir()}
+    for name in (".env", "secret.txt", "pytorch_model.bin"):
+        (slim / name).write_text("HF_TOKEN=hf_secret")
+    code, out, err = run(push_command, "slim", "tester/slim", "--dry-run", "--json")
+    assert (code, hub.repos) == (0, {}), err
+    told = json.loads(out)
+    assert (told["uploads"], told["left"]) == (sorted(own), [".env", "pytorch_model.bin", "secret.txt"])
+    code, out, err = run(push_command, "slim", "tester/slim")
+    assert code == 0, err
+    assert "uploaded to" in out
+    assert "secret.txt is not uploaded" in err
+    assert hub.repo("tester/slim").files == own
+
+
+def test_a_damaged_artifact_is_not_uploaded(run, hub, slim):
+    content = bytearray((slim / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (slim / "model.safetensors").write_bytes(content)
+    for more in ((), ("--dry-run",)):
+        code, _, err = run(push_command, "slim", "tester/slim", *more)
+        assert (code, "the audit fails" in err) == (1, True)
+    with pytest.raises(ArtifactError):
+        push_folder(slim, "tester/slim")
+    assert (hub.repos, hub.requests) == ({}, [])
+
+
+def test_a_card_that_links_out_of_the_folder_stays(run, hub, slim, tmp_path):
+    (tmp_path / "token").write_text("hf_secret")
+    (slim / "README.md").unlink()
+    (slim / "README.md").symlink_to(tmp_path / "token")
+    code, _, err = run(push_command, "slim", "tester/slim")
+    assert (code, hub.requests) == (1, [])
+    assert "README.md: a link that leads out" in err
+
+
+def test_the_name_of_the_repository_is_checked_before_the_audit(run, hub, tmp_path):
+    code, _, err = run(push_command, tmp_path / "nothing", "two words")
+    assert (code, "two words" in err, hub.requests) == (1, True, [])
+    code, _, err = run(push_command, tmp_path / "nothing", "tester/slim")
+    assert (code, "nothing" in err, hub.requests) == (1, True, [])
+
+
+@pytest.mark.parametrize(("token", "name"), [(None, "tester/x"), ("hf_good", "other/x"), ("hf_expired", "tester/x")])
+def test_a_repository_that_may_not_be_written(run, slim, tmp_path, token, name):
+    with HubServer() as hub, connected(hub, tmp_path / "home", token=token):
+        code, _, err = run(push_command, "slim", name, "--dry-run")
+    assert (code, name in err) == (1, True)
+    assert not hub.repos

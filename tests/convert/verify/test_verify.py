@@ -1,0 +1,369 @@
+"""Verification finds every fault by the check that is meant for it, even where the manifest was signed again."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import Artifact, ArtifactError, verify_artifact
+from support.conversion import BY_ID, convert, convert_all
+from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target
+from support.tampering import change_config, change_manifest, change_tensors, sign_file
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A converted EAGLE-3 head with its source and its target."""
+    root = tmp_path_factory.mktemp("made")
+    target = write_target(root / "target")
+    head = write_eagle3(root / "head", lm_head=False, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=root / "slim")
+    return root
+
+
+@pytest.fixture
+def slim(made, tmp_path):
+    return shutil.copytree(made / "slim", tmp_path / "slim")
+
+
+def verify(folder, made):
+    return verify_artifact(folder, head=made / "head", target=made / "target")
+
+
+def swap_rows(tensors):
+    tensors["lm_head.weight"][[3, 9]] = tensors["lm_head.weight"][[9, 3]]
+
+
+def by_frequency(tensors):
+    """The order that ModelOpt writes: rows and map together, ids no longer ascending."""
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = ids[order] - torch.arange(len(ids))
+
+
+def absolute(tensors):
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def duplicate(tensors):
+    tensors["d2t"][10] = tensors["d2t"][9] - 1
+
+
+def other_mask(tensors):
+    first = int(tensors["t2d"].nonzero()[0])
+    last = int((~tensors["t2d"]).nonzero()[-1])
+    tensors["t2d"][first], tensors["t2d"][last] = False, True
+
+
+def nan(tensors):
+    tensors["lm_head.weight"][7, 3] = float("nan")
+
+
+def narrow(tensors):
+    tensors["d2t"] = tensors["d2t"].to(torch.int32)
+
+
+def fewer(tensors):
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+
+
+def another_layer(tensors):
+    tensors["midlayer.mlp.up_proj.weight"] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "failing"),
+    [
+        (lambda t: t.pop("d2t"), {"tensor names", "d2t", "config sizes"}),
+        (lambda t: t.pop("t2d"), {"tensor names", "t2d"}),
+        (lambda t: t.pop("lm_head.weight"), {"tensor names", "lm_head rows", "config sizes"}),
+        (lambda t: t.pop("norm.weight"), {"tensor names", "config sizes"}),
+        (lambda t: t.update(frequencies=torch.ones(3)), {"tensor names"}),
+        (lambda t: t.update({"fc.bias": torch.zeros(HIDDEN, dtype=torch.bfloat16)}), {"fc.bias"}),
+        (absolute, {"d2t"}),
+        (duplicate, {"d2t"}),
+        (by_frequency, {"d2t", "lm_head rows"}),
+        (narrow, {"d2t"}),
+        (other_mask, {"t2d"}),
+        (swap_rows, {"lm_head rows", "lm_head rows of the source"}),
+        (nan, {"finite values", "lm_head rows", "lm_head rows of the source"}),
+        (fewer, {"lm_head rows", "config sizes"}),
+        (another_layer, {"tensors of the source head"}),
+    ],
+)
+def test_faults_of_tensors(slim, made, change, failing):
+    change_tensors(slim, change)
+    failed = {check.name for check in verify(slim, made).failed}
+    assert failing <= failed
+    assert "file checksums" not in failed
+    assert "tensor checksums" not in failed
+
+
+def test_rows_that_were_swapped_and_signed_are_found_at_the_source(slim, made):
+    change_tensors(slim, swap_rows, sign_rows=True)
+    result = verify(slim, made)
+    assert [check.name for check in result.failed] == ["lm_head rows of the source"]
+    assert "the first is row 3" in result["lm_head rows of the source"].detail
+
+
+def test_moved_rows_are_told_from_changed_ones(slim, made):
+    change_tensors(slim, swap_rows)
+    assert "another order" in verify(slim, made)["lm_head rows"].detail
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "failing"),
+    [
+        ("tie_word_embeddings", True, "config keys"),
+        ("bias", True, "config keys"),
+        ("draft_vocab_size", 319, "config keys"),
+        ("draft_vocab_size", VOCAB, "config sizes"),
+        ("vocab_size", VOCAB + 1, "config keys"),
+        ("num_hidden_layers", 2, "config keys"),
+        ("architectures", ["LlamaForCausalLM"], "config keys"),
+        ("model_type", "qwen3", "config keys"),
+        ("target_hidden_size", HIDDEN, "config keys"),
+        ("hidden_size", 64, "config sizes"),
+        ("torch_dtype", "float16", "config sizes"),
+        ("norm_before_fc", True, "config sizes"),
+        ("eagle_aux_hidden_state_layer_ids", [1, 4, 5], "tap layers in config"),
+    ],
+)
+def test_faults_of_the_configuration(slim, made, key, value, failing):
+    change_config(slim, lambda config: config.update({key: value}))
+    result = verify(slim, made)
+    assert failing in {check.name for check in result.failed}
+    assert result["file checksums"].status == "ok"
+
+
+def test_tampered_bytes_are_found_by_checksum(slim, made):
+    path = slim / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert verify(slim, made)["tensor checksums"].status == "failed"
+    (slim / "README.md").write_text("another")
+    (slim / "config.json").write_text((slim / "config.json").read_text() + " ")
+    detail = verify(slim, made)["file checksums"].detail
+    assert "README.md" in detail
+    assert "config.json" in detail
+    data[20] ^= 1
+    path.write_bytes(data)
+    assert not verify(slim, made).ok
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+)
+def test_stray_weights(slim, made, name):
+    (slim / name).write_bytes(b"x")
+    assert name in verify(slim, made)["stray files"].detail
+
+
+def test_other_files_are_pointed_out(slim, made):
+    (slim / ".gitattributes").write_text("*.png filter=lfs")
+    assert verify(slim, made)["stray files"].status == "ok"
+    (slim / "notes.txt").write_text("x")
+    found = verify(slim, made)["stray files"]
+    assert (found.status, "notes.txt" in found.detail) == ("warning", True)
+
+
+def test_manifest_faults(slim, made):
+    def reversed_ranks(manifest):
+        manifest["rank_order_ids"].reverse()
+
+    change_manifest(slim, reversed_ranks)
+    result = verify(slim, made)
+    assert {"ranks", "freq_N.pt"} <= {check.name for check in result.failed}
+    (slim / "eagle_slim.json").write_text("{")
+    result = verify(slim, made)
+    assert result["manifest"].status == "failed"
+    assert [check.name for check in result.failed] == ["manifest"]
+    assert result["d2t"].status == "skipped"
+    assert not result.ok
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("files", "README.md"), None),
+        (("files", "config.json", "size_bytes"), "100"),
+        (("files", "model.safetensors", "tensors"), ["fc.weight"]),
+        (("head", "repo_id"), 5),
+        (("target", "revision"), []),
+        (("tap_layers",), ["2"]),
+        (("vocabulary", "forced"), {"end of turn": "2"}),
+        (("vocabulary", "forced_but_untrained"), [[1]]),
+    ],
+)
+def test_parts_of_the_manifest_of_a_wrong_type(slim, made, path, value):
+    def damage(manifest):
+        for key in path[:-1]:
+            manifest = manifest[key]
+        manifest[path[-1]] = value
+
+    change_manifest(slim, damage)
+    result = verify(slim, made)
+    assert [check.name for check in result.failed] == ["manifest"]
+    assert ": ".join(path[:2]) in result["manifest"].detail or path[0] in result["manifest"].detail
+    with pytest.raises(ArtifactError, match="an entry is missing or of a wrong type"):
+        Artifact.load(slim)
+
+
+@pytest.mark.parametrize(
+    ("name", "check"), [("config.json", "file checksums"), ("model.safetensors", "tensor checksums")]
+)
+def test_sizes_that_the_manifest_has_wrong(slim, made, name, check):
+    change_manifest(slim, lambda manifest: manifest["files"][name].update(size_bytes=7))
+    assert [found.name for found in verify(slim, made).failed] == [check]
+    with pytest.raises(KeyError, match="no such check"):
+        verify(slim, made)["no such check"]
+
+
+def test_token_map_faults(slim, made):
+    ids = torch.load(slim / "freq_320.pt", weights_only=True)
+    write_freq(slim / "freq_320.pt", ids[::-1])
+    sign_file(slim, "freq_320.pt")
+    assert [check.name for check in verify(slim, made).failed] == ["freq_N.pt"]
+    content = (slim / "freq_320.pt").read_bytes()
+    # One flipped bit makes torch raise an IndexError.
+    for damaged in (b"not a pickle", b"", bytes([content[0] ^ 1]) + content[1:]):
+        (slim / "freq_320.pt").write_bytes(damaged)
+        sign_file(slim, "freq_320.pt")
+        found = verify(slim, made)["freq_N.pt"]
+        assert (found.status, "freq_320.pt: " in found.detail) == ("failed", True)
+
+
+def test_target_and_tokenizer_that_do_not_fit(slim, made, tmp_path):
+    from support.small_tokenizers import byte_level_bpe, write_folder
+
+    wide = write_target(tmp_path / "wide", hidden=48)
+    assert verify_artifact(slim, target=wide)["target"].status == "failed"
+    other = write_folder(tmp_path / "other", byte_level_bpe(350))
+    assert verify_artifact(slim, tokenizer=other)["tokenizer"].status == "failed"
+    own = verify_artifact(slim, tokenizer=made / "target")
+    assert own.ok
+    assert own["lm_head rows of the source"].status == "skipped"
+
+
+def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
+    result = verify_artifact(slim)
+    assert result.ok
+    skipped = {check.name: check.detail for check in result.checks if check.status == "skipped"}
+    assert set(skipped) == {"tensors of the source head", "target", "lm_head rows of the source", "tokenizer"}
+    assert all("--" in reason for reason in skipped.values())
+
+
+@pytest.mark.parametrize(
+    ("named", "check"), [("head", "tensors of the source head"), ("target", "target"), ("tokenizer", "tokenizer")]
+)
+def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, check):
+    result = verify_artifact(slim, offline=True, **{named: tmp_path / "nope"})
+    assert [found.name for found in result.failed] == [check]
+
+
+def test_local_folders_are_found_under_their_names_beside_the_artifact(made, tmp_path):
+    folder = shutil.copytree(made, tmp_path / "work")
+    result = verify_artifact(folder / "slim")
+    assert result.ok
+    assert not [check for check in result.checks if check.status == "skipped"]
+    # Another head of the same name is none.
+    with (folder / "head" / "model.safetensors").open("ab") as file:
+        file.write(b" ")
+    assert verify_artifact(folder / "slim")["tensors of the source head"].status == "skipped"
+    # A target that lent no rows is known by its sizes.
+    own = write_eagle3(folder / "own")
+    convert(own, draft_vocab=320, vocabulary=BY_ID, target=folder / "target", out=folder / "of-own")
+    assert not [check for check in verify_artifact(folder / "of-own").checks if check.status == "skipped"]
+    shutil.rmtree(folder / "target")
+    write_target(folder / "target", hidden=48)
+    assert "of another size" in verify_artifact(folder / "of-own")["target"].detail
+    shutil.rmtree(folder / "target")
+    assert "was a local folder" in verify_artifact(folder / "of-own")["target"].detail
+
+
+def test_sound_artifacts_of_every_kind(made, tmp_path):
+    target = made / "target"
+    heads = {
+        "own": write_eagle3(tmp_path / "own", ids=np.arange(330)[::-1].copy()),
+        "eagle1": write_eagle1(tmp_path / "eagle1"),
+    }
+    for name, head in heads.items():
+        done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / f"{name}-slim")
+        result = verify_artifact(done.folder, head=head, target=target)
+        assert result.ok, result.failed
+    change_tensors(tmp_path / "eagle1-slim", lambda tensors: tensors.pop("fc.bias"))
+    assert verify_artifact(tmp_path / "eagle1-slim")["fc.bias"].status == "failed"
+    change_config(tmp_path / "eagle1-slim", lambda config: config.update(bias=True))
+    assert verify_artifact(tmp_path / "eagle1-slim")["config keys"].status == "failed"
+
+
+def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_path):
+    full = write_eagle3(tmp_path / "full", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    done = convert_all(full, draft_vocab=320, vocabulary=BY_ID, target=made / "target", out=tmp_path / "out")
+    result = verify_artifact(done[0].folder, head=made / "head", target=made / "target")
+    assert [check.name for check in result.checks if check.status == "failed"] == ["lm_head rows of the source"]
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ArtifactError, match="no such folder"):
+        verify_artifact(tmp_path / "nothing")
+
+
+class TestLoading:
+    def test_parts_that_disagree(self, slim):
+        change_manifest(slim, lambda manifest: manifest.update(target_vocab=VOCAB + 1))
+        with pytest.raises(ArtifactError, match="vocab_size is 384, the manifest says 385"):
+            Artifact.load(slim)
+
+    def test_map_and_ranks_that_disagree(self, slim):
+        def other_id(manifest):
+            spare = next(i for i in range(VOCAB) if i not in manifest["rank_order_ids"])
+            manifest["rank_order_ids"][-1] = spare
+
+        change_manifest(slim, other_id)
+        with pytest.raises(ArtifactError, match="name different ids"):
+            Artifact.load(slim)
+
+    def test_cut_weights(self, slim):
+        path = slim / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ArtifactError, match="expected 50624 bytes, found 50623"):
+            Artifact.load(slim)
+
+    def test_no_manifest(self, made):
+        with pytest.raises(ArtifactError, match=r"no eagle_slim\.json"):
+            Artifact.load(made / "head")
+
+    @pytest.mark.parametrize(
+        ("key", "value", "named"),
+        [
+            ("format", "other", "format"),
+            ("format_version", 2, "format_version 2"),
+            ("format_version", 0, "format_version 0"),
+            ("draft_vocab", "320", "draft_vocab: .* found str"),
+            ("draft_vocab", 319, "rank_order_ids: .* found 320"),
+            ("rank_order_ids", [1.5] * 320, "rank_order_ids"),
+            ("rank_order_ids", [2**70] * 320, "rank_order_ids"),
+            ("row_checksums", "!!", "row_checksums"),
+            ("row_checksums", "AAAA", "row_checksums"),
+            ("num_forced", 321, "num_forced"),
+            ("kind", "medusa", "kind"),
+        ],
+    )
+    def test_bad_manifests(self, slim, key, value, named):
+        change_manifest(slim, lambda manifest: manifest.update({key: value}))
+        with pytest.raises(ArtifactError, match=named):
+            Artifact.load(slim)
+
+    def test_prefix_limits(self, slim):
+        artifact = Artifact.load(slim)
+        rows, ids = artifact.prefix(320)
+        assert rows.tolist() == list(range(320))
+        assert ids.tolist() == sorted(artifact.rank_order_ids.tolist())
+        smallest, _ = artifact.prefix(artifact.num_forced)
+        assert len(smallest) == artifact.num_forced
+        for wrong in (artifact.num_forced - 1, 321):
+            with pytest.raises(ArtifactError, match=r"259 .* 320"):
+                artifact.prefix(wrong)

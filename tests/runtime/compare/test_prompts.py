@@ -1,0 +1,100 @@
+"""Prompt files in the forms that are around."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
+from eagle_slim.runtime.errors import PromptFileError
+from support.raising import raises
+
+
+def test_turns_and_categories(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    lines = [{"question_id": 81, "category": "writing\n", "turns": ["One?", "Two?"]}, {"turns": "Alone?"}]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    assert load_prompts(path) == [Prompt(("One?", "Two?"), "writing"), Prompt(("Alone?",), "all prompts")]
+    assert load_prompts(path, limit=1) == [Prompt(("One?", "Two?"), "writing")]
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("Why is the sky blue?\n\n  [1, 2] is a list  \n")
+    assert load_prompts(path) == [Prompt(("Why is the sky blue?",)), Prompt(("[1, 2] is a list",))]
+
+
+def test_a_json_list(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"turns": ["One?"], "category": "a"}, {"turns": "Two?"}], indent=1))
+    assert load_prompts(path) == [Prompt(("One?",), "a"), Prompt(("Two?",))]
+    path.write_text(json.dumps(["One?", "Two \U0001f600?"]))
+    assert load_prompts(path) == [Prompt(("One?",)), Prompt(("Two \U0001f600?",))]
+    path.write_text("[INST] One? [/INST]\n[Two?]\n")
+    assert load_prompts(path) == [Prompt(("[INST] One? [/INST]",)), Prompt(("[Two?]",))]
+
+
+@pytest.mark.parametrize("line", ['["Why is the sky blue?"]', "[1]", "[" * 100_000, f"[{'1' * 5000}]"], ids=len)
+def test_text_that_looks_like_a_list(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text(line + "\n")
+    assert load_prompts(path) == [Prompt((line,))]
+
+
+def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"turns": ["a\u2028b"]}\r\n{"turns": ["c\x85"]}\r\n'.encode())
+    assert load_prompts(path) == [Prompt(("a\u2028b",)), Prompt(("c\x85",))]
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [("", {"prompts": 0}), ('{"turns": ["a"]}\n{"turns": 3}', {"line": 2}),
+     ('{"turns": ["a"]}\nplain', {"line": 2}), ('{"turns": ' + "[" * 100_000, {"line": 1}),
+     ('[{"turns": ["a"]}, "b"]', {"item": 2}), ('{"turns": []}', {"line": 1}), ('{"turns": [" "]}', {"line": 1}),
+     ("[]", {"prompts": 0}), ("null", {"line": 1}), ('"a"\n"b"', {"line": 1}), ('["a", {"prompt": "b"}]', {"item": 1}),
+     ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', {"line": 2}), ('{"prompt": "a", "category": "\\udfff"}', {"line": 1})],
+)  # fmt: skip
+def test_bad_files(tmp_path: Path, text: str, facts: dict[str, int]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with raises(PromptFileError, path=str(path), **facts):
+        load_prompts(path)
+    with raises(PromptFileError, path=str(tmp_path / "missing")):
+        load_prompts(tmp_path / "missing")
+
+
+def test_conversations_prompts_and_questions(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    system = {"role": "system", "content": "Be brief."}
+    talk = [system, {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]
+    asked = {"role": "user", "content": "Two?"}
+    lines: list[dict[str, Any]] = [
+        {"messages": [*talk, asked]},
+        {"messages": [*talk, asked, {"role": "assistant", "content": "the reference answer"}], "category": "a"},
+        {"prompt": "Why?"},
+        {"question": "How?", "answer": "So."},
+    ]
+    expected = [
+        Prompt(("Two?",), opening=tuple(talk)), Prompt(("Two?",), "a", tuple(talk)),
+        Prompt(("Why?",)), Prompt(("How?",)),
+    ]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert load_prompts(path) == expected
+    path.write_text(json.dumps(lines))
+    assert load_prompts(path) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"messages": []}, {"messages": [{"role": "system", "content": "x"}]}, {"messages": "Hi"}, {"prompt": ["Hi"]},
+     {"question": 3}, {"text": "Hi"}, {"messages": [{"role": "user", "content": None}]}],
+    ids=str,
+)  # fmt: skip
+def test_objects_without_a_prompt(tmp_path: Path, value: dict[str, Any]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps(value))
+    with raises(PromptFileError, line=2):
+        load_prompts(path)

@@ -1,0 +1,248 @@
+"""A model that was changed, before it was loaded and between two calls, answers as its own ``generate`` does.
+
+Every way of `support.changed_models` runs fused, through transformers' forward, or is refused, as its line there says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.convert.heads.open import open_head
+from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
+from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
+from eagle_slim.runtime.errors import SpeedWarning, UsageError
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step.kept_rows import HeldRow
+from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.target.wrapper import TargetModel
+from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStandIn, lora
+from support.raising import raises
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from torch import nn
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning"),
+    pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.SpeedWarning"),
+]
+PROMPT = random_prompts([12])[0]
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"))
+
+
+def over(model: Any, head: Path, backend: str = "auto") -> SpeculativeModel:
+    """A model that fuses on a CPU too, where it is free to."""
+    opened = open_head(head)
+    target = TargetModel(model, (2, 3, 3), backend, fused_on=("cpu",))
+    weights = load_head_weights(opened, target, choose_draft_ids(opened, None, None), target.dtype, target.device)
+    return SpeculativeModel(target, Drafter(weights, TreeConfig(depth=2, top_k=2, total_tokens=5)))
+
+
+def answer(model: SpeculativeModel, prompt: list[int] = PROMPT, **options: Any) -> tuple[list[int], str]:
+    output = model.generate(prompt, max_new_tokens=NEW, ignore_eos=True, **options)
+    return output.token_ids[0], output.stats.path
+
+
+def own_answer(model: Any, prompt: list[int] = PROMPT) -> list[int]:
+    return plain_greedy(model, prompt, NEW, eos=None)
+
+
+@pytest.fixture(params=CHANGES)
+def change(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A way to change a model; what is global of it is undone afterwards."""
+    act, *expected = CHANGES[request.param]
+    undo: list[Any] = []
+
+    def changed(model: Any) -> None:
+        undo.append(act(model))
+
+    yield changed, *expected
+    for each in filter(None, undo):
+        each()
+    torch._dynamo.reset()
+
+
+def check(model: SpeculativeModel, own: Any, expected: str) -> None:
+    if expected == REFUSED:
+        with pytest.raises((UnsupportedModelError, UsageError)):
+            answer(model)
+        return
+    tokens, path = answer(model, reuse_prefix=True)
+    assert tokens == own_answer(own)
+    assert f"target {'fused' if expected == FUSED else 'transformers'} (" in path
+    assert expected == FUSED or expected in path
+
+
+def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
+    act, expected, _ = change
+    own = tiny_target("llama")
+    act(own)
+    if expected == REFUSED:
+        with pytest.raises(UnsupportedModelError):
+            answer(over(own, head))
+        return
+    check(over(own, head), own, expected)
+
+
+def test_a_model_changed_between_two_calls(change: Any, head: Path) -> None:
+    act, expected, between = change
+    own = tiny_target("llama")
+    model = over(own, head)
+    before, path = answer(model)
+    assert before == own_answer(own)
+    assert "target fused" in path
+    act(own)
+    check(model, own, between or expected)
+
+
+def test_an_explicit_fused_is_refused_by_name(head: Path) -> None:
+    adapted = tiny_target("llama")
+    lora("mlp.up_proj")(adapted)
+    with raises(UnsupportedModelError, option="target_backend") as caught:
+        over(adapted, head, "fused")
+    assert "model.layers.0.mlp.up_proj is a LoraLinear" in str(caught.value)
+    own = tiny_target("llama")
+    model = over(own, head, "fused")
+    lora("mlp.up_proj")(own)
+    with raises(UnsupportedModelError, option="target_backend"):
+        answer(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_each_family_is_fused_and_a_changed_window_or_scaling_is_not(kind: str, head: Path) -> None:
+    own = tiny_target(kind)
+    model = over(own, head)
+    assert model.target.backend.name == "fused"
+    attention: Any = own.model.layers[1].self_attn  # type: ignore[union-attr, index]
+    attention.scaling *= 2
+    if hasattr(attention, "sliding_window"):
+        attention.sliding_window = 3
+    tokens, path = answer(model)
+    assert tokens == own_answer(own)
+    assert "target transformers (model.layers.1.self_attn." in path
+
+
+def test_adapters_are_switched_scaled_and_taken_away_between_calls(head: Path) -> None:
+    own: Any = tiny_target("llama")
+    model = over(own, head)
+    plain, _ = answer(model, reuse_prefix=True)
+    lora("self_attn.v_proj")(own)
+    seen = [plain]
+
+    def check_now() -> None:
+        output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
+        seen.append(output.token_ids[0])
+        assert seen[-1] == own_answer(own)
+        assert output.stats.num_reused_tokens == 0
+        assert model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True).stats.num_reused_tokens
+
+    check_now()
+    projections: list[LoraLinear] = [layer.self_attn.v_proj for layer in own.model.layers]
+    for projection in projections:
+        projection.set_adapter("other")
+    check_now()
+    for projection in projections:
+        projection.scaling["other"] = -1.0
+    check_now()
+    for layer in own.model.layers:
+        layer.self_attn.v_proj = layer.self_attn.v_proj.base_layer
+    check_now()
+    assert seen[-1] == plain
+    assert len({tuple(tokens) for tokens in seen}) == 4
+    assert model.target.backend.name == "fused"
+
+
+@pytest.mark.parametrize("tapped", [(2, 3, 3), None], ids=["eagle3", "eagle1"])
+def test_a_wrapper_of_a_whole_model_runs_as_the_wrapper_does(tapped: Any, tmp_path: Path) -> None:
+    own = tiny_target("llama")
+    lora("self_attn.v_proj")(own)
+    kinds = {"kind": "eagle3" if tapped else "eagle"}
+    for wrapped in (PeftStandIn(own), torch.compile(own, backend="eager")):
+        model = SpeculativeModel.from_pretrained(wrapped, write_head(tmp_path / "head", **kinds), depth=2, top_k=2)
+        assert answer(model)[0] == own_answer(own)
+
+
+def test_prompt_learning_is_refused(head: Path) -> None:
+    wrapped = PeftStandIn(tiny_target("llama"))
+    wrapped.peft_config["default"].is_prompt_learning = True
+    with pytest.raises(UnsupportedModelError, match="rows of its own before the prompt"):
+        over(wrapped, head)
+
+
+def test_what_is_no_target_is_refused_in_words(head: Path) -> None:
+    own: Any = tiny_target("llama")
+    for other in (nn.DataParallel(own), own.model.layers[0], own.model):
+        with pytest.raises(UnsupportedModelError):
+            SpeculativeModel.from_pretrained(other, head)
+
+
+def test_what_keeps_a_known_model_from_being_fused_is_warned_of_once(head: Path) -> None:
+    own: Any = tiny_target("llama")
+    own.model.norm.register_forward_hook(lambda *_: None)
+    with pytest.warns(SpeedWarning, match=r"model\.norm has a forward hook"):
+        model = over(own, head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedWarning)
+        answer(model)
+        own.config.pad_token_id = 1  # looked at anew
+        answer(model)
+
+
+def test_a_recorder_of_hidden_states_is_no_change(head: Path) -> None:
+    own: Any = tiny_target("llama")
+    own(torch.tensor([PROMPT]), output_hidden_states=True)
+    assert over(own, head).target.backend.name == "fused"
+
+
+def test_tensors_of_inference_mode_have_no_counter_and_run(head: Path) -> None:
+    usual: Any = tiny_target("llama")
+    with torch.inference_mode():
+        own: Any = tiny_target("llama")
+    model = over(own, head)
+    assert answer(model, reuse_prefix=True)[0] == own_answer(usual)
+    for each in (own, usual):
+        with torch.inference_mode():
+            each.model.layers[1].mlp.down_proj.weight.mul_(-3)
+    assert answer(model, reuse_prefix=True)[0] == own_answer(usual)
+
+
+def test_rows_of_other_weights_are_found_by_value_where_counters_miss(head: Path) -> None:
+    """Also beside a sequence that takes over nothing, with prompts that wait, and with tokens chosen on the host."""
+    own: Any = tiny_target("llama")
+    model = over(own, head)
+    prompts = random_prompts([12, 9, 14, 7])
+    options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "reuse_prefix": True, "max_slots": 2}
+    model.generate(prompts[:2], **options)
+    for place, host in enumerate((False, True)):
+        own.model.layers[place].self_attn.v_proj.weight.data *= -1.5
+        version = model.target.version
+        processed = {"logits_processor": [lambda _ids, scores: scores]} if host else {}
+        output = model.generate(prompts, **options, **processed)
+        assert output.token_ids == [own_answer(own, prompt) for prompt in prompts]
+        assert model.target.version == version
+        assert output.stats.num_reused_tokens == 0
+    assert model.generate(prompts[2:], **options).stats.num_reused_tokens > 0
+
+
+def test_a_held_row_is_compared_by_its_bits_where_rows_are_exact() -> None:
+    cache = KVCache.over(torch.randn(3, 2, 1, 6, 4), torch.randn(3, 2, 1, 6, 4))
+    for is_exact, factor, expected in ((True, 1 + 2**-23, True), (False, 1 + 2**-23, False), (False, 1.1, True)):
+        held = HeldRow(cache, 1, 4, is_exact)
+        assert not held.has_changed()
+        cache.layers[2][1][0, :, 4] = 7.0  # another slot
+        cache.layers[2][1][1, :, 3] = 7.0  # another row
+        assert not held.has_changed()
+        cache.layers[2][1][1, :, 4] *= factor
+        assert bool(held.has_changed()) is expected
+    held = HeldRow(cache, 1, 4, is_exact=False)
+    cache.layers[0][0][1, 0, 4, 0] = float("nan")
+    assert held.has_changed()
