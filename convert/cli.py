@@ -121,7 +121,7 @@ def convert(
     The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
     head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
     """
-    from eagle_slim.vocab_tools.counting.count import count_tokens
+    from eagle_slim.vocab_tools.counting import count_tokens
 
     from .options import ConvertOptions
     from .pipeline import plan_conversion

@@ -15,9 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
@@ -394,7 +394,7 @@ def _rank(
             say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
         return None
     if count is None:
-        from eagle_slim.vocab_tools.counting.count import count_tokens
+        from eagle_slim.vocab_tools.counting import count_tokens
 
         count = count_tokens
     return make_ranking(

@@ -33,15 +33,17 @@ ALLOWED = {
 FLOORS = {
     "vocab_tools": """
         errors
-        hub hub_errors
-        files hub_session
+        hub
+        files
         common_cli
         tokenizer
         chats encoding
-        forced
-        corpus
-        counting
-        count_cli vocabulary
+        forced records
+        counts sources
+        workers
+        ray_workers
+        counting vocabulary
+        count_cli
         ranking token_maps
         coverage show
         cli
@@ -84,7 +86,7 @@ FLOORS = {
 # Library → pattern of the only files, relative to the root, that may import it.
 ONLY_IN = {
     "click": r".*cli\.py",
-    "datasets": r"vocab_tools/corpus/.*",
+    "datasets": r"vocab_tools/sources\.py",
     "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\w*\.py",
     "triton": r"runtime/.*/kernels/.*",
 }

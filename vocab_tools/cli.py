@@ -25,7 +25,7 @@ from .files import refuse_existing
 from .token_maps import FORMATS
 
 if TYPE_CHECKING:
-    from .counting.counts import TokenCounts
+    from .counts import TokenCounts
     from .token_maps import D2TForm
     from .tokenizer import LoadedTokenizer
     from .vocabulary import DraftVocab
@@ -77,7 +77,7 @@ Example:
 @json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
     """Merge counts files; parts of one source are added, and weights are recorded."""
-    from .counting.counts import TokenCounts, merge_counts
+    from .counts import TokenCounts, merge_counts
 
     merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
     path = counts_to_write(out, force)
@@ -313,7 +313,7 @@ def main() -> NoReturn:
 
 
 def _load_counts(files: tuple[str, ...]) -> TokenCounts:
-    from .counting.counts import TokenCounts, merge_counts
+    from .counts import TokenCounts, merge_counts
 
     loaded = [TokenCounts.load(file) for file in files]
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .counting.counts import SourceCounts, TokenCounts
+from .counts import SourceCounts, TokenCounts
 from .errors import TokenizerError, UsageError, VocabularyError, printable
 from .files import write_file
 from .ranking import Part, source_shares

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .counting.counts import TokenCounts
+from .counts import TokenCounts
 from .errors import UsageError, VocabularyError
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer, check_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .counting.counts import TokenCounts
+from .counts import TokenCounts
 from .errors import TokenizerError, printable
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import DraftVocab

@@ -220,7 +220,10 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
         readings[key] = tuple(layer + shift for layer in ids)
     if len(set(readings.values())) > 1:
         said = "; ".join(f"{key}: inputs of layers {list(ids)}" for key, ids in readings.items())
-        problem = f"the keys that name the layers which the head reads disagree: {said}.\nSay which with {_TAPS_FLAG}."
+        ask = "Name the target, whose number of layers may tell, or say" if num_layers is None else "Say"
+        problem = (
+            f"the keys that name the layers which the head reads disagree: {said}.\n{ask} which with {_TAPS_FLAG}."
+        )
         raise MismatchError.at(where, problem, option=_TAPS_FLAG)
     return next(iter(readings.values()), None)
 
@@ -229,7 +232,7 @@ def could_be_inputs(config: Mapping[str, Any]) -> int | None:
     """The number of layers of a target with which the list in `eagle_config` would name inputs; None without it."""
     nested = config.get("eagle_config")
     ids = nested.get(AUX_LAYER_KEY) if isinstance(nested, Mapping) else None
-    return max(ids) if ids else None
+    return max(ids) if isinstance(ids, list) and ids and all(type(layer) is int for layer in ids) else None
 
 
 def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:

@@ -183,12 +183,17 @@ class Checkpoint:
 def _pieces(array: Bytes, ids: NDArray[np.int64] | None, read: ReadRecord) -> Generator[Bytes, None, str]:
     step = max(1, PIECE_BYTES // max(1, array.shape[1]))
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as hasher:
+    hasher = ThreadPoolExecutor(1)
+    try:
         for start in range(0, len(array if ids is None else ids), step):
             piece = array[start : start + step] if ids is None else array[ids[start : start + step]]
             hashing = hasher.submit(digest.update, piece.reshape(-1).data)
             yield piece
             hashing.result()
+    finally:
+        # Not joined: the garbage collector may close a generator that was left, in a thread that is just being started
+        # and holds the lock that joining takes.
+        hasher.shutdown(wait=False)
     read.sha256 = digest.hexdigest()
     return read.sha256
 

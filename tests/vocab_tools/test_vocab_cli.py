@@ -14,7 +14,7 @@ import torch
 from eagle_slim.vocab_tools import common_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
@@ -51,10 +51,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shift in (("chat", 0), ("code", 1)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for number in range(40):
-                text = TEXT[(number + shift) % 3]
+                text = f"{TEXT[(number + shift) % 3]} {number}"
                 file.write(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
         arguments = ["count", f"{name}={folder / f'{name}.jsonl'}", "--tokenizer", str(folder / "tok")]
-        arguments += ["--held-out", "0.3", "--workers", "1", "--no-progress"]
+        arguments += ["--held-out", "0.3", "--workers", "0", "--no-progress"]
         arguments += ["--out", str(folder / f"{name}.counts")]
         with pytest.raises(SystemExit) as caught:
             run_cli(vocab, arguments, "eagle-vocab")

@@ -5,8 +5,8 @@ import pytest
 from eagle_slim.convert import UnsupportedHeadError
 from eagle_slim.convert.heads.names import canonical_names
 from eagle_slim.convert.vocabulary_choice import VocabRequest
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.count import count_tokens
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.sources import CorpusSource
 from safetensors.torch import load_file
 from support.conversion import convert
 from support.heads import HIDDEN, random, write_dflash, write_json, write_tensors

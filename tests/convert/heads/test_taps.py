@@ -79,6 +79,8 @@ def test_one_layer_that_is_the_last_ones_output(tmp_path):
         (3, {AUX: [5, 4, 2]}),
         (3, {AUX: [10**30, 10**31, 10**32]}),
         (3, {"target_layer_ids": [-2, 1, 3]}),
+        (3, {"eagle_config": {AUX: 3}}),
+        (3, {AUX: [1, "3", 6]}),
     ],
 )
 def test_what_cannot_be_known_is_opened_only_with_layers_given(tmp_path, count, changes):

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TokenizerError, UsageError, VocabularyError, errors_of
-from ..files import check_named, regular_file, write_file
+from .errors import TokenizerError, UsageError, VocabularyError, errors_of
+from .files import check_named, regular_file, write_file
 
 JSON = Any
 
@@ -57,6 +57,18 @@ class HeldOut:
                 f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens.",
                 field="doc_offsets",
             )
+
+    @classmethod
+    def of_documents(cls, documents: Iterable[NDArray[np.int32]]) -> HeldOut:
+        """Put documents [tokens] behind each other, in an order that depends on nothing but what they hold."""
+        ordered = sorted(documents, key=lambda token_ids: token_ids.tobytes())
+        offsets = np.cumsum([0, *map(len, ordered)], dtype=np.int64)
+        return cls(np.concatenate([np.zeros(0, np.int32), *ordered]), offsets)
+
+    @property
+    def documents(self) -> list[NDArray[np.int32]]:
+        """Token ids of each document, int32 [tokens]."""
+        return np.split(self.token_ids, self.doc_offsets[1:-1]) if self.num_documents else []
 
     @property
     def num_documents(self) -> int:
@@ -298,7 +310,8 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     """Merge counts made by one tokenizer.
 
     Sources of different names are kept side by side. Sources of one name are parts of one corpus that were counted
-    separately: their counts are added, their held-out documents joined, and their provenance is listed under "parts".
+    separately: their counts are added and their held-out documents joined. Parts that were counted with the same
+    settings give what one count of the whole gives, byte for byte; others are listed in the provenance under "parts".
 
     `weights`, by source name, replace the stored ones.
 
@@ -346,40 +359,59 @@ def _text_of(provenance: JSON) -> JSON:
         return provenance
     if "files" not in provenance and "dataset" not in provenance:
         return provenance
-    names = ("files", "dataset", "config", "split", "revision", "column", "text")
+    names = ("files", "dataset", "config", "split", "revision", "column", "text", "digest")
     return {name: provenance.get(name) for name in names}
+
+
+_ADDED = ("documents", "tokens", "empty_documents", "skipped_records", "cuts_in_long_texts")
+_HELD_OUT_ADDED = ("documents", "tokens")
+_OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
 
 
 def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if len(parts) == 1:
         return parts[0]
-    provenances = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
-    seen: list[JSON] = []
-    for provenance in provenances:
-        text = _text_of(provenance)
-        if text in seen:
-            raise VocabularyError(
-                f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
-                "Merge each counts file once; give the sources different names if they really differ.",
-                repeated="provenance",
-            )
-        seen.append(text)
-    held_out = [source.held_out for source in parts if source.held_out is not None]
+    found = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
+    texts = [_text_of(part) for part in found]
+    if any(text in texts[:at] for at, text in enumerate(texts)):
+        raise VocabularyError(
+            f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
+            "Merge each counts file once; give the sources different names if they really differ."
+        )
+    added: list[JSON] = []
+    for part in found:
+        twin = next((other for other in added if _have_same_settings(part, other)), None)
+        if twin is None:
+            added.append(part)
+        else:
+            added[added.index(twin)] = _sum_of(twin, part)
+    held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
     return SourceCounts(
         name=name,
         weight=parts[0].weight,
         counts=np.sum([source.counts for source in parts], axis=0, dtype=np.int64),
-        held_out=_concatenate(held_out) if held_out else None,
-        provenance={"parts": provenances},
+        held_out=HeldOut.of_documents(held_out) if held_out else None,
+        provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=lambda part: json.dumps(part))},
     )
 
 
-def _concatenate(parts: Sequence[HeldOut]) -> HeldOut:
-    lengths = np.concatenate([np.diff(part.doc_offsets) for part in parts])
-    return HeldOut(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
-    )
+def _have_same_settings(a: JSON, b: JSON) -> bool:
+    """Whether two provenances are of files that were counted in one way, so that one may stand for both."""
+    if not all(isinstance(part, dict) and "digest" in part and "files" in part for part in (a, b)):
+        return False
+    plain = [{key: value for key, value in part.items() if key not in _OF_THE_TEXT} for part in (a, b)]
+    return plain[0] == plain[1] and a["held_out"].get("share") == b["held_out"].get("share")
+
+
+def _sum_of(a: JSON, b: JSON) -> JSON:
+    held_out = {**a["held_out"], **{key: a["held_out"][key] + b["held_out"][key] for key in _HELD_OUT_ADDED}}
+    return {
+        **a,
+        **{key: a[key] + b[key] for key in _ADDED},
+        "files": sorted([*a["files"], *b["files"]], key=lambda file: str(file["name"])),
+        "digest": f"{(int(a['digest'], 16) + int(b['digest'], 16)) % 2**64:016x}",
+        "held_out": held_out,
+    }
 
 
 def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
