@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
-from eagle_slim.runtime.requests.stats import GenerationStats
 from torch import Tensor
 
 from benchmarks.shared.command import Command, show, write
@@ -65,7 +65,7 @@ def answer_all(model: SpeculativeModel, prompts: Prompts, **options: Any) -> dic
     stats = GenerationStats.sum(output.stats for output in outputs)
     return {
         "tokens_per_s": stats.num_new_tokens / whole_s,
-        "decode_tokens_per_s": (stats.num_new_tokens - len(prompts)) / stats.decode_s,
+        "decode_tokens_per_s": (stats.num_new_tokens - len(prompts)) / stats.step_s,
         "first_token_ms": statistics.median(first_s) * 1e3, "accepted_length": stats.mean_accepted_length,
         "path": outputs[0].stats.path, "token_ids": [output.token_ids[0] for output in outputs],
     }  # fmt: skip

@@ -1,4 +1,7 @@
 from . import compare
+from .api.output import GenerationOutput
+from .api.request import RequestOutput
+from .api.stats import GenerationStats
 from .drafter.buffers import Buffers
 from .drafter.dimensions import DrafterConfig
 from .drafter.drafter import Drafter
@@ -27,9 +30,6 @@ from .errors import (
     UnsupportedModelError,
 )
 from .model import SpeculativeModel
-from .requests.output import GenerationOutput
-from .requests.requests import RequestOutput
-from .requests.stats import GenerationStats
 from .safeailab.backends import (
     frontier_generate,
     fused_draft_token_generation,

@@ -21,6 +21,8 @@ from difflib import get_close_matches
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
 
+_LONGEST = 100
+
 
 class NothingToFollowError(UsageError):
     """A draft vocabulary holds every id that could join it."""
@@ -39,7 +41,11 @@ class PairingError(EagleSlimError):
 
 
 class PromptError(EagleSlimError):
-    """A prompt is empty, or leaves no room in the model's context."""
+    """A prompt is empty, or leaves no room in the model's context; ``prompt``: its place in the call."""
+
+    def __init__(self, message: str = "", /, prompt: int = 0) -> None:
+        super().__init__(message)
+        self.prompt = prompt
 
 
 class DrafterError(EagleSlimError):
@@ -87,10 +93,16 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
     return "".join(f" Did you mean {near}?" for near in get_close_matches(name, choices, n=1))
 
 
+def brief(value: object) -> str:
+    """Return a value as text that fits a line of an error message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
 def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:
     """Return the error for a value that cannot be; ``kind``: "option", "field" or "tensor", the fact with its name."""
     return UsageError(
-        f"{name} must be {expected}, got {found!r}.", **{kind: name, "expected": expected, "found": found}
+        f"{name} must be {expected}, got {brief(found)}.", **{kind: name, "expected": expected, "found": found}
     )
 
 

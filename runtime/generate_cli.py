@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
+from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from .options_cli import check_names, load_heads, model_options, options_as_typed, show_warnings_as_lines
 from .settings import PartialVerification, TreeConfig
 
 if TYPE_CHECKING:
+    from .api.output import GenerationOutput
+    from .api.stats import GenerationStats
     from .model import SpeculativeModel
-    from .requests.output import GenerationOutput
-    from .requests.stats import GenerationStats
 
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
@@ -113,7 +113,7 @@ def generate(**options: Any) -> None:
     with options_as_typed(*_TYPED):
         tree = TreeConfig.of(*shape)
         check_names(options, () if loading["draft_vocab"] is None else (loading["draft_vocab"],))
-        from .requests.arguments import sampling_config
+        from .api.options import sampling_config
 
         draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
         if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
@@ -160,7 +160,7 @@ class _Session:
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
-        from .requests.streaming import StopTextStreamer
+        from .api.streaming import StopTextStreamer
 
         self.messages.append({"role": "user", "content": prompt})
         ids = prompt if self.raw else self.model.encode_chat(self.messages)
@@ -217,7 +217,7 @@ class _Session:
                 note(f"error: {error}")
                 self.messages = before
             except KeyboardInterrupt:
-                note("\ninterrupted; the conversation goes on as it was before, and /retry answers the message")
+                note("interrupted; the conversation goes on as it was before, and /retry answers the message")
                 self.messages = before
                 if not _is_command(line):
                     self.interrupted = line
@@ -252,8 +252,7 @@ def _is_command(line: str) -> bool:
 
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
-    reused = f", {stats.num_reused_tokens} of {stats.num_prompt_tokens} prompt tokens kept from before"
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items() if share or name == "host")
+    reused = f", {stats.num_reused_tokens} prompt tokens kept from before"
     missed = f"; {stats.missed_rate:.1%} of them outside the draft vocabulary" if stats.num_missed else ""
     ahead = (
         f"; {stats.num_partial_passes} passes over a part of the cache ran ahead, of whose tokens "
@@ -262,7 +261,7 @@ def figures(stats: GenerationStats) -> str:
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
-        f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
+        f"{reused if stats.num_reused_tokens else ''}"
         f"{ahead if stats.num_partial_passes else ''}"
         + ("; the drafter's launch parameters are not tuned here" if "drafter" in stats.tuned_misses else "")
     )
@@ -272,7 +271,7 @@ def _check(
     model: SpeculativeModel, prompt: str, ids: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
 ) -> None:
     """Decode plainly and compare. Raises `EagleSlimError` at the first token that differs."""
-    from .requests.exactness import difference, first_difference
+    from .api.output import difference, first_difference
 
     options = {**options, "seed": output.seed or 0}
     plain = model.generate(ids, speculative=False, **options)

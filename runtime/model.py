@@ -22,12 +22,18 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from .api.options import own_eos_ids, read_call, read_count
+from .api.output import DictOutput, GenerationOutput, RowsOutput
+from .api.prompts import Messages, Prompts, encode_conversation
+from .api.request import start
+from .api.stats import GenerationStats
+from .api.streaming import Streamer, send_tokens
 from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UnsupportedModelError, UsageError, did_you_mean, misfit
+from .errors import AcceptanceWarning, UsageError, brief, did_you_mean, misfit
 from .loading import (
     MapForm,
     OpenedHead,
@@ -44,35 +50,22 @@ from .loading import (
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
-from .requests.arguments import read_count
-from .requests.call import own_eos_ids, read_call
-from .requests.output import DictOutput, GenerationOutput, RowsOutput, with_logprobs
-from .requests.prompts import Messages, Prompts, encode_conversation
-from .requests.requests import Request, start
-from .requests.sampling_params import read_sampling_params
-from .requests.stats import GenerationStats
-from .requests.streaming import Streamer, send_tokens
-from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import PartialVerification, TreeConfig
-from .step.ahead_pace import AheadPace
-from .step.choice_rules import CallRules
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
-from .target.cache import row_bytes
-from .target.short_cache import unfit_reason
+from .step.plan import DEFAULT_MAX_SLOTS, describe, draft_bytes, plan_call
 from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
     import numpy as np
     from eagle_slim.convert.artifact.format import Artifact
-    from eagle_slim.convert.head.open import DraftHead
+    from eagle_slim.convert.heads.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
     from transformers import GenerationConfig
     from typing_extensions import Unpack
 
-DEFAULT_MAX_SLOTS = 16
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
@@ -167,7 +160,7 @@ class SpeculativeModel:
                 that drafts with the target's LM head.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
-                by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
+                by sequences and context, from measured steps (`step.tree_size`): up to 60 nodes, down to plain
                 decoding where drafting does not pay. A number is kept.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
                 instructions for it (`target.cpu`). A loaded target's stays as it is.
@@ -226,6 +219,10 @@ class SpeculativeModel:
                 opened = replace(opened, target_name=named)
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
+        if opened.head.target_vocab != text_config.vocab_size:
+            # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
+            opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
+            draft_ids = opened.choose(draft_vocab)
         loaded_tokenizer, tokenizer_source = None, None
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
@@ -394,10 +391,7 @@ class SpeculativeModel:
     @property
     def draft_bytes(self) -> int:
         """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
-        weights = self.drafter.weights
-        # Norms and biases stay as they are; they are negligible.
-        size = 1 if self.draft_weights == "fp8" else weights.dtype.itemsize
-        return weights.num_weights * size * (self.drafter.tree.depth + 1)
+        return draft_bytes(self.drafter)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -405,23 +399,16 @@ class SpeculativeModel:
         return own_eos_ids(self.target)
 
     def generate(
-        self,
-        input_ids: Prompts | None = None,
-        *,
-        streamer: Streamer | None = None,
-        max_slots: int = DEFAULT_MAX_SLOTS,
-        speculative: bool = True,
-        reuse_prefix: bool = False,
-        time_phases: bool = False,
-        partial_verification: PartialVerification | str | None = None,
-        **options: Any,
-    ) -> GenerationOutput:
+        self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,
+        speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
+        partial_verification: PartialVerification | str | None = None, **options: Any,
+    ) -> GenerationOutput:  # fmt: skip
         """Continue one prompt or many. Calls from several threads take turns.
 
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or the
                 output of a transformers tokenizer, which brings its attention mask along.
-            streamer: a transformers streamer, for one prompt.
+            streamer: a transformers streamer, for one prompt; its ``end`` is called where the call fails too.
             max_slots: how many prompts run at a time (on a GPU 16 at most), each with KV memory of its own; the rest
                 wait for a free slot.
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
@@ -429,7 +416,7 @@ class SpeculativeModel:
                 sequence from the beginning on, as the next turn of a chat does, are not run again
                 (``stats.num_reused_tokens``). The answer is the same in float32 and where ``stats.exactness`` says so;
                 elsewhere a prompt cut differently can round a near-tie differently.
-            time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
+            time_phases: on a GPU, run a step phase by phase, so that ``stats.steps`` tells draft and verify apart and
                 a profiler sees their names, a little slower than whole steps.
             partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
                 returns what passes over all of it confirm: the same output. "lossy" returns what runs ahead as it is.
@@ -439,108 +426,80 @@ class SpeculativeModel:
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
                     in a tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
                 max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
-                do_sample, temperature, top_p, top_k, min_p, typical_p: as in transformers; greedy unless ``do_sample``
-                    or a temperature above 0 asks for sampling. Sampling defaults of the target's own generation
+                do_sample, temperature, top_p, top_k, min_p: as in transformers; greedy unless ``do_sample`` or a
+                    temperature above 0 asks for sampling. Sampling defaults of the target's own generation
                     configuration are not used.
                 seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
-                    generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
-                seeds: instead, a seed for each prompt, whose draws then depend on nothing else in the call: sampled
-                    alone and in a batch, a prompt gets the same answer (in float32, and where ``stats.exactness``
-                    says so; elsewhere a near-tie can fall to either side). Alone, ``seeds=[s]`` is ``seed=s``.
+                    generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it. A
+                    list holds a seed for each prompt, whose draws then depend on nothing else in the call.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
                     without padding, and with None for scores.
                 eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
                 logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32
-                    [1, vocab]); functions of these alone (`requests.options`). They are called on the host.
-                generation_config: as in transformers, for what no argument says, and further fields of one:
-                    ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``, ``repetition_penalty``,
-                    ``no_repeat_ngram_size``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills
-                    ``sequences``), ``output_scores``, ``output_logits``, ``return_dict_in_generate`` and others
-                    (`requests.options.PENALTIES`). The target's own generation configuration gives the defaults of
-                    those that act on greedy decoding too, as in transformers.
+                    [1, vocab]); functions of these alone (`api.sampling`). They are called on the host.
+                generation_config: as in transformers, for what no argument says. Further fields of one, which can be
+                    arguments too: ``max_length`` and ``min_length`` (prompt, with its padding, and answer),
+                    ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``,
+                    ``bad_words_ids``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
+                    ``return_dict_in_generate``. The target's own generation configuration gives the defaults of those
+                    that act on greedy decoding too (`api.sampling.PENALTIES`), as in transformers.
                 inputs: another name for ``input_ids``.
                 tokenizer: for text and stop strings, instead of the model's own.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
-            UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
+            UsageError: options that contradict each other, are not served, or lack a tokenizer.
         """
-        call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
-        requests = call.requests
-        max_slots = read_count("max_slots", max_slots, 1)
-        if streamer is not None:
-            if len(requests) != 1:
-                raise UsageError(
-                    f"A streamer follows one prompt, got {len(requests)}.", option="streamer", found=len(requests)
-                )
-            streamer.put(torch.tensor([requests[0].prompt_ids]))
-        is_paced = self._is_paced(speculative) and all(request.record is None for request in requests)
-        is_paced = is_paced and partial_verification is None
-        size = self._tree_size(requests, max_slots, speculative, is_paced)
-        rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
-        ahead, why_full = self._ahead(partial_verification, requests, rules, size, max_slots)
-        # Also where a measured size turns drafting off for a call: its tokens are still counted.
-        head = self.drafter.weights if speculative else None
-        states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
-        tree = self._tree_of(size)
-        loop = GenerationLoop(
-            self._decoders, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced, ahead
-        )
-        results, stats = loop.run()
-        path = self._path(rules, size)
-        if partial_verification is not None:
-            path += f"; partial verification: {why_full if ahead is None else ahead.option}"
-        if loop.went_full:
-            path += f", then full passes ({loop.went_full})"
-        if loop.went_plain:
-            size, path, tree = replace(size, num_nodes=0), f"{path}, then plain decoding ({loop.went_plain})", None
-        # Processors that are not ours may look at more than a row.
-        is_exact = rules.host_reason is None and (ahead is None or ahead.option.mode == "exact")
-        exactness = self.target.exactness if is_exact else None
-        stats = replace(stats, num_nodes=size.num_nodes, path=path, exactness=exactness)
-        if streamer is not None:
-            streamer.end()
-        if tree is not None:
+        try:
+            call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
+            plan = plan_call(
+                self.target, self._decoders, call, self.is_tree_sized, max_slots=max_slots, speculative=speculative,
+                reuse_prefix=reuse_prefix, time_phases=time_phases, partial_verification=partial_verification,
+            )  # fmt: skip
+            if streamer is not None:
+                if len(call.requests) != 1:
+                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.", option="streamer")
+                streamer.put(torch.tensor([call.requests[0].prompt_ids]))
+            # Also where a measured size turns drafting off for a call: its tokens are still counted.
+            head = self.drafter.weights if speculative else None
+            states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
+            loop = GenerationLoop(self._decoders, states, plan)
+            results, stats = loop.run()
+        finally:
+            # Whoever reads from the streamer must not wait for ever.
+            if streamer is not None:
+                streamer.end()
+        path = describe(plan, self.target, self._decoders, self.drafting, loop.went_full, loop.went_plain)
+        stats = replace(stats, path=path, exactness=self.target.exactness if plan.is_exact else None)
+        if loop.tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
-        asked = (bool(call.options.get(name)) for name in ("output_scores", "output_logits"))
-        seed, seeds = (None, call.seeds) if call.seeds else (call.sampling.seed, None)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
-        return kind(
-            tuple(results), stats, call.fill, *((None, None) if call.sampling.is_greedy else (seed, seeds)),
-            tuple(call.read.rows), call.read.device, *asked,
-        )  # fmt: skip
-
-    def _path(self, rules: CallRules, size: TreeSize) -> str:
-        """What runs, in words, each with the reason."""
-        steps = self._decoders.words
-        if rules.host_reason is not None and self._decoders.has_graphs:
-            steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
-        tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
-        rows = self.target.exactness or "rows exact in float32 alone"
-        return f"{steps}; target {self.target.backend}; {rows}; {self.drafting}; {tree} ({size.reason})"
+        rows = tuple(call.prompts.rows)
+        return kind(tuple(results), stats, call.fill, call.seed, rows, call.prompts.device)
 
     def chat(
-        self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
+        self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any
     ) -> GenerationOutput:
         """Answer a conversation, or a list of conversations, through the chat template.
 
-        ``sampling_params``: vLLM's `SamplingParams`, or an object or mapping with its fields. ``options``: its fields
-        by name (``max_tokens``, ``n``, ``logprobs``, ``stop_token_ids``, ...), or arguments of `generate`. With
-        ``logprobs`` = k each result holds the log-probabilities of the k most probable ids and of its own at each
-        position, before penalties and temperature. ``reuse_prefix`` is the default where it changes no answer: in
-        float32, and where rows are exact. Raises `UsageError` and `PromptError` as `encode_chat` and
-        `generate` do.
+        ``options``: those of `generate`, by name; vLLM's ``max_tokens`` and ``n`` are ``max_new_tokens`` and
+        ``num_return_sequences``. ``reuse_prefix`` is the default where it changes no answer: in float32, and where rows
+        are exact. Raises `UsageError` and `PromptError` as `encode_chat` and `generate` do.
         """
-        is_one = isinstance(messages, str) or not messages or isinstance(messages[0], Mapping)
+        if positional:
+            raise UsageError(
+                f"chat() takes its options by name, such as max_tokens=100; got {brief(positional[0])}.",
+                option="messages",
+            )
+        is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        keywords = read_sampling_params(sampling_params, options, self.eos_token_ids)
-        logprobs = keywords.pop("logprobs", None)
-        if logprobs is not None:
-            keywords["output_logits"] = True
+        renamed = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
+        keywords = {renamed.get(name, name): value for name, value in options.items()}
+        if len(keywords) < len(options):
+            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.", option="n")
         keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
-        output = self.generate([self.encode_chat(each) for each in conversations], **keywords)
-        return output if logprobs is None else with_logprobs(output, read_count("logprobs", logprobs, 0))
+        return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 
     def warmup(
         self, num_prompts: int = 1, max_length: int = 2048, *, max_slots: int = DEFAULT_MAX_SLOTS,
@@ -558,93 +517,17 @@ class SpeculativeModel:
         Returns the time for it, compilation and capture apart, and the memory; on a CPU there is nothing to get ready.
         A tree whose size is chosen is that of a prompt of half the length. Raises `UsageError` as `generate` does.
         """
-        num_prompts, max_slots = read_count("num_prompts", num_prompts, 1), read_count("max_slots", max_slots, 1)
+        num_prompts = read_count("num_prompts", num_prompts, 1)
         half = read_count("max_length", max_length, 2) // 2
         described = {"max_new_tokens": max_length - half, "seed": 0, **options}
         call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
-        requests = call.requests * num_prompts
-        rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
-        size = self._tree_size(requests, max_slots, speculative)
-        pace, _ = self._ahead(partial_verification, requests, rules, size, max_slots)
-        ahead = None if pace is None else pace.option
-        num_slots, tree = min(num_prompts, max_slots), self._tree_of(size)
-        return self._decoders.run(lambda: self._decoders.warm_up(num_slots, max_length, tree, rules.rules, ahead))
-
-    def _is_paced(self, speculative: bool) -> bool:
-        """Whether the clock may end drafting: where drafted and plain tokens are the same, and only their time differs.
-
-        On a CPU: on a GPU tables decide.
-        """
-        is_exact = self.dtype in (torch.float32, torch.float64)
-        return speculative and self.is_tree_sized and is_exact and self.device.type == "cpu"
-
-    def _ahead(
-        self, asked: PartialVerification | str | None, requests: Sequence[Request], rules: CallRules, size: TreeSize,
-        max_slots: int,
-    ) -> tuple[AheadPace | None, str]:  # fmt: skip
-        """How the steps of a call run ahead; or None, and why every pass is full."""
-        if asked is None:
-            return None, ""
-        option = PartialVerification(asked) if isinstance(asked, str) else asked
-        if not isinstance(option, PartialVerification):
-            raise UsageError(
-                f'partial_verification is "exact", "lossy" or a PartialVerification; got {asked!r}.',
-                option="partial_verification", found=asked,
-            )  # fmt: skip
-        reason = unfit_reason(self.target.runs)
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"partial_verification cannot run this target: {reason}. Leave it out.",
-                option="partial_verification", reason=reason,
-            )  # fmt: skip
-        processed = any(request.process is not None for request in requests)
-        if option.mode == "lossy" and rules.host_reason is not None and processed:
-            raise UsageError(
-                'partial_verification="lossy" returns tokens that were chosen without logits processors that run on '
-                'the host. Leave these out, or take "exact".', option="partial_verification",
-            )  # fmt: skip
-        longest = max((len(request.prompt_ids) for request in requests), default=0)
-        if size.num_nodes == 1:
-            return None, "every pass is full (plain decoding)"
-        if longest < option.min_length:
-            return None, f"every pass is full ({longest:,} tokens; runs ahead from {option.min_length:,})"
-        cost = measured_sizes().cost_ahead(
-            device_name(self.device), self.device.type, self._in_16_bits(self.target.weight_bytes),
-            self._in_16_bits(row_bytes(self.target.runs)), _num_slots(requests, max_slots), longest, size.num_nodes,
-            option,
+        plan = plan_call(
+            self.target, self._decoders, replace(call, requests=call.requests * num_prompts), self.is_tree_sized,
+            max_slots=max_slots, speculative=speculative, partial_verification=partial_verification,
         )  # fmt: skip
-        if cost >= 1 + option.num_steps and not option.always:
-            return None, f"every pass is full ({option.num_blocks:,} blocks are no cheaper than {longest:,} tokens)"
-        return AheadPace(option, cost), ""
-
-    def _tree_size(
-        self, requests: Sequence[Request], max_slots: int, speculative: bool, is_paced: bool = False
-    ) -> TreeSize:
-        """How many nodes the trees of a call have; ``is_paced``: its steps may tell that drafting does not pay."""
-        if not speculative:
-            return TreeSize(1, "asked for")
-        tree = self.drafter.tree
-        if not self.is_tree_sized:
-            return TreeSize(tree.total_tokens, "asked for")
-        slots = _num_slots(requests, max_slots)
-        context = max((len(request.prompt_ids) for request in requests), default=1)
-        device = self.device
-        pace = self._decoders.paces.get(slots) if is_paced else None
-        if pace is not None and pace.loses is not None:
-            return TreeSize(1, pace.loses)
-        return measured_sizes().choose(
-            device_name(device), device.type,
-            self._in_16_bits(self.target.weight_bytes), self._in_16_bits(self.draft_bytes), slots, context,
-            tree.total_tokens, is_paced=is_paced,
-        )  # fmt: skip
-
-    def _in_16_bits(self, num_bytes: int) -> int:
-        """As the tables of steps count: in a wider type verifying and drafting grow alike."""
-        return round(num_bytes * 2 / self.dtype.itemsize)
-
-    def _tree_of(self, size: TreeSize) -> TreeConfig | None:
-        """The shape of trees of a size, None for plain decoding."""
-        return None if size.num_nodes == 1 else replace(self.drafter.tree, total_tokens=size.num_nodes)
+        ahead = None if plan.ahead is None else plan.ahead.option
+        slots = min(num_prompts, plan.max_slots)
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.tree, plan.rules.rules, ahead))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
@@ -653,10 +536,6 @@ class SpeculativeModel:
         anything that is no conversation, and for one that the template refuses.
         """
         return encode_conversation(self.tokenizer, messages)
-
-
-def _num_slots(requests: Sequence[Request], max_slots: int) -> int:
-    return max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
 
 
 def _rank_rows(

@@ -108,9 +108,8 @@ class PartialVerification:
 class SamplingConfig:
     """How the target's next token is chosen: the usual warpers, in transformers' order.
 
-    ``temperature`` 0 is greedy (the others are then without effect). ``top_k`` 0, ``top_p`` 1.0, ``min_p`` 0.0 and
-    ``typical_p`` 1.0 are off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of
-    range.
+    ``temperature`` 0 is greedy (the others are then without effect). ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 are
+    off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of range.
     """
 
     temperature: float = 0.0
@@ -118,10 +117,9 @@ class SamplingConfig:
     top_p: float = 1.0
     seed: int = 0
     min_p: float = 0.0
-    typical_p: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "seed", "min_p", "typical_p"):
+        for name in ("temperature", "top_k", "top_p", "seed", "min_p"):
             value, whole = getattr(self, name), name in ("top_k", "seed")
             if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
                 raise misfit(name, "an integer" if whole else "a number", value)
@@ -130,7 +128,6 @@ class SamplingConfig:
             ("top_k", self.top_k >= 0, "0 (off) or positive"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("typical_p", 0 < self.typical_p <= 1, "in (0, 1]"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2^63)"),
         ):
             if not holds:

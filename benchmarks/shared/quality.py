@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import GenerationOutput, SpeculativeModel
 from torch import Tensor
 
 from benchmarks.shared.decoding import prompt_logits
@@ -42,9 +42,9 @@ def measure_quality(model: SpeculativeModel, text: Sequence[int], num_tokens: in
     path = ""
     for first in range(0, count, BATCH):
         group = pieces[first : first + BATCH]
-        output = decode_as_trees(model, group)
+        output, logits_of_trees = decode_as_trees(model, group)
         path = output.stats.path
-        for piece, result in zip(group, output.results, strict=True):
+        for piece, trees in zip(group, logits_of_trees, strict=True):
             ids = torch.tensor([piece], device=model.device)
             where = slice(OPENING - 1, window - 1)
             wanted = precise(ids).logits[0, where]
@@ -52,7 +52,7 @@ def measure_quality(model: SpeculativeModel, text: Sequence[int], num_tokens: in
                 "transformers": own(ids).logits[0, where],
                 "prompt": prompt_logits(model.target.runs, piece)[where],
             }
-            for name, logits in (found | {"trees": result.logits}).items():
+            for name, logits in (found | {"trees": trees}).items():
                 sums[name].append(torch.stack(list(distances(wanted, logits.to(model.device)))))
     means = {name: (torch.stack(each).sum(0) / (count * scored)).tolist() for name, each in sums.items()}
     quality = {name: {"kl_divergence": kl, "equal_argmax": equal} for name, (kl, equal) in means.items()}
@@ -68,20 +68,28 @@ def distances(wanted: Tensor, found: Tensor) -> Iterator[Tensor]:
     yield (wanted.argmax(-1) == found.argmax(-1)).sum().double()
 
 
-def decode_as_trees(model: SpeculativeModel, pieces: Sequence[Sequence[int]]) -> Any:
-    """Decode pieces of text side by side, as if the target chose each next token of them; with the target's logits."""
+def decode_as_trees(model: SpeculativeModel, pieces: Sequence[Sequence[int]]) -> tuple[GenerationOutput, list[Tensor]]:
+    """Decode pieces of text side by side, as if the target chose each next token of them.
+
+    Returns the output, and the target's logits for each piece, float32 [new tokens, vocab].
+    """
     by_opening = {tuple(piece[:OPENING]): piece for piece in pieces}
+    logits: dict[tuple[int, ...], dict[int, Tensor]] = {opening: {} for opening in by_opening}
 
     def choose_text(ids: Tensor, scores: Tensor) -> Tensor:
-        piece = by_opening[tuple(ids[0, :OPENING].tolist())]
+        opening = tuple(ids[0, :OPENING].tolist())
+        piece = by_opening[opening]
+        # A position of a draft that is not kept is chosen, and written, again.
+        logits[opening][ids.shape[1]] = scores[0].clone()
         # A draft may continue past the end of the text.
         token = piece[min(ids.shape[1], len(piece) - 1)]
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token], device=scores.device), 0.0)
 
     output = model.generate(
         [list(piece[:OPENING]) for piece in pieces], max_new_tokens=len(pieces[0]) - OPENING, ignore_eos=True,
-        logits_processor=[choose_text], output_logits=True,
+        logits_processor=[choose_text],
     )  # fmt: skip
     if output.token_ids != [list(piece[OPENING:]) for piece in pieces]:
         raise AssertionError("the steps did not follow the text")
-    return output
+    places = range(OPENING, len(pieces[0]))
+    return output, [torch.stack([found[place] for place in places]) for found in logits.values()]

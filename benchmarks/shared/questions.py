@@ -85,7 +85,7 @@ class Pool:
 def generate(model: SpeculativeModel, questions: Sequence[Question], new_tokens: int, **options: Any) -> Any:
     """Answer questions of the same rules in one call."""
     prompts, seeds = [list(q.prompt) for q in questions], [q.seed for q in questions]
-    return model.generate(prompts, seeds=seeds, max_new_tokens=new_tokens, **RULES[questions[0].rules], **options)
+    return model.generate(prompts, seed=seeds, max_new_tokens=new_tokens, **RULES[questions[0].rules], **options)
 
 
 def read_text(folder: Path = ROOT) -> str:

@@ -19,15 +19,15 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..engines import HeadFacts, check_engine
 from ..errors import MismatchError, UnsupportedHeadError
-from ..head import names
-from ..head.config import default_taps
-from ..head.draft_head import DraftHead
-from ..head.open import open_head
+from ..heads import names
+from ..heads.config import default_taps
+from ..heads.draft_head import DraftHead
+from ..heads.open import open_head
 from ..rows.dtypes import rounded
 from ..rows.writer import TensorPlan
 from ..sources.builtin import LAYER_TENSORS

@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.files import expand_home
 
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
-from ..head.names import canonical_names
+from ..heads.names import canonical_names
 from ..hub.snapshot import Choose, HubError, Snapshot, fetch, find_snapshot, without
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from . import card
@@ -141,8 +141,8 @@ def open_head_source(
     if chosen.endswith(".index.json"):
         index = read_index(resolved.folder / chosen)
         # A whole model named by mistake is refused before its gigabytes are fetched.
-        canonical_names(index.shard_of, resolved.label)
-        fetch(resolved.snapshot, [_joined(inside, shard) for shard in index.shards], offline)
+        canonical_names(index, resolved.label)
+        fetch(resolved.snapshot, [_joined(inside, shard) for shard in dict.fromkeys(index.values())], offline)
     return resolved
 
 

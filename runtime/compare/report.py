@@ -15,8 +15,8 @@ import numpy as np
 from eagle_slim.convert.atomic import atomic_directory
 from eagle_slim.vocab_tools.coverage import aligned
 
-from ..requests.output import GenerationOutput
-from ..requests.stats import AcceptedLengths
+from ..api.output import GenerationOutput
+from ..api.stats import AcceptedLengths
 from .candidates import PLAIN, Candidate, CoverageCurve
 from .options import MARKER, CompareOptions
 from .statistics import Estimate, Measured, Timings, measure, ratio
@@ -52,7 +52,6 @@ class Answer:
     category: str | None
     num_identical: int
     accepted_lengths: Mapping[int, int]
-    prefill_s: float
     total_s: float
     steps: tuple[tuple[float, float, float], ...]
     token_ids: tuple[tuple[int, ...], ...]
@@ -68,8 +67,8 @@ class Answer:
         tokens = tuple(tuple(row) for row in output.token_ids)
         num_identical = sum(ours == own for ours, own in zip(output.token_ids, plain.token_ids, strict=True))
         return cls(
-            place, label, category, num_identical, stats.accepted_lengths, stats.prefill_s, stats.total_s,
-            stats.steps, tokens, stats.num_missed, stats.exactness is not None,
+            place, label, category, num_identical, stats.accepted_lengths, stats.total_s, stats.steps,
+            tokens, stats.num_missed, stats.exactness is not None,
         )  # fmt: skip
 
 
@@ -90,7 +89,6 @@ class Row(AcceptedLengths):
     num_missed: int
     """New tokens outside the draft vocabulary; 0 for plain decoding, which drafts nothing."""
     accepted_lengths: Mapping[int, int]
-    prefill_s: float
     total_s: float
     measured: Measured | None = None
     """None where no step was made: every answer ended with its first token."""
@@ -134,7 +132,6 @@ class Row(AcceptedLengths):
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
             **{name: round(getattr(found, own), 6) if found else None for name, own in times.items()},
-            "prefill_s": round(self.prefill_s, 4),
             "total_s": round(self.total_s, 4),
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
         }
@@ -212,7 +209,6 @@ def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tup
             num_new_tokens=sum(len(row) for answer in own for row in answer.token_ids),
             num_missed=sum(answer.num_missed for answer in own),
             accepted_lengths=dict(sorted(lengths.items())),
-            prefill_s=sum(answer.prefill_s for answer in own),
             total_s=sum(answer.total_s for answer in own),
             measured=measured,
             speedup=ratio(measured, plain, len(groups)) if measured and plain else None,

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..api.output import GenerationOutput, difference, first_difference
 from ..errors import PromptError, UsageError
 from ..model import SpeculativeModel
-from ..requests.exactness import difference, first_difference
-from ..requests.output import GenerationOutput
 from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
 from .options import CompareOptions
 from .prompts import Prompt
@@ -210,10 +209,10 @@ class Run:
                 time_phases=True, partial_verification=ahead, **options.generation(where.mode),
             )  # fmt: skip
         except PromptError as error:
-            place = asked[error.facts.get("prompt", 0)]
+            place = asked[error.prompt]
             reason = str(error).partition(" has ")[2]
             raise PromptError(
-                f"Turn {where.turn + 1} of prompt {place}, with the conversation before it, has {reason}"
+                f"Turn {where.turn + 1} of prompt {place}, with the conversation before it, has {reason}", prompt=place
             ) from error
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> Any:

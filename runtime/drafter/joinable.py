@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.provenance import original_at_hand
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.open import DraftHead
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import NothingToFollowError
 from .weights import gather_lm_head_rows, gather_target_rows
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def load_joinable_rows(
         dtype, device: of the rows.
 
     Raises:
-        UsageError: there are no rows but those of `draft_ids`; the message says what to do.
+        NothingToFollowError: there are no rows but those of `draft_ids`; the message says what to do.
         UnsupportedModelError: the rows are the target's, and quantised there.
     """
     manifest = head.manifest
@@ -99,7 +99,7 @@ def _places(ids: NDArray[np.int64], target_vocab: int, device: torch.device) -> 
     return row_of_id.to(device)
 
 
-def _no_rows(head: DraftHead, draft_vocab: int) -> UsageError:
+def _no_rows(head: DraftHead, draft_vocab: int) -> NothingToFollowError:
     manifest = head.manifest
     trained = draft_vocab if manifest is None else (manifest.vocabulary or {}).get("trained_ids", head.target_vocab)
     advice = "Give a smaller draft_vocab, so that the others can join."
@@ -108,8 +108,8 @@ def _no_rows(head: DraftHead, draft_vocab: int) -> UsageError:
             f"Convert the original, {manifest.head.get('repo_id') or manifest.head['name']}, with a larger "
             "--draft-vocab, and give a smaller draft_vocab here."
         )
-    return UsageError(
+    return NothingToFollowError(
         f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
         f"text is followed. {advice}",
-        option="follow", missing="rows", found=draft_vocab,
-    )  # fmt: skip
+        option="follow",
+    )

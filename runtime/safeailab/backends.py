@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..api.output import GenerationOutput
+from ..api.prompts import Prompts
 from ..drafter.buffers import Buffers
 from ..drafter.choose import CHOICES
 from ..drafter.dimensions import DrafterConfig
@@ -15,8 +17,6 @@ from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packed_weights import Weights
 from ..errors import GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
-from ..requests.output import GenerationOutput
-from ..requests.prompts import Prompts
 from ..settings import TreeConfig
 from ..step.graphs import recall
 from .patch import EaModelPatch

@@ -3,7 +3,7 @@
     running ahead   tokens of a full pass / cost of the cycle that it ends
     full passes     tokens of a tree      / 1
 
-Costs are in steps with full passes over trees (`requests.tree_size`). A tree's tokens are those that partial passes
+Costs are in steps with full passes over trees (`step.tree_size`). A tree's tokens are those that partial passes
 accept: what they see of the prefix changes which tokens these are, hardly how many.
 """
 

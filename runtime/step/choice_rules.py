@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..requests.requests import Request
+from ..api.request import Request
 from ..settings import SamplingConfig
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
@@ -31,7 +31,6 @@ class CallRules:
     """As in `ChoiceState`."""
     suppressed: Tensor | None = None
     """Bits of suppressed ids, if there are any."""
-    typical_p: float = 1.0
     host_reason: str | None = None
 
     @classmethod
@@ -53,8 +52,6 @@ class CallRules:
             reason = f"the model is on {device}"
         elif foreign:
             reason = f"{foreign[0]} is applied on the host"
-        elif sampling.typical_p < 1:
-            reason = "typical_p is applied on the host"
         known = names if reason is None else set()
         rules = ChoiceRules(
             sampled=not sampling.is_greedy,
@@ -73,4 +70,4 @@ class CallRules:
         suppressed = None
         if rules.has_suppressed:
             suppressed = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size)
-        return cls(rules, numbers, suppressed, float(sampling.typical_p), reason)
+        return cls(rules, numbers, suppressed, reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..requests.requests import RunningRequest
+from ..api.request import RunningRequest
 from ..tree import Trees
 from .kernels.choice_kernels import ChoiceRules
 from .kernels.choose_tokens import choose_token
@@ -29,7 +29,6 @@ class HostChoice:
     running: Mapping[int, RunningRequest]
     rules: ChoiceRules
     numbers: Tensor
-    typical_p: float = 1.0
 
     def choose(self, logits: Tensor, trees: Trees, out: Tensor) -> None:
         """Choose a token at every node that the walk from the root visits: int32 [places, nodes], else -1.
@@ -59,7 +58,7 @@ class HostChoice:
         if not self.rules.sampled:
             # The lowest id among equals, whatever the device.
             return int((scores == scores.max()).int().argmax())
-        assert state.stream is not None
+        assert state.keys is not None
         number = len(state.token_ids) + len(walked)
-        uniform = float(state.stream[number]) if number < len(state.stream) else 0.0
-        return choose_token(scores.cpu(), self.rules, self.numbers, uniform, self.typical_p)
+        key = int(state.keys[number]) if number < len(state.keys) else 0
+        return choose_token(scores.cpu(), self.rules, self.numbers, key)

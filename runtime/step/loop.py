@@ -17,26 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.request import RequestOutput, RunningRequest, collect
+from ..api.stats import GenerationStats, PhaseTimer, count_tuned
 from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
-from ..requests.requests import RequestOutput, RunningRequest, collect
-from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
-from ..settings import TreeConfig
-from .ahead_pace import AheadPace
-from .choice_rules import CallRules
 from .decoders import Decoders
 from .host_choice import HostChoice
 from .kept_rows import HeldRow, KeptRows, match_slots
 from .kernels.acceptance import RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import token_bits
 from .pace import Pace
+from .plan import Plan
 from .run_ahead import PartialDecoder
 
 
 @dataclass
 class _Record:
-    """What one launch will have to tell: filled when ``ready`` has passed."""
+    """Result of one launch: filled when ``ready`` has passed."""
 
     values: Tensor
     ready: torch.cuda.Event | None
@@ -47,37 +45,22 @@ class _Record:
 class GenerationLoop:
     """One call; ``states`` are the requests in its order.
 
-    ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
-    what slots hold of a prompt from earlier calls (`kept_rows`). ``is_paced`` goes on plainly where drafting is found
-    to be slower (`pace`); ``went_plain`` then says why. ``ahead``: how steps run ahead (`run_ahead`), and whether that
-    pays; ``went_full`` says why they ceased to.
+    ``went_plain`` says why the call ceased to draft, ``went_full`` why its steps ceased to run ahead, if they did.
     """
 
-    def __init__(
-        self,
-        decoders: Decoders,
-        states: Sequence[RunningRequest],
-        rules: CallRules,
-        max_slots: int,
-        tree: TreeConfig | None = None,
-        time_phases: bool = False,
-        reuse_prefix: bool = False,
-        is_paced: bool = False,
-        ahead: AheadPace | None = None,
-    ) -> None:
-        self.decoders, self.states, self.rules = decoders, states, rules.rules
-        self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
-        self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
-        self.is_paced, self.ahead, self.went_plain, self.went_full = is_paced, ahead, "", ""
+    def __init__(self, decoders: Decoders, states: Sequence[RunningRequest], plan: Plan) -> None:
+        self.decoders, self.states, self.plan = decoders, states, plan
+        self.tree, self.ahead, self.rules = plan.tree, plan.ahead, plan.rules.rules
+        self.went_plain, self.went_full = "", ""
         self._seconds: dict[str, float] = {}
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
-        self.num_empty_steps, self.active_sequences = 0, Counter[int]()
+        self.active_sequences = Counter[int]()
         self._free: list[Tensor] = []
-        numbers = torch.tensor(rules.numbers, dtype=torch.float32)
-        chooses_on_host = rules.host_reason is not None
-        self.host = HostChoice(self.running, self.rules, numbers, rules.typical_p) if chooses_on_host else None
+        numbers = torch.tensor(plan.rules.numbers, dtype=torch.float32)
+        chooses_on_host = plan.rules.host_reason is not None
+        self.host = HostChoice(self.running, self.rules, numbers) if chooses_on_host else None
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -88,7 +71,7 @@ class GenerationLoop:
         device = self.decoders.target.device
         with current(device), counted_apart() as self.launches:
             # More prompts than there are slots wait for a free one.
-            num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
+            num_slots = min(len(self.waiting), self.plan.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
             ahead = None if self.ahead is None else self.ahead.option
             self.decoder = self.decoders.get(num_slots, longest, self.tree, ahead)
@@ -106,9 +89,9 @@ class GenerationLoop:
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
         decoder = self.decoder
         decoder.clear_()
-        self._upload(decoder.choice.numbers, self.call.numbers, torch.float32)
-        if self.call.suppressed is not None:
-            self._upload(decoder.choice.suppressed, self.call.suppressed)
+        self._upload(decoder.choice.numbers, self.plan.rules.numbers, torch.float32)
+        if self.plan.rules.suppressed is not None:
+            self._upload(decoder.choice.suppressed, self.plan.rules.suppressed)
         if self.host is None:
             decoder.warm_up(self.rules, self.num_slots)
         self.timer = PhaseTimer(decoder.target.device)
@@ -120,7 +103,7 @@ class GenerationLoop:
                 self._step()
             # One step stays in flight after the one that is read.
             self._read_all_but(self.host is None and bool(self.running))
-            if self.is_paced and self.tree is not None and self.running:
+            if self.plan.is_paced and self.tree is not None and self.running:
                 self._look_at_pace()
             if isinstance(self.decoder, PartialDecoder) and self.ahead is not None and self.ahead.loses is not None:
                 self.went_full, self.decoder = self.ahead.loses, self.decoder.full
@@ -128,7 +111,6 @@ class GenerationLoop:
         return collect(
             self.states,
             timings,
-            num_empty_steps=self.num_empty_steps,
             active_sequences=dict(sorted((+self.active_sequences).items())),
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
@@ -154,7 +136,7 @@ class GenerationLoop:
     def _fill_slots(self) -> None:
         free = [slot for slot in range(self.num_slots) if slot not in self.running]
         entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
-        kept = self.decoders.kept if self.reuse_prefix else [KeptRows()] * self.num_slots
+        kept = self.decoders.kept if self.plan.reuse_prefix else [KeptRows()] * self.num_slots
         prompts = [state.request.prompt_ids for state in entering]
         matches = match_slots(prompts, kept, free, self.tree is not None)
         for state, (slot, shared) in zip(entering, matches, strict=True):
@@ -173,9 +155,9 @@ class GenerationLoop:
         self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused)
         self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
-        if state.stream is not None:
-            numbers = state.stream[: decoder.choice.uniforms.shape[1]]
-            self._upload(decoder.choice.uniforms[slot, : len(numbers)], numbers, torch.float64)
+        if state.keys is not None:
+            keys = state.keys[: decoder.choice.keys.shape[1]]
+            self._upload(decoder.choice.keys[slot, : len(keys)], keys, torch.int64)
         if self.rules.has_penalty:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:
@@ -205,7 +187,7 @@ class GenerationLoop:
 
     def _step(self) -> None:
         num_active = len(self.running)
-        if self.time_phases:
+        if self.plan.time_phases:
             if self.tree is None:
                 # A step's times begin with its draft, empty or not.
                 with self.timer.phase("draft"):
@@ -246,9 +228,8 @@ class GenerationLoop:
             self._enter_again(record)
             return
         num_active = sum(row[0] > 0 for row in rows[:-1])
-        self.num_empty_steps += record.is_step and not num_active
         self.active_sequences[num_active] += record.is_step and num_active > 0
-        if self.is_paced and record.is_step and self.tree is not None:
+        if self.plan.is_paced and record.is_step and self.tree is not None:
             count, took = len(record.sequences), self._seconds
             pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))
             num_tokens = sum(row[0] for row in rows[:-1]) / count

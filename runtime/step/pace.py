@@ -7,8 +7,7 @@ Drafted steps are timed as they run. Beside them a plain forward of the same seq
 these take at most `SHARE` of the time. Its result is thrown away, and rows that it writes are written again by the next
 step.
 Where drafting loses, the call goes on plainly, and later calls of the model with as many sequences begin so. Only the
-time may differ: the clock decides for nothing but targets whose drafted and plain tokens are the same (float32), and
-for no call that returns scores, whose last bits would tell.
+time may differ: the clock decides for nothing but targets whose drafted and plain tokens are the same (float32).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ is written through ``.data`` or by a fused optimiser: rows that are taken over a
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable
 from itertools import chain
 from operator import itemgetter
@@ -54,11 +55,12 @@ class Watch:
         self._holders: list[dict[str, Any]] = [
             holder for each in self._modules for holder in (each._parameters, each._buffers)
         ]
-        self._tensors = self._read_tensors()
-        # Kept, so that no new storage gets the address of one that is gone.
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors if _is_plain(tensor)]
-        self._states = _states(self._tensors)
-        self._place = next((tensor.device.type for tensor in self._tensors), "cpu")
+        tensors = self._read_tensors()
+        # Weakly, so that weights which were replaced can go; a storage's address is not used again meanwhile.
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _is_plain(tensor)]
+        self._states = _states(tensors)
+        self._place = next((tensor.device.type for tensor in tensors), "cpu")
         self._mode = self._read_mode()
 
     def has_changed(self) -> bool:
@@ -66,7 +68,8 @@ class Watch:
         try:
             tensors = self._read_tensors()
             return (
-                list(map(id, tensors)) != list(map(id, self._tensors))
+                len(tensors) != len(self._tensors)
+                or not all(tensor is before() for tensor, before in zip(tensors, self._tensors, strict=True))
                 or _states(tensors) != self._states
                 or list(map(len, self._attributes)) != self._sizes
                 or list(map(type, self._modules)) != self._types

@@ -258,8 +258,8 @@ def test_the_replay_sees_a_wrong_draft(device: str) -> None:
 @pytest.mark.slow
 def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory, device: str) -> None:
     from eagle_slim.runtime import SpeculativeModel
+    from eagle_slim.runtime.api.stats import GenerationStats
     from eagle_slim.runtime.generate_cli import figures
-    from eagle_slim.runtime.requests.stats import GenerationStats
     from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
     folder = tmp_path_factory.mktemp("head")
@@ -275,11 +275,11 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
     misses = {name: dict(output.stats.tuned_misses) for name, output in outputs.items()}
     # One launch a step, the empty ones too.
     stats = outputs["triton"].stats
-    assert misses["triton"].pop("drafter") == stats.num_steps + stats.num_empty_steps
+    assert misses["triton"].pop("drafter") == len(stats.steps)
     assert "drafter" not in misses["reference"]
     assert misses["triton"] == misses["reference"]
     both = GenerationStats.sum([stats, stats]).to_json()["tuned_misses"]
-    assert both["drafter"] == 2 * (stats.num_steps + stats.num_empty_steps)
+    assert both["drafter"] == 2 * len(stats.steps)
     assert "the drafter's launch parameters are not tuned here" in figures(stats)
     assert "drafter" not in figures(outputs["reference"].stats)
 

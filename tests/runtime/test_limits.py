@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel
+from eagle_slim.runtime.api.request import Request, RunningRequest
+from eagle_slim.runtime.api.streaming import StopTextStreamer
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.requests.requests import Request, RunningRequest
-from eagle_slim.runtime.requests.streaming import StopTextStreamer
 from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 Content = bytes | str | Path
@@ -659,10 +660,7 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     import sys
 
     import transformers.utils.hub as transformers_hub
-    from huggingface_hub import HfApi, constants, file_download, utils
-
-    # The second name is that of huggingface_hub before 1.0.
-    close_session = getattr(utils, "close_session", None) or utils.reset_sessions
+    from huggingface_hub import close_session, constants
 
     home = Path(home)
     values: dict[str, Any] = {
@@ -670,9 +668,7 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
         "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HOME": str(home),
         "HF_HUB_CACHE": str(home / "hub"),
-        "HUGGINGFACE_HUB_CACHE": str(home / "hub"),
         "HF_ASSETS_CACHE": str(home / "assets"),
-        "HUGGINGFACE_ASSETS_CACHE": str(home / "assets"),
         "HF_XET_CACHE": str(home / "xet"),
         "HF_TOKEN_PATH": str(home / "token"),
         "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
@@ -680,36 +676,16 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_OFFLINE": offline,
     }
-    settings = sys.modules.get("datasets.config")
-    more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
-    # Before 1.0 this module had a copy of its own.
-    replaced = [(constants, values), (file_download, values)] + ([(settings, more)] if settings else [])
-    # transformers keeps one client for the process, with the endpoint it was made for; before 5.0 a function of the
-    # default client, and a copy of the cache's place.
-    listing = HfApi(endpoint=hub.endpoint).list_repo_tree
-    kept = {"_hf_api": None, "list_repo_tree": listing, "TRANSFORMERS_CACHE": str(home / "hub")}
-    replaced.append((transformers_hub, kept))
-    saved = [(module, name, getattr(module, name)) for module, new in replaced for name in new if hasattr(module, name)]
-    environment = {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": None}
-    saved_env = {name: os.environ.get(name) for name in environment}
-    try:
+    # transformers keeps one client for the process, with the endpoint it was made for.
+    replaced: list[tuple[Any, dict[str, Any]]] = [(constants, values), (transformers_hub, {"_hf_api": None})]
+    if settings := sys.modules.get("datasets.config"):
+        more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
+        replaced.append((settings, more))
+    kept = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    with contextlib.ExitStack() as stack:
         for module, new in replaced:
-            for name, value in new.items():
-                if hasattr(module, name):
-                    setattr(module, name, value)
-        _set_env(environment)
+            stack.enter_context(mock.patch.multiple(module, **new))
+        stack.enter_context(mock.patch.dict(os.environ, kept | ({"HF_TOKEN": token} if token else {}), clear=True))
+        stack.callback(close_session)
         close_session()
         yield
-    finally:
-        for module, name, value in saved:
-            setattr(module, name, value)
-        _set_env(saved_env)
-        close_session()
-
-
-def _set_env(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

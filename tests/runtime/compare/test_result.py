@@ -30,7 +30,7 @@ def made_up(
             answers.append(
                 Answer(
                     Place(0, 1, group, "greedy", 0), label, ("math", "</script><b>H")[group % 2], 1, lengths,
-                    0.1, seconds * 10, (step,) * 10, ((1, 2, 3),), int(label != PLAIN),
+                    seconds * 10, (step,) * 10, ((1, 2, 3),), int(label != PLAIN),
                 )
             )  # fmt: skip
     model: Any = None

@@ -63,7 +63,7 @@ def advise(sizes: dict[str, Timings], draft_bytes: dict[str, int], plain: Timing
         rows.append(
             Row(
                 Candidate(name, name, None, size, size, tree=TREE), "greedy", 1, ALL, num_prompts, num_prompts,
-                num_prompts, 0, 0, {1: 1}, 0.0, 0.0, each, ratio(each, found[PLAIN], num_prompts),
+                num_prompts, 0, 0, {1: 1}, 0.0, each, ratio(each, found[PLAIN], num_prompts),
             )
         )  # fmt: skip
     return recommend(CompareReport(tuple(rows), (), {}))[0]

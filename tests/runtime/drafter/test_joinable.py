@@ -7,7 +7,7 @@ import pytest
 import torch
 from eagle_slim.convert import Artifact, VocabRequest, open_head
 from eagle_slim.runtime.drafter.joinable import JoinableRows, load_joinable_rows
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.errors import NothingToFollowError, UsageError
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file
 from support.conversion import convert
@@ -55,7 +55,7 @@ def test_rows_of_an_artifact_beyond_the_draft_vocabulary(tmp_path: Path, target:
 def test_a_head_with_more_rows_than_are_drafted_over(tmp_path: Path, target: TargetModel) -> None:
     mapped = open_head(write_head(tmp_path / "mapped", draft_ids=TRAINED))
     assert ids_of(joinable(mapped, target, TRAINED[:3])) == TRAINED
-    with raises(UsageError, option="follow", missing="rows"):
+    with raises(NothingToFollowError):
         joinable(mapped, target, TRAINED)
     full = open_head(write_head(tmp_path / "full", own_lm_head=True))
     assert ids_of(joinable(full, target, TRAINED)) == list(range(VOCAB))
@@ -87,5 +87,5 @@ def test_an_artifact_whose_rows_were_the_targets_own(tmp_path: Path, target: Tar
     assert ids_of(found) == list(range(VOCAB))
     # Another target has other rows, whatever the manifest says.
     other = TargetModel(tiny_target("llama", seed=5), (2, 3, 3))
-    with raises(UsageError, missing="rows"):
+    with raises(NothingToFollowError):
         joinable(artifact.head, other, RANKED[:4])

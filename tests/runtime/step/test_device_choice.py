@@ -38,7 +38,7 @@ def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bo
     output = model.generate(prompts, **options)
     assert output.stats.path.startswith("eager steps (the model is on cpu); target " + backend)
     assert output.token_ids == [plain_greedy(target, prompt, 20) for prompt in prompts]
-    assert output.stats.num_empty_steps > 0
+    assert len(output.stats.steps) > output.stats.num_steps  # one is launched ahead
     again = model.generate(prompts[::-1], **options)
     assert again.token_ids == output.token_ids[::-1]
 
@@ -58,15 +58,14 @@ def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bo
 def test_the_host_chooses_what_the_device_chooses(
     tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """One rule: node by node on the host, all nodes on the device; asking for scores changes nothing."""
+    """One rule: node by node on the host, all nodes on the device."""
     model = SpeculativeModel.from_pretrained(tiny_target("qwen3"), write_head(tmp_path), **TREE)
     prompts = random_prompts([5, 12, 3])
     host = model.generate(prompts, max_new_tokens=16, **options)
-    assert host.stats.num_empty_steps == 0
-    assert host.token_ids == model.generate(prompts, max_new_tokens=16, output_scores=True, **options).token_ids
+    assert len(host.stats.steps) == host.stats.num_steps
     request.getfixturevalue("by_twins")
     drafted = model.generate(prompts, max_new_tokens=16, **options)
-    assert drafted.stats.num_empty_steps > 0
+    assert len(drafted.stats.steps) > drafted.stats.num_steps
     assert drafted.token_ids == host.token_ids
     assert drafted.stats.accepted_lengths == host.stats.accepted_lengths
     assert drafted.token_ids == model.generate(prompts, max_new_tokens=16, speculative=False, **options).token_ids

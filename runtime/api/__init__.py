@@ -1,0 +1,1 @@
+"""What a call of `generate` takes and returns: options, prompts, sampling, streaming, statistics, output."""

@@ -1,0 +1,348 @@
+"""Options of a call by transformers' names: keywords, then a given `GenerationConfig`, then the target's own penalties.
+
+Whatever is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
+that would act on greedy decoding. None leaves an option as it is without it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..errors import SamplingWarning, UsageError, did_you_mean, misfit
+from ..settings import SamplingConfig
+from ..target.wrapper import TargetModel
+from .prompts import ReadPrompts, check_prompts, read_prompts, read_token_id
+from .request import Request
+from .sampling import PENALTIES, build_processors
+
+DEFAULT_MAX_NEW_TOKENS = 256
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_OTHERS = (
+    "max_new_tokens", "max_length", "max_time", "do_sample", "eos_token_id", "pad_token_id", "stop_strings",
+    "num_return_sequences", "return_dict_in_generate",
+)  # fmt: skip
+_SERVED = (*SAMPLING, *PENALTIES, *_OTHERS)
+"""Fields of a `GenerationConfig`."""
+_OURS = (
+    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
+    "logits_processor",
+)  # fmt: skip
+"""Further arguments of `generate`."""
+_WITHOUT_EFFECT = (
+    "bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "use_cache", "low_memory",
+    "transformers_version", "return_legacy_cache", "prefill_chunk_size", "target_lookbehind", "is_assistant",
+)  # fmt: skip
+_KINDS_WITHOUT_EFFECT = ("cache_", "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile")
+"""Beginnings of further names that change no token."""
+_OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
+_ON_LOGITS = (
+    "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "forced_bos_token_id",
+    "encoder_no_repeat_ngram_size", "renormalize_logits", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "watermarking_config", "logit_bias",
+    "presence_penalty", "frequency_penalty", "allowed_token_ids", "logits_processors", "output_scores",
+    "output_logits", "logprobs",
+)  # fmt: skip
+"""Names, vLLM's too, of what a logits processor can do instead."""
+_ON_GREEDY = (
+    "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "penalty_alpha", "dola_layers",
+)  # fmt: skip
+"""Fields of the target's own configuration that would change greedy decoding."""
+_WITHOUT_WARNING = {"temperature": (1.0,), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+"""Values beside greedy decoding of which transformers does not warn."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, read and checked."""
+
+    requests: list[Request]
+    sampling: SamplingConfig
+    options: Mapping[str, Any]
+    """Fields of a `GenerationConfig` that are set, by name (`join_options`)."""
+    prompts: ReadPrompts
+    fill: int
+    """Id that fills ``sequences`` where an answer has ended."""
+    seed: int | tuple[int, ...] | None
+    """The seed, or one for each prompt; None where nothing is drawn."""
+
+
+def read_call(
+    target: TargetModel, tokenizer: Any | None, context_limit: int | None, input_ids: Any, keywords: Mapping[str, Any]
+) -> Call:
+    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does.
+
+    ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
+    """
+    own = {name: keywords.get(name) for name in _OURS}
+    fields = {name: value for name, value in keywords.items() if name not in _OURS}
+    if own["inputs"] is not None:
+        if input_ids is not None:
+            raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")
+        input_ids = own["inputs"]
+    if input_ids is None:
+        raise UsageError("No prompt was given: input_ids is None.", option="input_ids")
+    tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
+    own_eos = own_eos_ids(target)
+    options = join_options(target.generation_config, own["generation_config"], fields)
+    ignores_eos = own["ignore_eos"] is not None and read_flag("ignore_eos", own["ignore_eos"])
+    eos = frozenset() if ignores_eos else read_id_set(options.get("eos_token_id", own_eos))
+    pad = _pad(target, options.get("pad_token_id"))
+    padding = None if pad in (eos or own_eos) else pad
+    read = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
+    seeds = _read_seeds(own["seed"], len(read.prompts))
+    sampling = read_sampling(options, fields, own["seed"] if seeds is None else seeds[0])
+    repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
+    if repeats > 1 and sampling.is_greedy:
+        raise UsageError(
+            f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
+            "temperature.",
+            option="num_return_sequences",
+        )
+    read = read.repeated(repeats)
+    stop = options.get("stop_strings") if own["stop"] is None else own["stop"]
+    max_time = options.get("max_time")
+    shared: dict[str, Any] = {
+        "eos_ids": eos, "context_limit": context_limit, "stop": read_stop_strings(stop, tokenizer is not None),
+        "decode": partial(_decode, tokenizer) if tokenizer else None,
+        "criteria": _read_criteria(own["stopping_criteria"]),
+        "deadline": None if max_time is None else time.monotonic() + _read_seconds("max_time", max_time),
+        "device": target.device,
+    }  # fmt: skip
+    requests = []
+    for index, prompt in enumerate(read.prompts):
+        # As in transformers, lengths of prompt and answer together count the padding that was given.
+        length = len(read.rows[index])
+        new = _read_max_new_tokens(options, length)
+        process = build_processors(
+            _with_new_minimum(options, length), len(prompt), eos, int(target.text_config.vocab_size),
+            own["logits_processor"] or (), target.device,
+        )  # fmt: skip
+        # With a seed of its own a prompt's draws are those that it would have alone in its call.
+        stream = (sampling.seed, index) if seeds is None else (seeds[index // repeats], index % repeats)
+        requests.append(Request(index, prompt, new, process=process, stream=stream, **shared))
+    check_prompts(requests, target.embedding.shape[0])
+    seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
+    fill = _fill(target, options.get("eos_token_id")) if pad is None else pad
+    return Call(requests, sampling, options, read, fill, seed)
+
+
+def join_options(
+    own: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Join keywords, a given configuration and the target's own; the earlier wins. None leaves a field unset.
+
+    Only the `PENALTIES` of the target's own configuration count. Returns the fields that are set, by name. Raises
+    `UsageError` for what is not served.
+    """
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise misfit("generation_config", "transformers' GenerationConfig", given)
+    for name in _ON_GREEDY:
+        if not _asks_nothing(name, getattr(own, name, None)):
+            raise UsageError(
+                f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
+                f"without it.{_instead(name)}",
+                option=name,
+            )
+    known = vars(GenerationConfig())
+    found = {name: getattr(own, name, None) for name in PENALTIES}
+    # Names with a leading underscore are transformers' own notes; unknown ones were meant for other software.
+    fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
+    for name, value in [*fields.items(), *keywords.items()]:
+        if name not in known:
+            near = did_you_mean(name, (*_SERVED, *_OURS))
+            raise UsageError(f"There is no option {name!r}.{_instead(name) or near}", option=name)
+        if name in _SERVED:
+            found[name] = found.get(name) if value is None else value
+        elif not _asks_nothing(name, value):
+            raise UsageError(f"The option {name!r} is not served.{_instead(name)}", option=name)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    """Whether a field that is not served has no effect, or is off; True is not 1, nor False 0."""
+    if value is None or value is False or name in _WITHOUT_EFFECT or name.startswith(("_", *_KINDS_WITHOUT_EFFECT)):
+        return True
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and value == (1 if name in _OFF_AT_ONE else 0)
+
+
+def _instead(name: str) -> str:
+    return " What changes logits can be a logits_processor." if name in _ON_LOGITS else ""
+
+
+def own_eos_ids(target: TargetModel) -> frozenset[int]:
+    """End-of-sequence ids of a target's generation configuration, else of its configuration."""
+    found = getattr(target.generation_config, "eos_token_id", None)
+    return read_id_set(getattr(target.text_config, "eos_token_id", None) if found is None else found)
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """Return True or False; nothing else is a truth value. Raises `UsageError`."""
+    if not isinstance(value, bool):
+        raise misfit(name, "True or False", value)
+    return value
+
+
+def read_count(name: str, value: Any, least: int) -> int:
+    """Return a whole number of at least ``least``; numpy's integers count, True does not. Raises `UsageError`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise misfit(name, f"an integer of at least {least}", value)
+    return int(value)
+
+
+def read_id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
+    """Return one id or many (a list, a set, a tensor) as a set; None is the empty set. Raises `UsageError`."""
+    if ids is None:
+        return frozenset()
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    return frozenset(read_token_id(token) for token in (values if isinstance(values, Iterable) else [values]))
+
+
+def read_tokenizer(given: Any) -> Any:
+    """Return a tokenizer. Raises `UsageError` for anything else, such as the name of one."""
+    if not callable(given) or not hasattr(given, "decode"):
+        raise misfit("tokenizer", "a loaded tokenizer of transformers", given)
+    return given
+
+
+def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> tuple[str, ...]:
+    """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
+    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
+    if stops and not has_tokenizer:
+        raise UsageError("Stop strings need a tokenizer. Load the model with one.", option="stop")
+    if not all(isinstance(text, str) and text for text in stops):
+        raise misfit("stop", "texts of at least one letter", list(stops))
+    return stops
+
+
+def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
+    """Read how to sample from joined options (`join_options`); of contradicting ``keywords`` ``do_sample`` counts.
+
+    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
+    from PyTorch's generator, which `torch.manual_seed` sets. Raises `UsageError`.
+    """
+    named = {name: keywords.get(name) for name in ("do_sample", *SAMPLING)}
+    if named["do_sample"] is None and named["temperature"] is None:
+        named["do_sample"] = options.get("do_sample")
+    first = sampling_config(**named, seed=0 if seed is None else seed)
+    if first.is_greedy:
+        return SamplingConfig(seed=first.seed)
+    found = {name: options[name] for name in SAMPLING if name in options}
+    sampling = sampling_config(do_sample=True, **found, seed=first.seed)
+    return replace(sampling, seed=int(torch.randint(2**63 - 1, ())) if seed is None else seed)
+
+
+def sampling_config(
+    do_sample: bool | None = None, temperature: float | None = None, top_p: float | None = None,
+    top_k: int | None = None, seed: int = 0, min_p: float | None = None,
+) -> SamplingConfig:  # fmt: skip
+    """Read sampling arguments as `SpeculativeModel.generate` does.
+
+    Greedy decoding ignores what only sampling reads, with a `SamplingWarning` where transformers warns: for values
+    that would change something. Raises `UsageError` for numbers out of range, and for sampling at temperature 0.
+    """
+    if do_sample is not None:
+        read_flag("do_sample", do_sample)
+    cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
+    is_cold = temperature is not None and temperature == 0
+    if do_sample and is_cold:
+        raise UsageError(
+            "do_sample=True needs a temperature above 0. Leave temperature out for 1.0.", option="temperature"
+        )
+    sampling = SamplingConfig(1.0 if temperature is None or is_cold else temperature, seed=seed, **given)
+    if do_sample or (do_sample is None and temperature):
+        return sampling
+    ignored = [name for name, quiet in _WITHOUT_WARNING.items() if getattr(sampling, name) not in quiet]
+    if ignored:
+        warnings.warn(
+            f"Decoding is greedy: {', '.join(f'{name}={getattr(sampling, name)}' for name in ignored)} acts on "
+            "sampling alone. Give do_sample=True or a temperature above 0 to sample.",
+            SamplingWarning,
+            stacklevel=5,
+        )
+    return SamplingConfig(seed=seed)
+
+
+def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
+    """Return a seed for each prompt where ``seed`` is a list; else None. Raises `UsageError`."""
+    found = seed.tolist() if hasattr(seed, "tolist") else seed
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        return None
+    if len(found) != num_prompts:
+        raise misfit("seed", f"an integer, or a list of one for each of {num_prompts} prompts", seed)
+    return tuple(int(SamplingConfig(seed=each).seed) for each in found)
+
+
+def _read_seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise misfit(name, "a number of seconds above 0", value)
+    return float(value)
+
+
+def _read_criteria(criteria: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
+    """Return stopping criteria: one callable, or a list of them such as a `StoppingCriteriaList`."""
+    given = [criteria] if callable(criteria) and not isinstance(criteria, Sequence) else criteria or ()
+    if not isinstance(given, Sequence) or not all(callable(criterion) for criterion in given):
+        raise misfit("stopping_criteria", "a list of callables of (input_ids, scores), as in transformers", criteria)
+    return tuple(given)
+
+
+def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
+    """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256.
+
+    Raises `UsageError` for a ``max_length`` below the prompt's length, and for numbers that are out of range.
+    """
+    if "max_new_tokens" in options:
+        return read_count("max_new_tokens", options["max_new_tokens"], 0)
+    if "max_length" not in options:
+        return DEFAULT_MAX_NEW_TOKENS
+    length = read_count("max_length", options["max_length"], 0)
+    if length < prompt_length:
+        raise UsageError(
+            f"max_length = {length} counts prompt and answer together, and the prompt alone has {prompt_length} "
+            "tokens. Give max_new_tokens to limit the answer alone.",
+            option="max_length",
+        )
+    return length - prompt_length
+
+
+def _with_new_minimum(options: Mapping[str, Any], prompt_length: int) -> Mapping[str, Any]:
+    """Turn ``min_length``, of prompt and answer together, into new tokens; ``min_new_tokens`` takes precedence."""
+    if "min_length" not in options:
+        return options
+    length = read_count("min_length", options["min_length"], 0)
+    rest = {name: value for name, value in options.items() if name != "min_length"}
+    return rest if "min_new_tokens" in rest else {**rest, "min_length": max(0, length - prompt_length)}
+
+
+def _pad(target: TargetModel, given: int | None) -> int | None:
+    """Return the id that marks padding: as given, else the target's."""
+    found = [given, *(getattr(each, "pad_token_id", None) for each in (target.generation_config, target.text_config))]
+    ids = (token.item() if isinstance(token, Tensor) else token for token in found if token is not None)
+    return next(map(read_token_id, ids), None)
+
+
+def _fill(target: TargetModel, ends: Any) -> int:
+    """Return the id that fills ``sequences`` where nothing is named for padding: the first end of sequence, else 0."""
+    ends = getattr(target.generation_config, "eos_token_id", None) if ends is None else ends
+    first = ends.flatten()[:1].tolist() if isinstance(ends, Tensor) else ends
+    if isinstance(first, Iterable):
+        first = next(iter(first), None)
+    return min(own_eos_ids(target), default=0) if first is None else int(first)
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text)

@@ -1,0 +1,195 @@
+"""Reading prompts: text, token ids in any container, tokenizer output, and conversations, all into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from numbers import Integral
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from ..errors import PromptError, UsageError, brief, misfit
+from .request import Request
+
+Prompts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+_USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prompt."
+
+
+def read_token_id(token: Any) -> int:
+    """Return a token id as a plain integer. Raises `UsageError` for anything that is no integer."""
+    if isinstance(token, bool) or not isinstance(token, Integral):
+        raise UsageError(
+            f"Token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}.",
+            option="input_ids",
+        )
+    return int(token)
+
+
+@dataclass(frozen=True)
+class ReadPrompts:
+    """Token ids of each prompt: as they were given, and without the padding."""
+
+    rows: list[tuple[int, ...]]
+    prompts: list[tuple[int, ...]]
+    device: torch.device
+    """Where they were given; the CPU for what is no tensor."""
+
+    def repeated(self, times: int) -> ReadPrompts:
+        """Return them with each prompt ``times`` times in a row."""
+        rows, prompts = ([row for row in each for _ in range(times)] for each in (self.rows, self.prompts))
+        return ReadPrompts(rows, prompts, self.device)
+
+
+def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None) -> ReadPrompts:
+    """Return the token ids of each prompt.
+
+    ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
+    [prompts, seq], as in transformers; None marks nothing. Raises `UsageError` for anything that is no prompt, text
+    without a tokenizer, and a mask of another shape; `PromptError` for an empty list of prompts.
+    """
+    if isinstance(given, Mapping):
+        if "input_ids" not in given:
+            raise UsageError(
+                f"A mapping is a prompt only if it has input_ids; this one has {brief(list(given))}. "
+                f"{_USE_ENCODE_CHAT}",
+                option="input_ids",
+            )
+        attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
+        given = given["input_ids"]
+    device = given.device if isinstance(given, Tensor) else torch.device("cpu")
+    if _is_single(given):
+        raise UsageError(
+            f"A prompt is text or token ids, got {brief(given)}. Embeddings cannot be drafted from.", option="input_ids"
+        )
+    if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
+        attention_mask = given != pad
+    if attention_mask is not None and (_is_single(attention_mask) or isinstance(attention_mask, str)):
+        raise misfit("attention_mask", "of the shape of input_ids", attention_mask)
+    values = [given] if isinstance(given, str) else _as_list(given)
+    mask = None if attention_mask is None else _as_list(attention_mask)
+    if not values:
+        raise PromptError("No prompt was given.")
+    first = values[0]
+    if isinstance(first, Mapping):
+        raise UsageError(f"These are messages, not a prompt. {_USE_ENCODE_CHAT}", option="input_ids")
+    if isinstance(first, str):
+        if mask is not None:
+            raise UsageError("attention_mask goes with token ids; text has no padding.", option="attention_mask")
+        values = [encode_text(tokenizer, str(text)) for text in values]
+    elif isinstance(first, (int, float)):
+        values = [values]
+    elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
+        raise UsageError(
+            "A batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them.",
+            option="input_ids",
+        )
+    if mask and isinstance(mask[0], (int, float)):
+        mask = [mask]
+    prompts = [tuple(read_token_id(token) for token in row) for row in values]
+    return ReadPrompts(prompts, prompts if mask is None else _without_padding(prompts, mask), device)
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, bytes) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
+
+
+def check_prompts(requests: Sequence[Request], vocab: int) -> None:
+    """Raise `PromptError` for an empty prompt, an id outside the vocabulary, and one that leaves no room to answer."""
+    for request in requests:
+        place, length, limit = request.index, len(request.prompt_ids), request.context_limit
+        if length == 0:
+            raise PromptError(f"Prompt {place} is empty. Give at least one token, for example BOS.", prompt=place)
+        wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
+        if wrong:
+            raise PromptError(
+                f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.", prompt=place
+            )
+        if limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
+            raise PromptError(
+                f"Prompt {place} has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the "
+                "prompt.",
+                prompt=place,
+            )
+
+
+def encode_text(tokenizer: Any | None, text: str) -> list[int]:
+    """Encode text as the tokenizer does by itself, special tokens included.
+
+    Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
+    """
+    if tokenizer is None:
+        raise UsageError(
+            "Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.", option="tokenizer"
+        )
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"A prompt is text, and character {error.start} of this one is half of a surrogate pair: "
+            f"{text[max(0, error.start - 20) : error.start + 1]!r}."
+        ) from error
+    ids: list[int] = tokenizer(text, **options).input_ids
+    return ids
+
+
+def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list[int]:
+    """Encode a conversation, or one user message, through the tokenizer's chat template, ready to be answered.
+
+    Without a template the text of the last message is encoded as it is. Raises `UsageError` without a tokenizer, for
+    anything that is no conversation, and for one that the template refuses.
+    """
+    if tokenizer is None:
+        raise UsageError("A chat needs a tokenizer. Load the model with one.", option="tokenizer")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
+        raise UsageError(
+            'A conversation is a list of messages such as [{"role": "user", "content": "Hi"}]; got '
+            f"{brief(messages)}.",
+            option="messages",
+        )
+    if not tokenizer.chat_template:
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise UsageError(
+                "Without a chat template the content of the last message is the prompt, and has to be text; got "
+                f"{brief(content)}.",
+                option="messages",
+            )
+        return encode_text(tokenizer, content)
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"The tokenizer's chat template refuses this conversation: {error}", option="messages"
+        ) from error
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _as_list(values: Any) -> list[Any]:
+    """Turn tensors and arrays, and lists of them, into lists."""
+    if hasattr(values, "tolist"):
+        found: list[Any] = values.tolist()
+        return found
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
+
+
+def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
+    found, expected = [len(keep) for keep in mask], [len(prompt) for prompt in prompts]
+    if found != expected:
+        raise UsageError(
+            f"attention_mask has rows of {brief(found)} entries, input_ids of {brief(expected)}. They must have the "
+            "same shape.",
+            option="attention_mask",
+        )
+    return [tuple(compress(prompt, keep)) for prompt, keep in zip(prompts, mask, strict=True)]

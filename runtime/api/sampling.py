@@ -1,0 +1,131 @@
+"""How a request's tokens are chosen: the keys of its noise, and the logits processors that options ask for.
+
+Every request has one stream of keys, drawn from its own generator (seed, and place in the call, or among the answers to
+its prompt where that has a seed of its own). The token at new position i is chosen by the noise that key i gives each
+id (`step.kernels.token_noise`). So a request's sampled text depends on neither the drafter, the tree, nor the rest of
+the batch: speculative and plain decoding give the same tokens for the same seed, and the distribution is the target's.
+
+A processor changes the target's logits at a position, given the tokens before it. It is applied wherever the target
+chooses a token, at the nodes of a tree as in plain decoding, so drafting does not change the answer. Processors must
+depend on nothing but their arguments: they are also called for continuations that are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from ..errors import UsageError, misfit
+
+PENALTIES = (
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "suppress_tokens",
+)  # fmt: skip
+"""Fields of a `GenerationConfig` that act on greedy decoding too, in transformers' order."""
+
+
+def noise_keys(seed: int, request_index: int, length: int) -> Tensor:
+    """Return the first ``length`` keys of a request's stream: int64 [length], none negative.
+
+    Different pairs of seed and index give unrelated streams.
+    """
+    digest = hashlib.sha256(f"{seed}/{request_index}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(length, dtype=torch.int64).random_(generator=generator)
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The logits processors of one request, in transformers' order."""
+
+    steps: tuple[tuple[str, Any], ...]
+    """Each with the option that asks for it, or the name of its class."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all steps."""
+        return tuple(name for name, _ in self.steps)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Apply them: the tokens before a position int64 [1, seq], and its logits float32 [1, vocab].
+
+        Raises `UsageError` for one that does not return scores of that shape.
+        """
+        for name, step in self.steps:
+            found: Any = hf.LogitsProcessorList([step])(input_ids, scores)
+            if not isinstance(found, Tensor) or found.shape != scores.shape:
+                what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+                raise UsageError(
+                    f"Logits processor {name} returned {what}; expected scores {list(scores.shape)}, as it was given. "
+                    "One that changes them in place returns them too.",
+                    option="logits_processor",
+                )
+            scores = found
+        return scores
+
+
+def build_processors(
+    options: Mapping[str, Any],
+    prompt_length: int,
+    eos_ids: Iterable[int],
+    vocab_size: int,
+    extra: Sequence[Any] = (),
+    device: torch.device | str = "cpu",
+) -> Processors | None:
+    """Build the processors of one request; None where nothing changes logits.
+
+    ``options``: `PENALTIES` that are set, ``min_length`` counting new tokens alone. ``vocab_size``: logits per
+    position. ``extra`` processors come last. Raises `UsageError` for a value that transformers refuses, a token id
+    outside the vocabulary, and an ``extra`` that is no list of callables.
+    """
+    if not isinstance(extra, Sequence) or not all(callable(processor) for processor in extra):
+        raise misfit("logits_processor", "a list of callables of (input_ids, scores)", extra)
+    eos = sorted(eos_ids)
+    place: dict[str, Any] = {"device": str(device)}
+    eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
+
+    def minimum(value: Any) -> Any:
+        return value and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, value, eos_tensor, **place)
+
+    builders: dict[str, Callable[[Any], Any]] = {
+        "repetition_penalty": lambda v: v != 1 and hf.RepetitionPenaltyLogitsProcessor(float(v)),
+        "no_repeat_ngram_size": lambda v: v and hf.NoRepeatNGramLogitsProcessor(v),
+        "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(v, eos_tensor),
+        "min_length": minimum,
+        "min_new_tokens": minimum,
+        "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
+    }
+    built: list[tuple[str, Any]] = []
+    for name, value in ((name, options[name]) for name in PENALTIES if name in options):
+        if value is True:
+            raise misfit(name, "a number, or token ids", value)
+        try:
+            processor = builders[name](value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"transformers refuses {name} = {value!r}: {error}", option=name) from error
+        if name == "bad_words_ids" and not all(len(word) for word in value):
+            raise misfit(name, "words of at least one token", value)
+        for token in _leaves(value) if name in ("bad_words_ids", "suppress_tokens") else ():
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+                raise UsageError(
+                    f"{name} names token {token!r}; the target's ids are 0 to {vocab_size - 1}.", option=name
+                )
+        if processor:
+            built.append((name, processor))
+    steps = [*built, *((type(processor).__name__, processor) for processor in extra)]
+    return Processors(tuple(steps)) if steps else None
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """Values in nested lists, tuples and tensors; a single value is its own leaf."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return [value]
+    return chain.from_iterable(map(_leaves, value))

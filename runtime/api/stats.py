@@ -1,0 +1,244 @@
+"""The cost of a generation: accepted lengths, tokens outside the draft vocabulary, and seconds by phase.
+
+Generated tokens that the draft vocabulary did not hold are counted on the host as they arrive, so that the device has
+nothing more to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..launches import Launches
+
+if TYPE_CHECKING:
+    from ..drafter.weights import HeadWeights
+
+_PHASES = ("prefill", "draft", "verify", "step")
+
+
+class MissedTokens:
+    """Counts what one request generates outside what a head could draft; `counts` are by target id."""
+
+    def __init__(self, head: HeadWeights, prompt_ids: Sequence[int]) -> None:
+        self.head, self.counts = head, Counter[int]()
+        self._joined: tuple[int, ...] = () if head.follow is None else head.follow.tail_of(prompt_ids)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of one step, in order."""
+        held, follow = self.head.held_ids, self.head.follow
+        outside = [token for token in tokens if not held[token]]
+        for token in outside:
+            if follow is None or not follow.holds(self._joined, token):
+                self.counts[token] += 1
+
+
+def most_missed_first(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Add up counts by id, and order them: the most frequent first, ties by id."""
+    total: Counter[int] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step: drafting a tree for each running sequence, verifying them, and the host's own work.
+
+    A step that is replayed as one counts as drafting.
+    """
+
+    draft_s: float
+    verify_s: float
+    host_s: float
+
+
+class AcceptedLengths:
+    """What follows from how many passes gave how many tokens."""
+
+    accepted_lengths: Mapping[int, int]
+
+    @property
+    def num_passes(self) -> int:
+        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
+        return sum(self.accepted_lengths.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens of the answers that passes gave: all but the first of each, which its prompt's forward gave."""
+        return sum(length * count for length, count in self.accepted_lengths.items())
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per target pass; 0.0 without a pass, 1.0 when nothing drafted was ever accepted."""
+        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+
+@dataclass(frozen=True)
+class GenerationStats(AcceptedLengths):
+    """Statistics of one request or of many.
+
+    The accepted length of a pass is the number of tokens that one target forward over a tree adds to the answer: the
+    accepted drafted tokens and the target's own, up to the answer's end. It is counted only for sequences that were
+    running; the prompt's forward is not a pass.
+    """
+
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    """How many passes had each accepted length."""
+    num_new_tokens: int = 0
+    """Tokens returned, the first one (from the prompt's forward) included."""
+    num_cut_tokens: int = 0
+    """Tokens that were accepted beyond an answer's end. They are in no accepted length: else a size that needs one pass
+    more for the same answer could seem to accept more."""
+    missed_ids: dict[int, int] = field(default_factory=dict)
+    """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
+    frequent first. Of all new tokens, the first of an answer too; with ``speculative=False`` none are counted."""
+    num_reused_tokens: int = 0
+    """Of the prompts' tokens those that were not run again, as a slot held them from an earlier call."""
+    total_s: float = 0.0
+    steps: tuple[StepTimes, ...] = field(default=(), repr=False)
+    """Times of each step; a step is one pass of every sequence that runs in it."""
+    active_sequences: dict[int, int] = field(default_factory=dict)
+    """How many steps of the call ran each number of sequences side by side."""
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    """How many answers ended by each reason (`RequestOutput.finish_reason`)."""
+    num_partial_passes: int = 0
+    """Target passes over a part of the cache (`PartialVerification`), summed over sequences; in no accepted length."""
+    num_rolled_back_tokens: int = 0
+    """Tokens that partial passes accepted and full ones did not."""
+    cache_bytes: int = 0
+    """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
+    graph_bytes: int = 0
+    """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
+    tuned_hits: dict[str, int] = field(default_factory=dict)
+    """Launches with tuned parameters (`launches`), by kind."""
+    tuned_misses: dict[str, int] = field(default_factory=dict)
+    """Launches whose parameters a rule gave: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
+    path: str = ""
+    """Human-readable description of what ran: loop, target and drafter, each with the reason."""
+    exactness: str | None = None
+    """Why every token is the one that decoding its prompt alone and plainly gives; None where nothing promises that
+    below float32."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of all steps: the whole time but for prompts."""
+        return sum(sum(step) for step in self.steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the batch in which a sequence ran."""
+        return sum(self.active_sequences.values())
+
+    @property
+    def num_missed(self) -> int:
+        """New tokens outside the draft vocabulary."""
+        return sum(self.missed_ids.values())
+
+    @property
+    def missed_rate(self) -> float:
+        """Share of the new tokens outside the draft vocabulary: 1 minus its coverage of them; 0.0 without any."""
+        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens over the whole time, prompts included."""
+        return self.num_new_tokens / self.total_s if self.total_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, keyed as in this class; of the steps the sum."""
+        names = [each.name for each in fields(self) if each.name != "steps"]
+        derived = ("num_passes", "num_accepted_tokens", "mean_accepted_length", "num_missed", "missed_rate", "step_s")
+        found = {name: getattr(self, name) for name in (*names, *derived, "tokens_per_s")}
+        return {
+            name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
+            for name, value in found.items()
+        }
+
+    @classmethod
+    def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
+        """Add up runs that were made one after another."""
+        items = list(items)
+        total: dict[str, Any] = {}
+        for each in fields(cls):
+            values = [getattr(item, each.name) for item in items]
+            if each.name in ("path", "exactness"):
+                total[each.name] = values[0] if len(set(values)) == 1 else each.default
+            elif each.name in ("cache_bytes", "graph_bytes"):
+                total[each.name] = max(values, default=0)
+            elif each.name == "missed_ids":
+                total[each.name] = most_missed_first(values)
+            elif each.name == "steps":
+                total[each.name] = tuple(step for steps in values for step in steps)
+            elif each.default_factory is dict:
+                added: Counter[Any] = Counter()
+                for value in values:
+                    added.update(value)
+                total[each.name] = dict(sorted(added.items()))
+            else:
+                total[each.name] = sum(values)
+        return cls(**total)
+
+
+def count_tuned(launches: Launches) -> dict[str, dict[str, int]]:
+    """``tuned_hits`` and ``tuned_misses`` of launches."""
+    return {
+        name: {kind: number for (kind, found), number in sorted(launches.items()) if found == is_tuned}
+        for name, is_tuned in (("tuned_hits", True), ("tuned_misses", False))
+    }
+
+
+class PhaseTimer:
+    """Times phases without making the host wait inside the loop: on a GPU it records events and reads them later.
+
+    Each "draft" or "step" phase begins a step, which lasts until the next one begins; prefill is not part of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type == "cuda"
+        self._phases: list[tuple[str, Any]] = []
+        """Name of each phase in order, with its seconds, or with the two events around it."""
+        self._step_starts: list[tuple[int, float]] = []
+        """For each step, its place in ``_phases`` and when the host began it."""
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attribute what runs inside to a phase."""
+        started = time.perf_counter()
+        if name in ("draft", "step"):
+            self._step_starts.append((len(self._phases), started))
+        if self._events:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._phases.append((name, (begin, end)))
+            return
+        yield
+        self._phases.append((name, time.perf_counter() - started))
+
+    def stop_and_wait(self) -> dict[str, Any]:
+        """Wait for the device; return ``total_s`` and ``steps``."""
+        if self._events:
+            torch.cuda.synchronize()
+            self._phases = [(name, begin.elapsed_time(end) / 1e3) for name, (begin, end) in self._phases]
+            self._events = False
+        end = time.perf_counter()
+        return {"total_s": end - self._start, "steps": self._steps(end)}
+
+    def _steps(self, end: float) -> tuple[StepTimes, ...]:
+        steps = []
+        nexts = [*self._step_starts[1:], (len(self._phases), end)]
+        for (first, started), (last, ended) in zip(self._step_starts, nexts, strict=False):
+            seconds = dict.fromkeys(_PHASES, 0.0)
+            for name, phase_s in self._phases[first:last]:
+                seconds[name] += phase_s
+            host_s = max(0.0, ended - started - sum(seconds.values()))
+            steps.append(StepTimes(seconds["draft"] + seconds["step"], seconds["verify"], host_s))
+        return tuple(steps)

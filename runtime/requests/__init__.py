@@ -1,1 +1,0 @@
-"""What is asked of a generation and what comes out: options, prompts, streaming, statistics, output."""
