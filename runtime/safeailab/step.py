@@ -77,7 +77,7 @@ class _Tensors:
         return cls(
             bufs, state,
             Trees(state.active_slots, state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids),
-            # A number for every depth of a tree, drawn again for each tree.
+            # A key for every depth of a tree, drawn again for each tree.
             ChoiceState.allocate(1, tree.path_width, vocab, device),
             torch.zeros((1, nodes), dtype=torch.int32, device=device),
             choice_scratch(1, nodes, vocab, device),
@@ -218,7 +218,7 @@ class StepPatch:
                 if numbers != self._numbers:
                     tensors.choice.numbers.copy_(torch.tensor(numbers))
                     self._numbers = numbers
-                tensors.choice.uniforms.uniform_()
+                tensors.choice.keys.random_()
             self.ops(choose_tokens)(
                 scores.contiguous(), tensors.trees, rules, tensors.choice, tensors.choices, tensors.scratch
             )
