@@ -34,11 +34,10 @@ from typing import Any
 
 import tokenizers
 import torch
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.count import count_tokens
-from eagle_slim.vocab_tools.tokenizer.encode import EncoderSpec, TokenizerLibrary, encoder_spec
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.encoding import EncoderSpec, TokenizerLibrary, encoder_spec
+from eagle_slim.vocab_tools.sources import CorpusSource
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.timing import machine

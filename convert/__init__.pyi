@@ -10,9 +10,8 @@ from .errors import (
     SourceError,
     UnsupportedHeadError,
 )
-from .head.draft_head import DraftHead
-from .head.open import open_head
-from .head.tensors import LazyTensors
+from .heads.draft_head import DraftHead, LazyTensors
+from .heads.open import open_head
 from .options import ConvertOptions
 from .pipeline import Conversion, convert_head, plan_conversion
 from .push import push_folder

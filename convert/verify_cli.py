@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     json_option,
     run_cli,
     version_option,
 )
+from eagle_slim.vocab_tools.errors import printable
 
 
 @click.command(
@@ -70,7 +71,9 @@ def verify(
         colours = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "bright_black"}
         for check in result.checks:
             status = click.style(f"{check.status:<7}", fg=colours[check.status])
-            click.echo(f"{status}  {check.name:<{width}}  {check.detail}")
+            # A name with a line end in it must not look like a check of its own.
+            detail = ("\n" + " " * (width + 11)).join(map(printable, check.detail.split("\n")))
+            click.echo(f"{status}  {check.name:<{width}}  {detail}")
         counted = {status: sum(check.status == status for check in result.checks) for status in colours}
         click.echo(f"{folder}: " + ", ".join(f"{number} {status}" for status, number in counted.items()))
     return 0 if result.ok else 1

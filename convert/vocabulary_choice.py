@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts, mixed_weights
+from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts, mixed_weights
 from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import check_named
+from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact.manifest import Manifest
 from .errors import MismatchError
-from .head.draft_head import DraftHead
+from .heads.draft_head import DraftHead
 from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
@@ -198,6 +198,11 @@ def make_ranking(
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
+        if request.weights:
+            raise UsageError(
+                "--weights gives sources of counts a share, and an artifact is cut by its own ranks.\nGive --counts.",
+                option="--weights",
+            )
         say("vocabulary: the rank order in the head's own manifest")
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
+from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from .options_cli import check_names, load_heads, model_options, options_as_typed, show_warnings_as_lines

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
-from eagle_slim.convert.head.open import DraftHead, open_head
+from eagle_slim.convert.heads.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
@@ -20,7 +20,7 @@ from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 
@@ -226,6 +226,11 @@ def _naming(target: str | Path) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
+        if "trust_remote_code" in reason:
+            reason = (
+                "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
+                "no class of its own for it"
+            )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
@@ -250,7 +255,9 @@ def load_target(
     with _naming(target):
         if dtype in (None, "auto") and device.type == "cpu":
             dtype = dtype_on_cpu(load_target_config(target, revision, offline))
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, revision=revision, local_files_only=offline, trust_remote_code=False
+        )
     moved: nn.Module = model.to(device).eval()
     return moved
 
@@ -260,7 +267,8 @@ def load_target_config(target: str | Path, revision: str | None, offline: bool) 
     from transformers import AutoConfig
 
     with _naming(target):
-        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline)
+        # Never code of the folder: without this transformers asks on stdin, which may be the prompt.
+        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline, trust_remote_code=False)
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
@@ -268,10 +276,17 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
     folder = Path(target)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None, None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
-    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, local_files_only=offline)
+    where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
     return tokenizer, loaded.tokenizer_hash
 
 

@@ -60,7 +60,7 @@ from .target.wrapper import TargetModel
 if TYPE_CHECKING:
     import numpy as np
     from eagle_slim.convert.artifact.format import Artifact
-    from eagle_slim.convert.head.open import DraftHead
+    from eagle_slim.convert.heads.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
     from transformers import GenerationConfig
@@ -219,6 +219,10 @@ class SpeculativeModel:
                 opened = replace(opened, target_name=named)
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
+        if opened.head.target_vocab != text_config.vocab_size:
+            # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
+            opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
+            draft_ids = opened.choose(draft_vocab)
         loaded_tokenizer, tokenizer_source = None, None
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)

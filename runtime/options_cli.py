@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from eagle_slim.vocab_tools.base_cli import note
+from eagle_slim.vocab_tools.common_cli import note
 from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:
     Raises `UsageError` for a target that is not there, and draft vocabularies, ``sizes``, larger than a head; others as
     `open_head_source` and `target_files`, and with ``sizes`` as `open_head`.
     """
-    from eagle_slim.convert.head.open import open_head
+    from eagle_slim.convert.heads.open import open_head
     from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO
     from eagle_slim.convert.sources.source import open_head_source, target_files
 

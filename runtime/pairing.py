@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_slim.convert.head.config import default_taps
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
 
 from .errors import PairingError
 
@@ -37,7 +37,7 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
             "Give the target that the head was trained for.",
             field="hidden_size", expected=head.target_hidden_size, found=hidden,
         )  # fmt: skip
-    if head.target_vocab != vocab:
+    if not has_padding_of(head.target_vocab, vocab):
         raise PairingError(
             f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target that the "
             "head was trained for.",

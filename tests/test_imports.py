@@ -33,25 +33,29 @@ ALLOWED = {
 FLOORS = {
     "vocab_tools": """
         errors
-        hub hub_errors
-        files hub_session
-        base_cli
+        hub
+        files
+        common_cli
         tokenizer
-        corpus
-        counting
-        count_cli vocabulary
+        chats encoding
+        forced records
+        counts sources
+        workers
+        ray_workers
+        counting vocabulary
+        count_cli
         ranking token_maps
         coverage show
         cli
     """,
     "convert": """
         errors default
-        artifact/checksums atomic files head/names
+        artifact/checksums atomic files heads/names
         rows
         hub artifact/manifest
         rows/hub_tensor
         sources
-        head
+        heads
         engines rows/lm_head sources/target
         rows/target
         artifact
@@ -82,8 +86,8 @@ FLOORS = {
 # Library → pattern of the only files, relative to the root, that may import it.
 ONLY_IN = {
     "click": r".*cli\.py",
-    "datasets": r"vocab_tools/corpus/.*",
-    "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\w*\.py",
+    "datasets": r"vocab_tools/sources\.py",
+    "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

@@ -1,14 +1,13 @@
-from .corpus.source import CorpusSource
-from .counting.count import count_tokens
-from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+from .counting import count_tokens
+from .counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from .coverage import CoverageReport, SourceCoverage, measure_coverage, plot_coverage
 from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
+from .forced import ForcedIds, forced_ids
 from .ranking import rank_by_order, rank_vocabulary
 from .show import VocabularyListing, show_vocabulary
+from .sources import CorpusSource
 from .token_maps import d2t_from_ids, export_token_map, ids_from_d2t, import_token_map, t2d_from_ids
-from .tokenizer.forced import ForcedIds, forced_ids
-from .tokenizer.load import load_tokenizer
-from .tokenizer.tokenizer import LoadedTokenizer
+from .tokenizer import LoadedTokenizer, load_tokenizer
 from .vocabulary import DraftVocab
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .base_cli import (
+from .common_cli import (
     EagleGroup,
     emit_json,
     force_option,
@@ -20,14 +20,14 @@ from .base_cli import (
     whole_numbers,
 )
 from .count_cli import count, counts_to_write, tokenizer_options
-from .errors import UsageError
+from .errors import UsageError, printable
 from .files import refuse_existing
 from .token_maps import FORMATS
 
 if TYPE_CHECKING:
-    from .counting.counts import TokenCounts
+    from .counts import TokenCounts
     from .token_maps import D2TForm
-    from .tokenizer.tokenizer import LoadedTokenizer
+    from .tokenizer import LoadedTokenizer
     from .vocabulary import DraftVocab
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
@@ -77,7 +77,7 @@ Example:
 @json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
     """Merge counts files; parts of one source are added, and weights are recorded."""
-    from .counting.counts import TokenCounts, merge_counts
+    from .counts import TokenCounts, merge_counts
 
     merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
     path = counts_to_write(out, force)
@@ -86,8 +86,8 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     if as_json:
         emit_json({"out": str(path), "sources": rows, "tokens": merged.num_tokens})
         return
-    for row in rows:
-        click.echo(f"{row['name']}: {row['tokens']:,} tokens, weight {row['weight']:g}")
+    for source in merged.sources:
+        click.echo(f"{printable(source.name)}: {source.num_tokens:,} tokens, weight {source.weight:g}")
     click.echo(f"wrote {path}")
 
 
@@ -127,8 +127,8 @@ Example:
 @json_option
 def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
+    from .forced import forced_ids
     from .ranking import rank_by_order, rank_vocabulary
-    from .tokenizer.load import forced_ids
 
     path = refuse_existing(out, force)
     by_ids = options["order"] == "ids"
@@ -313,14 +313,14 @@ def main() -> NoReturn:
 
 
 def _load_counts(files: tuple[str, ...]) -> TokenCounts:
-    from .counting.counts import TokenCounts, merge_counts
+    from .counts import TokenCounts, merge_counts
 
     loaded = [TokenCounts.load(file) for file in files]
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
 
 
 def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
-    from .tokenizer.load import load_tokenizer
+    from .tokenizer import load_tokenizer
 
     return load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+from .common_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
-    from .corpus.source import CorpusSource
-    from .counting.counts import TokenCounts
+    from .counts import TokenCounts
+    from .sources import CorpusSource
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ def counts_to_write(out: str, force: bool) -> Path:
 
 def parse_sources(specs: Sequence[str]) -> list[CorpusSource]:
     """Parse sources as the user wrote them, and number names that repeat; raises as `parse_source`."""
-    from .corpus.source import parse_source, with_unique_names
+    from .sources import parse_source, with_unique_names
 
     return with_unique_names([parse_source(spec) for spec in specs])
 
@@ -90,10 +90,10 @@ Example:
 @click.option(
     "--held-out",
     type=float,
-    default=0.05,
+    default=0.01,
     show_default=True,
     metavar="F",
-    help="Share of the documents held out of the counts, to measure coverage on; at most 1M tokens per source.",
+    help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
 )
 @click.option(
     "--on-error",
@@ -127,25 +127,23 @@ def count(
     tokenizer_revision: str | None,
     offline: bool,
     chat_template: str | None,
-    held_out: float,
     out: str,
     force: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Count how often each token occurs in a corpus."""
-    from .counting.count import count_tokens
-    from .counting.held_out import HeldOutRule
-    from .tokenizer.load import load_tokenizer
+    from .counting import count_tokens
+    from .tokenizer import load_tokenizer
 
     path = counts_to_write(out, force)
     if options["run_on"] == "ray":
-        from .counting.ray_workers import require_ray
+        from .ray_workers import require_ray
 
         require_ray()
-    corpus, template, rule = parse_sources(sources), _template_in(chat_template), HeldOutRule(held_out)
+    corpus, template = parse_sources(sources), _template_in(chat_template)
     loaded = load_tokenizer(tokenizer, tokenizer_revision, offline)
-    counts = count_tokens(corpus, loaded, chat_template=template, held_out=rule, notify=note, **options)
+    counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)
     counts.save(path)
     _report(counts, path, as_json)
 

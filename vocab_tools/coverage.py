@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .counting.counts import SourceCounts, TokenCounts
-from .errors import TokenizerError, UsageError, VocabularyError
+from .counts import SourceCounts, TokenCounts
+from .errors import TokenizerError, UsageError, VocabularyError, printable
 from .files import write_file
 from .ranking import Part, source_shares
 from .vocabulary import DraftVocab
@@ -125,7 +125,7 @@ class CoverageReport:
         """Return a plain text table: one row per source and size, in percent."""
         rows = [("source", "text", "size", "covered", "95% interval", "first ids", "difference")]
         for source in self.sources:
-            name, text = source.name, f"{source.part}, {_thousands(source.tokens)} tokens"
+            name, text = printable(source.name), f"{source.part}, {_thousands(source.tokens)} tokens"
             for size in self.shown:
                 position = self.sizes.index(size)
                 covered, first = source.coverage[position], source.baseline[position]

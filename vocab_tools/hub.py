@@ -7,7 +7,8 @@ HF_HUB_ETAG_TIMEOUT), as are its cache, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SILENCE_S = 60.0
@@ -25,13 +26,11 @@ class HubTrouble:
         headline: what happened, beginning with the repository, without advice.
         advice: what to do about it.
         reason: "offline", "silent", "broken", "unreachable", "busy", "missing", "access", "refused" or "disk".
-        facts: for programs: `repo_id`, `reason`, and `status` or `errno` where they are known.
     """
 
     headline: str
     advice: str
     reason: str
-    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_unreachable(self) -> bool:
@@ -93,6 +92,19 @@ def list_model(repo_id: str, revision: str | None = None) -> tuple[str, tuple[st
     return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
 
 
+def fetch_file(repo_id: str, name: str, revision: str | None, only_cache: bool) -> Path | None:
+    """Return a file of a model repository in the Hub's cache, fetched unless `only_cache`; None where it is not there.
+
+    Raises one of `transfer_errors`.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if only_cache:
+        found = try_to_load_from_cache(repo_id, name, revision=revision)
+        return Path(found) if isinstance(found, str) else None
+    return Path(hf_hub_download(repo_id, name, revision=revision))
+
+
 def transfer_errors() -> tuple[type[Exception], ...]:
     """Everything that asking the Hub can raise: what `trouble_of` describes."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -111,8 +123,8 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     # That a file is not in the cache says least: what kept the library from fetching it is behind.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
 
-    def trouble(reason: str, what: str, advice: str = "", **facts: Any) -> HubTrouble:
-        return HubTrouble(f"{repo_id}: {what}", advice, reason, {"repo_id": repo_id, "reason": reason, **facts})
+    def trouble(reason: str, what: str, advice: str) -> HubTrouble:
+        return HubTrouble(f"{repo_id}: {what}", advice, reason)
 
     if isinstance(cause, errors.HfHubHTTPError):
         return _refusal(cause, repo_id, revision, purpose)
@@ -141,15 +153,14 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         advice = "A network that wants a login first answers so: open a page in a browser, then try again."
         return trouble("unreachable", f"what {endpoint()} answers is not the Hub's ({plain(cause)})", advice)
     advice = "Try again; where the disk of the cache is the cause, set HF_HOME to a folder on another."
-    return trouble("disk", f"the transfer failed ({plain(cause)})", advice, errno=getattr(cause, "errno", None))
+    return trouble("disk", f"the transfer failed ({plain(cause)})", advice)
 
 
 def not_cached(repo_id: str, what: str = "") -> HubTrouble:
     """Describe what is not in the cache while fetching is off: a repository, or `what` of it."""
     advice = "Run the same command once with a connection (without --offline or HF_HUB_OFFLINE), or give a folder."
-    facts = {"repo_id": repo_id, "reason": "offline"}
     missing = f"{what} is not" if what else "not"
-    return HubTrouble(f"{repo_id}: {missing} in the cache, and the Hub was not asked", advice, "offline", facts)
+    return HubTrouble(f"{repo_id}: {missing} in the cache, and the Hub was not asked", advice, "offline")
 
 
 def plain(text: object, limit: int = 200) -> str:
@@ -166,9 +177,7 @@ def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> Hu
     said = f" ({plain(error.server_message)})" if error.server_message else ""
 
     def trouble(reason: str, what: str, advice: str) -> HubTrouble:
-        return HubTrouble(
-            f"{repo_id}: {what}", advice, reason, {"repo_id": repo_id, "reason": reason, "status": status}
-        )
+        return HubTrouble(f"{repo_id}: {what}", advice, reason)
 
     if isinstance(error, errors.GatedRepoError):
         advice = f"Ask for access at {page}. Then: {_LOGIN}"

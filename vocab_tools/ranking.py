@@ -15,11 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .counting.counts import TokenCounts
+from .counts import TokenCounts
 from .errors import UsageError, VocabularyError
-from .tokenizer.forced import ForcedIds, forced_ids
-from .tokenizer.load import check_tokenizer
-from .tokenizer.tokenizer import LoadedTokenizer
+from .forced import ForcedIds, forced_ids
+from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import COUNTED_IDS, TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank, uncounted_warning
 
 ROUND_TO = 64

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .counting.counts import TokenCounts
+from .counts import TokenCounts
 from .errors import TokenizerError, printable
-from .tokenizer.load import check_tokenizer
-from .tokenizer.tokenizer import LoadedTokenizer
+from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import DraftVocab
 
 

@@ -307,7 +307,7 @@ def _read_safetensors(path: Path) -> _Map:
             names = list(file.keys())
             found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
             if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:
-                what = ", ".join(found["d2t"] + found["t2d"]) or "neither d2t nor t2d"
+                what = ", ".join(map(repr, found["d2t"] + found["t2d"])) or "neither d2t nor t2d"
                 raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}.")
             d2t = file.get_tensor(found["d2t"][0])
             t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None

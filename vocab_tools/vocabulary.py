@@ -21,6 +21,8 @@ COUNTED_IDS = "counted_ids"
 """Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
 
 _MAX_UNCOUNTED_SHARE = 0.01
+# Rows that targets have beyond their logical vocabulary: 465 in DeepSeek-V3, 128 between sizes of Qwen2.5.
+_MAX_PADDING = 512
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
 # This many ids in order of frequency never ascend by chance.
@@ -106,15 +108,15 @@ class DraftVocab:
     def for_target(self, target_vocab: int) -> DraftVocab:
         """Return the vocabulary for a target of that many rows.
 
-        A size that was only inferred (from a tokenizer or the largest id) gives way to the real one, which padding
-        makes larger; one that was stated must agree.
+        A size that was only inferred (from a tokenizer or the largest id) gives way to the real one. One that was
+        stated must agree but for padding, since a configuration may count fewer rows than the LM head has.
 
         Raises:
-            VocabularyError: the stated sizes differ, or an id is out of range.
+            VocabularyError: the stated sizes differ by more, or an id is out of range.
         """
         if target_vocab == self.target_vocab:
             return self
-        if TARGET_VOCAB_FROM not in self.provenance:
+        if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > _MAX_PADDING:
             raise VocabularyError(
                 f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}."
             )

@@ -7,20 +7,21 @@ z-lab's and speculators' drafts borrow the target's LM head, or have one over a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import names
+from ..heads.draft_head import DraftHead
 from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, rows_of_ids
 from ..rows.writer import TensorPlan
 from .eagle3 import copy_plan, plan_map
 
-# Paths of the machine that trained the draft, or code that is not in the artifact.
-_DROPPED_KEYS = ("_name_or_path", "auto_map")
+# Paths of the machine that trained the draft, code that is not in the artifact, a quantisation of nothing.
+_DROPPED_KEYS = ("_name_or_path", "auto_map", "quantization_config")
 
 
 def plan_tensors(
@@ -42,4 +43,7 @@ def plan_tensors(
 def slim_config(head: DraftHead, draft_vocab: int) -> dict[str, Any]:
     """config.json as it was, in its own form, with `draft_vocab_size`, which vLLM reads at top level in both."""
     config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
+    nested = config.get("transformer_layer_config")
+    if isinstance(nested, Mapping):
+        config["transformer_layer_config"] = {key: nested[key] for key in nested if key not in _DROPPED_KEYS}
     return {**config, "draft_vocab_size": draft_vocab}

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..engines import flavoured_architecture
-from ..head import config as head_config
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import config as head_config
+from ..heads import names
+from ..heads.draft_head import DraftHead
 from ..rows.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan, zero_output_bias
 

@@ -15,9 +15,9 @@ from eagle_slim.vocab_tools.token_maps import d2t_from_ids, t2d_from_ids
 from numpy.typing import NDArray
 
 from ..engines import flavoured_architecture
-from ..head import config as head_config
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import config as head_config
+from ..heads import names
+from ..heads.draft_head import DraftHead
 from ..rows.checkpoint import Hashed
 from ..rows.dtypes import LONG_NAMES
 from ..rows.gather import GatheredRows, refuse_nonfinite

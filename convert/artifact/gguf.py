@@ -19,15 +19,15 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..engines import HeadFacts, check_engine
 from ..errors import MismatchError, UnsupportedHeadError
-from ..head import names
-from ..head.config import default_taps
-from ..head.draft_head import DraftHead
-from ..head.open import open_head
+from ..heads import names
+from ..heads.config import default_taps
+from ..heads.draft_head import DraftHead
+from ..heads.open import open_head
 from ..rows.dtypes import rounded
 from ..rows.writer import TensorPlan
 from ..sources.builtin import LAYER_TENSORS
@@ -197,7 +197,7 @@ def _encoded(values: NDArray[np.float32], kind: GgufType, where: str) -> NDArray
     if kind == "q8_0":
         scales = np.ascontiguousarray(result.reshape(-1, _BLOCK_BYTES)[:, :2]).view(np.float16)
     if kind in ("f16", "q8_0") and not np.isfinite(scales).all():
-        raise MismatchError(f"{where} holds a value too large for {kind}.\nTake --gguf bf16.", found=where)
+        raise MismatchError(f"{where} holds a value too large for {kind}.\nTake --gguf bf16.")
     return result
 
 

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..errors import ConvertError
-from ..head import names
-from ..head.draft_head import DraftHead
-from ..head.open import open_head
+from ..heads import names
+from ..heads.draft_head import DraftHead
+from ..heads.open import open_head
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, rows_of_ids
 from ..rows.types import FileRecord

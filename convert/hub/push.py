@@ -53,7 +53,6 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
             # The library's wrapper around whatever stopped the upload of one large file.
             raise SourceError(
                 f"{repo_id}: the upload failed: {plain(error)} ({plain(error.__cause__)}).\n"
-                "Nothing was committed: run the same command again.",
-                repo_id=repo_id,
+                "Nothing was committed: run the same command again."
             ) from error
     return str(created)

@@ -47,7 +47,7 @@ class HubError(SourceError):
     """What was asked of the Hub failed; `trouble` says how."""
 
     def __init__(self, trouble: HubTrouble) -> None:
-        super().__init__(str(trouble), **trouble.facts)
+        super().__init__(str(trouble), reason=trouble.reason)
         self.trouble = trouble
 
 
@@ -120,7 +120,7 @@ def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
     if not names:
         found = ", ".join(files[:8]) or "no files"
         problem = f"holds none of the files that are needed; it has {found}.\nIs this the repository of a model?"
-        raise SourceError(f"{repo_id}: {problem}", repo_id=repo_id)
+        raise SourceError(f"{repo_id}: {problem}")
     # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
     # it. The others are asked for by the commit, so that all come from one.
     folder = without(_download(repo_id, names[0], revision or "main"), names[0])

@@ -9,7 +9,6 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from ..artifact.checksums import sha256_of
 from ..errors import CheckpointError
 from .bin import TorchFile
 from .dtypes import long_name
-from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
+from .paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
 from .safetensors_file import Bytes, SafetensorsFile
 from .types import FileRecord, ReadRecord, TensorInfo, damaged, shorten
 
@@ -33,19 +32,6 @@ PIECE_BYTES = 2 << 20
 WeightsFile = SafetensorsFile | TorchFile
 
 
-@dataclass
-class _Read:
-    """A read that has begun; `sha256` is empty until it has ended."""
-
-    tensor: str
-    rows: int | None
-    size_bytes: int
-    sha256: str = ""
-
-    def record(self) -> ReadRecord:
-        return ReadRecord(self.tensor, self.rows, self.size_bytes, self.sha256)
-
-
 class Checkpoint:
     """Named tensors of one or several weights files, with a record of what was read, in the order asked for.
 
@@ -55,7 +41,8 @@ class Checkpoint:
     def __init__(self, where: str, file_of: Mapping[str, WeightsFile]) -> None:
         self.where = where
         self._file_of = dict(file_of)
-        self._reads: dict[Path, list[_Read]] = {}
+        self._reads: dict[Path, list[ReadRecord]] = {}
+        self._unchecked: dict[str, str] = {}
 
     @classmethod
     def of(cls, file: WeightsFile, where: str | None = None) -> Checkpoint:
@@ -66,7 +53,23 @@ class Checkpoint:
         """Return the same open files under a record of their own, which begins with what was read so far."""
         other = Checkpoint(self.where, self._file_of)
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
+        other._unchecked = dict(self._unchecked)
         return other
+
+    def expect(self, header_sha256: str, tensors: Mapping[str, str]) -> None:
+        """Hold the one safetensors file against checksums: its header now, each tensor before it is first taken.
+
+        `tensors` has the SHA-256 of each by name.
+
+        Raises:
+            CheckpointError: the header is not that one; later, from whatever reads a tensor, that its bytes are not.
+        """
+        (file,) = set(self._file_of.values())
+        with file.path.open("rb") as opened:
+            header = opened.read(file.data_offset if isinstance(file, SafetensorsFile) else 0)
+        if sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
+            raise damaged(file.path, "the header is not as the manifest beside it records")
+        self._unchecked = dict(tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,14 +112,19 @@ class Checkpoint:
     def array(self, name: str) -> Bytes:
         """Return a whole tensor as uint8 [rows, row_bytes], read-only where it is mapped; a scalar is one row."""
         self._long_name(name)
-        return self.file_of(name).array(name)
+        found = self.file_of(name).array(name)
+        if (expected := self._unchecked.get(name)) is not None:
+            if sha256_of(found.reshape(-1).data) != expected:
+                raise damaged(self.where, f"{shorten(name)} is not as the manifest beside it records")
+            del self._unchecked[name]
+        return found
 
     def raw(self, name: str) -> Bytes:
         """Return a tensor as `array` does, and record that it was read."""
         found, info = self.array(name), self.info(name)
         if info.dtype == "BOOL" and found.size and (largest := int(found.max())) > 1:
             problem = f"tensor {shorten(name)}: booleans must be 0 or 1, found {largest}"
-            raise damaged(self.where, problem, tensor=name, found=largest)
+            raise damaged(self.where, problem)
         self._begin(name, None).sha256 = sha256_of(found.reshape(-1).data)
         return found
 
@@ -139,7 +147,7 @@ class Checkpoint:
         """Every file of the checkpoint, with what was read of it so far."""
         files = {file.path: file for file in self._file_of.values()}
         return tuple(
-            FileRecord(path, file.size_bytes, tuple(read.record() for read in self._reads.get(path, ()) if read.sha256))
+            FileRecord(path, file.size_bytes, tuple(read for read in self._reads.get(path, ()) if read.sha256))
             for path, file in files.items()
         )
 
@@ -152,7 +160,6 @@ class Checkpoint:
                 self.where,
                 f"no tensor {shorten(name)}; it holds {len(self._file_of)}: "
                 f"{shorten(sorted(self._file_of)[:12], 400)}.",
-                tensor=name,
             ) from None
 
     def _tensor(self, name: str, array: Bytes, shape: tuple[int, ...]) -> torch.Tensor:
@@ -172,8 +179,6 @@ class Checkpoint:
                 self.where,
                 f"rows of {shorten(name)}: expected a list of integers and a tensor with rows, found {wanted.dtype} of "
                 f"shape {wanted.shape} and a tensor of shape {info.shape}.",
-                tensor=name,
-                found=str(wanted.dtype),
             )
         outside = wanted[(wanted < 0) | (wanted >= info.num_rows)]
         if len(outside):
@@ -181,28 +186,30 @@ class Checkpoint:
                 self.where,
                 f"tensor {shorten(name)}: row {outside[0]} was asked for, of {info.num_rows}.\n"
                 "The vocabulary and this checkpoint do not belong together.",
-                tensor=name,
-                row=int(outside[0]),
-                rows=info.num_rows,
             )
         return wanted.astype(np.int64)
 
-    def _begin(self, name: str, rows: int | None) -> _Read:
+    def _begin(self, name: str, rows: int | None) -> ReadRecord:
         info = self.info(name)
-        read = _Read(name, rows, info.size_bytes if rows is None else rows * info.row_bytes)
+        read = ReadRecord(name, rows, info.size_bytes if rows is None else rows * info.row_bytes)
         self._reads.setdefault(self.file_of(name).path, []).append(read)
         return read
 
 
-def _pieces(array: Bytes, ids: NDArray[np.int64] | None, read: _Read) -> Generator[Bytes, None, str]:
+def _pieces(array: Bytes, ids: NDArray[np.int64] | None, read: ReadRecord) -> Generator[Bytes, None, str]:
     step = max(1, PIECE_BYTES // max(1, array.shape[1]))
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as hasher:
+    hasher = ThreadPoolExecutor(1)
+    try:
         for start in range(0, len(array if ids is None else ids), step):
             piece = array[start : start + step] if ids is None else array[ids[start : start + step]]
             hashing = hasher.submit(digest.update, piece.reshape(-1).data)
             yield piece
             hashing.result()
+    finally:
+        # Not joined: the garbage collector may close a generator that was left, in a thread that is just being started
+        # and holds the lock that joining takes.
+        hasher.shutdown(wait=False)
     read.sha256 = digest.hexdigest()
     return read.sha256
 
@@ -245,28 +252,16 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     chosen = weights_file or choose_weights(list_names(path), str(path))
     if not chosen.endswith(".index.json"):
         return Checkpoint.of(open_weights_file(path_inside(path, chosen)), str(path))
-    index = read_index(path_inside(path, chosen))
-    return Checkpoint(str(path), _sharded(path, index, only))
+    shard_of = read_index(path_inside(path, chosen))
+    wanted = {name: shard for name, shard in shard_of.items() if only is None or name in only}
+    shards = {shard: open_weights_file(path_inside(path, shard)) for shard in dict.fromkeys(wanted.values())}
+    for name, shard in wanted.items():
+        if name not in shards[shard].tensors:
+            problem = f"says that {shard} holds {shorten(name)}, but it does not.\nThey come from different versions"
+            raise damaged(path / chosen, problem)
+    return Checkpoint(str(path), {name: shards[shard] for name, shard in wanted.items()})
 
 
 def open_weights_file(path: Path) -> WeightsFile:
     """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors."""
     return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)
-
-
-def _sharded(folder: Path, index: WeightsIndex, only: Collection[str] | None) -> dict[str, WeightsFile]:
-    wanted = {name: shard for name, shard in index.shard_of.items() if only is None or name in only}
-    needed = tuple(dict.fromkeys(wanted.values()))
-    shards = {shard: open_weights_file(path_inside(folder, shard)) for shard in needed}
-    versions = "Index and shards come from different versions"
-    for name, shard in wanted.items():
-        if name not in shards[shard].tensors:
-            problem = f"says that {shard} holds {shorten(name)}, but it does not.\n{versions}"
-            raise damaged(index.where, problem, tensor=name, shard=shard)
-    for shard, file in shards.items():
-        for name in file.tensors:
-            if (claimed := index.shard_of.get(name)) != shard:
-                says = f"says {claimed}" if claimed else "does not name it"
-                problem = f"holds tensor {shorten(name)}, but the index {says}.\n{versions}"
-                raise damaged(folder / shard, problem, tensor=name, shard=shard, claimed=claimed)
-    return {name: shards[shard] for name, shard in wanted.items()}

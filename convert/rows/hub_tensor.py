@@ -81,7 +81,6 @@ class HubFile:
                 self.label,
                 f"asked for {expected}, the server answered {response.status_code} with {found or 'no range'}.\n"
                 f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target.",
-                status=response.status_code,
             )
         return bytes(response.content)
 
@@ -158,8 +157,8 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -
                 raise SourceError.at(
                     file.label,
                     f"{error.trouble.headline}; {done - len(prefix):,} of {info.size_bytes:,} bytes came.\n"
-                    f"What has come is kept: the same command goes on from there. {error.trouble.advice}".rstrip(),
-                    **error.facts,
+                    f"What has come is kept: the same command goes on from there. {error.trouble.advice}",
+                    reason=error.trouble.reason,
                 ) from error
             except SourceError:
                 partial.truncate(0)

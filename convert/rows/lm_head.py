@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import names
+from ..heads.draft_head import MOST_PADDING, DraftHead
 from .checkpoint import Checkpoint
 from .gather import GatheredRows
 
@@ -56,6 +56,11 @@ class LmHead:
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> GatheredRows:
         """The rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
+        if len(rows) and int(rows.max()) >= self.shape[0]:
+            raise MismatchError(
+                f"{self.where}: {self.name} has {self.shape[0]} rows, none for id {int(rows.max())} of the head's "
+                f"{head.target_vocab}.\nGive a number of rows with --draft-vocab."
+            )
         return GatheredRows(self.checkpoint, self.name, rows, self.dtype_written(head), self.where, target_ids)
 
     def forked(self) -> LmHead:
@@ -86,12 +91,15 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
         MismatchError: its shape is not [vocab_size, hidden_size] of the head.
     """
     where = f"target {target}"
-    expected = (head.target_vocab, head.hidden_size)
-    for found, wanted, what in zip(lm_head.shape, expected, ("rows", "columns"), strict=True):
-        if found != wanted:
+    rows, columns = lm_head.shape
+    for found, wanted, fits, what in (
+        (rows, head.target_vocab, abs(rows - head.target_vocab) <= MOST_PADDING, "rows"),
+        (columns, head.hidden_size, columns == head.hidden_size, "columns"),
+    ):
+        if not fits:
             raise MismatchError(
                 f"{where}: {lm_head.name} has {found} {what}, the head {head.location} needs {wanted}.\n"
-                "This is not the target that the head was trained for: give that one with --target.",
+                "This is not the target that the head was trained for: give that one with --target."
             )
     return replace(lm_head, where=where)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError
 from ..files import open_regular
@@ -37,20 +35,20 @@ class TensorInfo:
         return self.size_bytes // self.num_rows if self.num_rows else 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadRecord:
     """One read, for the manifest of what an artifact was made from.
 
     Attributes:
         rows: number of rows gathered, or None where the whole tensor was read.
         size_bytes: bytes read, which are exactly the bytes hashed.
-        sha256: hash of those bytes, in the order in which they were returned.
+        sha256: hash of those bytes, in the order in which they were returned; "" until the last of them has been read.
     """
 
     tensor: str
     rows: int | None
     size_bytes: int
-    sha256: str
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,10 @@ class FileRecord:
     reads: tuple[ReadRecord, ...]
 
 
-def damaged(where: str | Path, problem: str, **facts: Any) -> CheckpointError:
+def damaged(where: str | Path, problem: str) -> CheckpointError:
     """Build the error for a file that is not what it claims to be."""
     advice = "The download may have been cut short or the file damaged: delete it and fetch it again."
-    return CheckpointError.at(where, f"{problem}.\n{advice}", **facts)
+    return CheckpointError.at(where, f"{problem}.\n{advice}")
 
 
 def refuse_pointers(path: Path) -> None:
@@ -80,20 +78,10 @@ def refuse_pointers(path: Path) -> None:
             path,
             "this is a Git LFS pointer, not the weights.\n"
             "Run `git lfs pull` in that folder, or fetch the repository with `hf download`.",
-            found="Git LFS pointer",
         )
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """Return about `limit` characters of `repr(value)`, for messages that quote what a file claims.
-
-    Neither the size nor the depth of the value matters: only its beginning is looked at.
-    """
-    if isinstance(value, str):
-        text = repr(value[: limit + 1])
-    else:
-        brief = reprlib.Repr()
-        brief.maxlist = brief.maxtuple = brief.maxdict = 16
-        brief.maxlevel, brief.maxstring, brief.maxlong, brief.maxother = 3, limit, limit, limit
-        text = brief.repr(value)
+    """Return at most `limit` characters of `repr(value)`, for messages that quote what a file claims."""
+    text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -11,8 +11,8 @@ import gzip
 import json
 
 import numpy as np
-from eagle_slim.vocab_tools.counting.counts import HeldOut, SourceCounts, TokenCounts
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 
 from .builtin import embedded_chats, embedded_counts
 

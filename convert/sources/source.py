@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.files import expand_home
 
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
-from ..head.names import canonical_names
+from ..heads.names import canonical_names
 from ..hub.snapshot import Choose, HubError, Snapshot, fetch, find_snapshot, without
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from . import card
@@ -141,8 +141,8 @@ def open_head_source(
     if chosen.endswith(".index.json"):
         index = read_index(resolved.folder / chosen)
         # A whole model named by mistake is refused before its gigabytes are fetched.
-        canonical_names(index.shard_of, resolved.label)
-        fetch(resolved.snapshot, [_joined(inside, shard) for shard in index.shards], offline)
+        canonical_names(index, resolved.label)
+        fetch(resolved.snapshot, [_joined(inside, shard) for shard in dict.fromkeys(index.values())], offline)
     return resolved
 
 
@@ -172,8 +172,6 @@ def _resolve(
         kind = "is a file" if is_file else "a link to nothing, or in a circle" if is_lost else "no such folder"
         raise SourceError(
             f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.",
-            path=repo_id,
-            found="file" if is_file else None,
         )
     try:
         found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
@@ -205,14 +203,13 @@ def _check_weights_file(names: Collection[str], weights_file: str | None, where:
             where,
             f"no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
             option="--weights-file",
-            found=weights,
         )
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
     found = sorted({folder for folder in folders if folder[:1] not in ("", ".")})
     problem = f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {', '.join(found[:8]) or 'none'}."
-    return SourceError.at(where, problem, subfolder=subfolder, subfolders=found)
+    return SourceError.at(where, problem)
 
 
 def _joined(folder: str, name: str) -> str:

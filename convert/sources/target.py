@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
 from ..errors import MismatchError, SourceError
 from ..files import read_object
-from ..head.draft_head import DraftHead
+from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
 from . import card
 from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .public_heads import known_target
 from .source import ResolvedSource, target_files
 
-# Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use.
-_MOST_PADDING = 2048
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
 _MOST_SURPLUS = 8
 _OTHER_TARGET = "This is not the target that the head was trained for: give that one with --target."
@@ -112,10 +110,12 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
     Raises:
         MismatchError: widths or vocabularies disagree, or a tapped layer does not exist.
     """
-    expected = {"hidden_size": head.target_hidden_size, "vocab_size": head.target_vocab}
-    for key, value in expected.items():
-        found = target.config.get(key)
-        if isinstance(found, int) and found != value:
+    hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
+    for key, found, value, fits in (
+        ("hidden_size", hidden, head.target_hidden_size, hidden == head.target_hidden_size),
+        ("vocab_size", vocab, head.target_vocab, isinstance(vocab, int) and has_padding_of(head.target_vocab, vocab)),
+    ):
+        if isinstance(found, int) and not fits:
             raise MismatchError(
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
                 f"{_OTHER_TARGET}",
@@ -169,7 +169,7 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
     """
     surplus = int((tokenizer.real_ids >= target_vocab).sum())
     missing = target_vocab - tokenizer.vocab_size
-    if surplus > _MOST_SURPLUS or missing > max(_MOST_PADDING, target_vocab // 20):
+    if surplus > _MOST_SURPLUS or missing > max(MOST_PADDING, target_vocab // 20):
         raise MismatchError(
             f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
             f"{target_vocab} rows.\n"

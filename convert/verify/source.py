@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.tokenizer.load import forced_ids
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 
 from ..artifact.checksums import row_checksums
 from ..artifact.manifest import Manifest
 from ..artifact.provenance import folder_beside, open_original
 from ..errors import CheckpointError, SourceError
-from ..head import names
-from ..head.draft_head import DraftHead
+from ..heads import names
+from ..heads.draft_head import DraftHead
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
 from ..rows.target import open_target_lm_head
 from ..sources import target as targets

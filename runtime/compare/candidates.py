@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.convert.vocabulary_choice import Ranking, VocabRequest, make_ranking
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from numpy.typing import NDArray
 
 from ..errors import NothingToFollowError, UsageError

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import click
 from eagle_slim.convert.atomic import check_output
-from eagle_slim.vocab_tools.base_cli import (
+from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
     force_option,

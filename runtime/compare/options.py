@@ -14,7 +14,7 @@ from ..settings import PartialVerification, SamplingConfig, TreeConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.counts import TokenCounts
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 MODES = ("greedy", "sampled")

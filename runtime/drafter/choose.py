@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.open import DraftHead
 from torch import Tensor
 from transformers.activations import ACT2FN
 

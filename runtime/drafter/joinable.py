@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.provenance import original_at_hand
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.open import DraftHead
 from torch import Tensor
 
 from ..errors import NothingToFollowError

@@ -72,6 +72,11 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     scaling.pop("partial_rotary_factor", None)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     kind = _OTHER_NAMES.get(kind, kind)
+    theta = config["rope_theta"]
+    if kind == "dynamic" and scaling.get("alpha"):
+        # Hunyuan's reading of the word, and vLLM's (`dynamic_ntk_alpha_rope.py`): another base, whatever the length.
+        rotates = rotary_dim(config)
+        kind, theta = "default", theta * scaling["alpha"] ** (rotates / (rotates - 2))
     if config.get("original_max_position_embeddings"):
         # Where Phi-3 keeps it.
         scaling.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
@@ -96,7 +101,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
         # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
         llama = LlamaConfig(
             hidden_size=rotated, num_attention_heads=1, num_key_value_heads=1, head_dim=rotated,
-            max_position_embeddings=config.get("max_position_embeddings") or 2048, rope_theta=config["rope_theta"],
+            max_position_embeddings=config.get("max_position_embeddings") or 2048, rope_theta=theta,
             rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind}, **beside,
         )  # fmt: skip
         if kind in _BY_LENGTH:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from eagle_slim.convert.head.config import sliding_window
-from eagle_slim.convert.head.open import DraftHead
+from eagle_slim.convert.heads.config import sliding_window
+from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.convert.rows.lm_head import rows_of_ids
 from torch import Tensor
 

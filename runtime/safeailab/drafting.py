@@ -65,7 +65,8 @@ class LayerPatch:
     def draft(self, hidden_states: Tensor, input_ids: Tensor, head: Any, logits_processor: Any) -> UpstreamTree:
         """See the module's docstring. Raises `UsageError` for features and ids that do not fit each other."""
         self._check(hidden_states, input_ids, head)
-        with torch.inference_mode(False), torch.no_grad():
+        autocast = torch.autocast(hidden_states.device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), autocast:
             self.follow_tree()
             length = self.session.length
             self.session.extend(hidden_states[0], input_ids[0, 1 + length :])

@@ -24,8 +24,8 @@ from .step import StepPatch, step_of
 from .vocabulary import choose_ids
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.counting.counts import TokenCounts
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+    from eagle_slim.vocab_tools.counts import TokenCounts
+    from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from eagle_slim.vocab_tools.counting.counts import TokenCounts, is_counts_file
+from eagle_slim.vocab_tools.counts import TokenCounts, is_counts_file
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..drafter.weights import check_available

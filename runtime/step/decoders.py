@@ -48,6 +48,7 @@ class Decoders:
         """What each slot of the cache still holds of the sequence that was in it last."""
         self.paces: dict[int, Pace] = {}
         """What was timed, by the number of sequences side by side."""
+        target.users.add(self)
         self._follow_model()
 
     @property
@@ -150,8 +151,9 @@ class Decoders:
             self._cache = cache = self._draft_cache = None
             # Before the cache, whose being here tells that all of it was done.
             self.kept = [KeptRows()] * slots
+            cache = KVCache(self.target, slots, capacity)
             self.target.reserve_positions(capacity + widest)
-            self._cache = cache = KVCache(self.target, slots, capacity)
+            self._cache = cache
         build = partial(self._build, num_slots, tree, cache, ahead)
         return recall(self._decoders, (num_slots, tree, ahead), MOST_DECODERS, build)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -92,13 +92,21 @@ def unfit_modules(model: nn.Module) -> str | None:
         if not all(map(_only_records, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"{where} has a forward hook"
         kind = type(module)
-        own = next((each for each in vars(module) if callable(getattr(kind, each, None))), None)
+        own = next((name for name in vars(module) if _is_hidden(module, name)), None)
         if own is not None or module._compiled_call_impl is not None:
             return f"{where} has a {own or 'compiled call'} of its own"
         changed = next((call for call in _CALLS if not is_own(kind, call)), None)
         if changed is not None:
             return f"{changed} of {kind.__qualname__} was replaced"
     return _unfit_tensors(model)
+
+
+def _is_hidden(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of a module stands in front of a method of its class, and is another."""
+    method, found = getattr(type(module), name, None), vars(module)[name]
+    # transformers 4 leaves a method itself on modules whose outputs it has recorded.
+    is_same = isinstance(found, MethodType) and found.__self__ is module and found.__func__ is method
+    return callable(method) and not is_same
 
 
 def is_own(kind: type, name: str) -> bool:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,11 @@ class _Found:
     sizes: dict[str, object]
     watch: Watch
 
+    @property
+    def is_built(self) -> bool:
+        """Whether there is something that runs it; not after a change that could not be followed."""
+        return self.fused is not None or self.copy is not None
+
 
 class TargetModel:
     """A transformers causal LM that verifies draft trees.
@@ -80,15 +86,14 @@ class TargetModel:
         backend: str = "transformers",
         fused_on: Collection[str] = ("cuda",),
     ) -> None:
-        check_supported(model)
         attention.register(self)
         self.model = model
         self.lock = lock_of(model)
-        self.config: Any = model.config
-        self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
         self._asked, self._fused_on = backend, tuple(fused_on)
         self._warned: set[str] = set()
+        self.users: WeakSet[Any] = WeakSet()
+        """What holds caches and graphs of this model, each with a method ``drop``."""
         self._found: _Found = self._take(None)
 
     def look(self) -> None:
@@ -97,8 +102,14 @@ class TargetModel:
         To be called with the lock held. Raises `UnsupportedModelError` where a changed model cannot be run as asked,
         and `UsageError` where it is of another type, on another device, or of other sizes.
         """
-        if self._found.watch.has_changed():
-            self._found = self._take(self._found)
+        before = self._found
+        if before.is_built and not before.watch.has_changed():
+            return
+        # What holds the old weights goes before the new ones are packed, so that there is room.
+        for each in tuple(self.users):
+            each.drop()
+        self._found = replace(before, fused=None, copy=None)
+        self._found = self._take(before)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -186,6 +197,16 @@ class TargetModel:
             "with_tree or with_drafter.",
             option="model",
         )
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def text_config(self) -> Any:
+        """That of its decoder."""
+        return self.config.get_text_config()
 
     @property
     def generation_config(self) -> Any:

@@ -12,9 +12,9 @@ import support.killed_conversion
 from eagle_slim.convert import Artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.verify_cli import main as verify_command
-from eagle_slim.vocab_tools.corpus.source import parse_source
-from eagle_slim.vocab_tools.counting.count import count_tokens
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.sources import parse_source
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.heads import trained_ids, write_eagle3, write_freq, write_target
 from support.small_tokenizers import byte_level_bpe, write_folder
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine, flavoured_architecture
-from eagle_slim.convert.head import names
+from eagle_slim.convert.heads import names
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
 EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)

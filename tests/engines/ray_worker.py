@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from eagle_slim.vocab_tools.corpus.source import parse_source, with_unique_names
-from eagle_slim.vocab_tools.counting import ray_workers
-from eagle_slim.vocab_tools.counting.count import count_tokens
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools import ray_workers
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.sources import parse_source, with_unique_names
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from protocol import Json, serve
 
 GATHER_SECONDS = 1200

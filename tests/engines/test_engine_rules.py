@@ -12,7 +12,7 @@ from eagle_slim.convert.engines import (
     flavoured_architecture,
     require_engines,
 )
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.convert.verify.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles

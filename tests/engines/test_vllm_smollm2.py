@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from engines.artifacts import chat_prompts, command
 from engines.protocol import Json, ask
 

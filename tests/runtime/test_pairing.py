@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.pairing import check_tokenizer
 from eagle_slim.runtime.target.wrapper import check_supported
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.conversion import BY_ID, convert
 from support.raising import raises
@@ -28,7 +28,7 @@ from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pa
     ("head", "facts"),
     [
         ({"hidden": 16}, {"field": "hidden_size", "expected": 16, "found": 32}),
-        ({"vocab": 30}, {"field": "vocab_size", "expected": 30, "found": 24}),
+        ({"vocab": 20}, {"field": "vocab_size", "expected": 20, "found": 24}),
     ],
     ids=["hidden", "vocabulary"],
 )
@@ -75,6 +75,14 @@ def test_wrong_pairs_are_refused_before_weights_are_loaded(tmp_path: Path) -> No
     tiny_target("llama", vocab_size=40).config.save_pretrained(folder)  # no weights beside it
     with pytest.raises(PairingError, match=r"the head's vocab_size is 24, the target's 40\. Give the target that"):
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
+
+
+@pytest.mark.parametrize("drafter", ["reference"])
+def test_rows_that_pad_the_heads_vocabulary_are_never_drafted(tmp_path: Path, drafter: str) -> None:
+    target = tiny_target("llama")
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, vocab=30), drafter=drafter)
+    assert model.draft_vocab == VOCAB == 24
+    assert model.generate([[3, 4, 5]], max_new_tokens=4).results[0].token_ids
 
 
 def test_tokenizer_hashes() -> None:

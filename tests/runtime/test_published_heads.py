@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.convert.head.config import default_taps
+from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.convert.verify.verify import verify_artifact
 from eagle_slim.convert.vocabulary_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel

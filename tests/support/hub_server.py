@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 Content = bytes | str | Path
@@ -110,7 +111,6 @@ class Fault:
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
     status: this status and no content.
     bytes_per_s: slow.
-    retry_after_s: what a `status` or `any_status` asks to wait; as a text, it is sent as it is.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -130,7 +130,6 @@ class Fault:
     extra_bytes: int = 0
     status: int | None = None
     bytes_per_s: int | None = None
-    retry_after_s: int | str = 0
     unanswered: bool = False
     silent: bool = False
     portal: bool = False
@@ -142,8 +141,8 @@ class Fault:
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        early = self.unanswered or self.silent or self.portal or self.circle or self.answer is not None
-        return early or self.any_status is not None or self.head_status is not None
+        fields = ("unanswered", "silent", "portal", "circle", "answer", "any_status", "head_status")
+        return any(getattr(self, name) not in (None, False) for name in fields)
 
 
 @dataclass
@@ -348,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             status = early.any_status or (early.head_status if self.command == "HEAD" else None)
             if status is not None:
-                self.send(status, {"error": "as asked for"}, {"Retry-After": str(early.retry_after_s)})
+                self.send(status, {"error": "as asked for"})
                 return
             for pattern, method in _ROUTES:
                 if (match := pattern.fullmatch(path)) and (
@@ -508,7 +507,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
         if fault.status is not None:
-            self.send(fault.status, {"error": "as asked for"}, {"Retry-After": str(fault.retry_after_s)})
+            self.send(fault.status, {"error": "as asked for"})
             return
         start, end, status = 0, blob.size, 200
         asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")
@@ -659,10 +658,7 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     import sys
 
     import transformers.utils.hub as transformers_hub
-    from huggingface_hub import HfApi, constants, file_download, utils
-
-    # The second name is that of huggingface_hub before 1.0.
-    close_session = getattr(utils, "close_session", None) or utils.reset_sessions
+    from huggingface_hub import close_session, constants
 
     home = Path(home)
     values: dict[str, Any] = {
@@ -670,9 +666,7 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
         "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HOME": str(home),
         "HF_HUB_CACHE": str(home / "hub"),
-        "HUGGINGFACE_HUB_CACHE": str(home / "hub"),
         "HF_ASSETS_CACHE": str(home / "assets"),
-        "HUGGINGFACE_ASSETS_CACHE": str(home / "assets"),
         "HF_XET_CACHE": str(home / "xet"),
         "HF_TOKEN_PATH": str(home / "token"),
         "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
@@ -680,36 +674,16 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_OFFLINE": offline,
     }
-    settings = sys.modules.get("datasets.config")
-    more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
-    # Before 1.0 this module had a copy of its own.
-    replaced = [(constants, values), (file_download, values)] + ([(settings, more)] if settings else [])
-    # transformers keeps one client for the process, with the endpoint it was made for; before 5.0 a function of the
-    # default client, and a copy of the cache's place.
-    listing = HfApi(endpoint=hub.endpoint).list_repo_tree
-    kept = {"_hf_api": None, "list_repo_tree": listing, "TRANSFORMERS_CACHE": str(home / "hub")}
-    replaced.append((transformers_hub, kept))
-    saved = [(module, name, getattr(module, name)) for module, new in replaced for name in new if hasattr(module, name)]
-    environment = {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": None}
-    saved_env = {name: os.environ.get(name) for name in environment}
-    try:
+    # transformers keeps one client for the process, with the endpoint it was made for.
+    replaced: list[tuple[Any, dict[str, Any]]] = [(constants, values), (transformers_hub, {"_hf_api": None})]
+    if settings := sys.modules.get("datasets.config"):
+        more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
+        replaced.append((settings, more))
+    kept = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    with contextlib.ExitStack() as stack:
         for module, new in replaced:
-            for name, value in new.items():
-                if hasattr(module, name):
-                    setattr(module, name, value)
-        _set_env(environment)
+            stack.enter_context(mock.patch.multiple(module, **new))
+        stack.enter_context(mock.patch.dict(os.environ, kept | ({"HF_TOKEN": token} if token else {}), clear=True))
+        stack.callback(close_session)
         close_session()
         yield
-    finally:
-        for module, name, value in saved:
-            setattr(module, name, value)
-        _set_env(saved_env)
-        close_session()
-
-
-def _set_env(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -21,6 +21,15 @@ def raises(kind: type[EagleSlimError], **facts: Any) -> Iterator[pytest.Exceptio
 
 
 @contextmanager
+def raises_with(kind: type[EagleSlimError], *words: str) -> Iterator[pytest.ExceptionInfo[EagleSlimError]]:
+    """Pass if the block raises ``kind`` (or a subclass) with a message that holds these names and values."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, str(caught.value)
+
+
+@contextmanager
 def waiting_for_nothing() -> Iterator[None]:
     """Raise TimeoutError where the block reads what never comes, as from a pipe."""
 

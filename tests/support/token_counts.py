@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from eagle_slim.vocab_tools.counting.counts import HeldOut, SourceCounts, TokenCounts
+from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts
 
 
 def held_out(documents: Sequence[Sequence[int]]) -> HeldOut:

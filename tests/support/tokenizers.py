@@ -3,8 +3,7 @@
 import functools
 
 from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from support.small_tokenizers import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -37,8 +37,8 @@ NEEDS_UPSTREAM = pytest.mark.skipif(
     UPSTREAM is None, reason="EAGLE_SLIM_UPSTREAM names no clone of SafeAILab/EAGLE (docs/upstream.md)"
 )
 OWN_TRANSFORMERS = pytest.mark.skipif(
-    tuple(map(int, version("transformers").split(".")[:2])) < (4, 57),
-    reason="SpeculativeModel needs transformers 4.57; upstream's code runs with an older one",
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 0),
+    reason="SpeculativeModel needs transformers 5.0; upstream's code runs with an older one",
 )
 CASES = [*STAND_INS, *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in REAL)]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.vocab_tools.base_cli import run_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.common_cli import run_cli
+from eagle_slim.vocab_tools.counts import TokenCounts
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     counts = TokenCounts.load(out)
     assert result["tokens"] == counts.num_tokens
     assert result["tokenizer_hash"] == counts.tokenizer_hash
-    assert (result["sources"][0]["name"], result["sources"][0]["documents"]) == ("mine", 95)
+    assert (result["sources"][0]["name"], result["sources"][0]["documents"]) == ("mine", 98)
     assert "tokenizing with fastokens" in shown.err
     first = out.read_bytes()
     # Existing output is refused before anything is read.
@@ -52,13 +52,13 @@ def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "code", "message"),
     [
         ([], 2, "Missing argument 'SOURCE...'"),
-        (["-"], 2, "Standard input is not read"),
+        (["-"], 2, "standard input is not read"),
         (["missing.jsonl"], 1, "missing.jsonl: no such file or folder"),
         (["{corpus},colum=x"], 2, "unknown key 'colum'"),
         (["{corpus},split=train"], 2, "split is for Hub datasets"),
         (["{corpus},max-tokens=some"], 2, "'some' is not a value for max_tokens"),
         (["{corpus}", "--chat-template", "/dev/null"], 2, "/dev/null: is a pipe or a device"),
-        (["{corpus}", "--held-out", "1.5"], 2, "held-out fraction"),
+        (["{corpus}", "--held-out", "1.5"], 2, "held-out share"),
         (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: no such chat template"),
         (["{corpus}", "other={corpus}"], 2, "read by source mine and by source other"),
         (["{corpus},column=body"], 2, "no column 'body'. The records have text."),

@@ -4,7 +4,7 @@ from dataclasses import replace
 import matplotlib as mpl
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.coverage import MEAN, CoverageReport, measure_coverage, render_coverage
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.ranking import rank_vocabulary

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from eagle_slim.vocab_tools.corpus.open import open_corpus
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
 from eagle_slim.vocab_tools.files import expand_home, write_file
+from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from eagle_slim.vocab_tools.token_maps import import_token_map
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises, waiting_for_nothing
 
@@ -52,11 +51,11 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "safetensors map": ("a.safetensors", import_token_map),
     "numpy map": ("d2t.npy", import_token_map),
     "tokenizer": ("tokenizer.json", load_tokenizer),
-    "JSON lines": ("a.jsonl", lambda path: open_corpus(CorpusSource(str(path)))),
-    "text": ("a.txt", lambda path: open_corpus(CorpusSource(str(path)))),
-    "array": ("a.json", lambda path: open_corpus(CorpusSource(str(path)))),
-    "packed": ("a.jsonl.gz", lambda path: open_corpus(CorpusSource(str(path)))),
-    "corpus folder": ("a.jsonl", lambda path: open_corpus(CorpusSource(str(path.parent)))),
+    "JSON lines": ("a.jsonl", lambda path: open_source(CorpusSource(str(path)))),
+    "text": ("a.txt", lambda path: open_source(CorpusSource(str(path)))),
+    "array": ("a.json", lambda path: open_source(CorpusSource(str(path)))),
+    "packed": ("a.jsonl.gz", lambda path: open_source(CorpusSource(str(path)))),
+    "corpus folder": ("a.jsonl", lambda path: open_source(CorpusSource(str(path.parent)))),
 }
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary, source_shares, tokens_for_sizing
-from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st

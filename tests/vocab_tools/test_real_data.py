@@ -17,8 +17,8 @@ from eagle_slim.vocab_tools import (
     rank_by_order,
     rank_vocabulary,
 )
-from eagle_slim.vocab_tools.corpus.source import CorpusSource
-from eagle_slim.vocab_tools.counting.count import count_tokens
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.sources import CorpusSource
 from support.tokenizers import smollm2
 
 LLAMA3_VOCAB = 128256
@@ -27,7 +27,7 @@ LLAMA3_VOCAB = 128256
 @pytest.fixture(scope="module")
 def chats() -> TokenCounts:
     source = CorpusSource(location=str(embedded_chats()), name="chat")
-    return count_tokens([source], smollm2(), workers=1, tokenizer_library="tokenizers", progress=False)
+    return count_tokens([source], smollm2(), workers=1, held_out=0.2, progress=False)
 
 
 @pytest.fixture(scope="module")

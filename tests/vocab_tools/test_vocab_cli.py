@@ -5,15 +5,16 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 import torch
-from eagle_slim.vocab_tools import base_cli
-from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
+from eagle_slim.vocab_tools import common_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
@@ -50,10 +51,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shift in (("chat", 0), ("code", 1)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for number in range(40):
-                text = TEXT[(number + shift) % 3]
+                text = f"{TEXT[(number + shift) % 3]} {number}"
                 file.write(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
         arguments = ["count", f"{name}={folder / f'{name}.jsonl'}", "--tokenizer", str(folder / "tok")]
-        arguments += ["--held-out", "0.3", "--workers", "1", "--no-progress"]
+        arguments += ["--held-out", "0.3", "--workers", "0", "--no-progress"]
         arguments += ["--out", str(folder / f"{name}.counts")]
         with pytest.raises(SystemExit) as caught:
             run_cli(vocab, arguments, "eagle-vocab")
@@ -105,7 +106,7 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert "padding rows" not in told.err
     assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
     assert run("rank", *ranking[1:], "--force", "--target-vocab", 384).code == 0
-    other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 400)
+    other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 4000)
     assert (other.code, "384" in other.err) == (1, True)
     assert not (tmp_path / "other.safetensors").exists()
 
@@ -228,6 +229,20 @@ def failing(error: BaseException) -> click.Command:
     return fail
 
 
+def test_names_and_messages_are_harmless_on_a_terminal(run, files: Path, tmp_path: Path) -> None:
+    name = "chat\n\x1b[31mred"
+    counts = TokenCounts.load(files / "chat.counts")
+    TokenCounts((replace(counts.sources[0], name=name),), counts.tokenizer_hash).save(tmp_path / "named.counts")
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
+    measured = run("coverage", tmp_path / "v.json", tmp_path / "named.counts")
+    merged = run("merge", tmp_path / "named.counts", "-o", tmp_path / "m.counts")
+    failed = run(command=failing(VocabularyError("a: \x1b[31mred")))
+    assert failed.err == "error: a: \\x1b[31mred\n"
+    assert "\x1b" not in measured.out + measured.err + merged.out + merged.err
+    assert "chat\\n\\x1b[31mred" in measured.out
+    assert merged.out.startswith("chat\\n\\x1b[31mred: ")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -247,7 +262,7 @@ def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
 def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
     with pytest.raises(RuntimeError, match="oops"):
-        base_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
+        common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
     # After `--` it is an argument like any other.
     assert "Traceback" not in run("--", "--debug", command=failing(VocabularyError("bad map"))).err
 

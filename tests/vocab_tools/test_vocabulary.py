@@ -61,8 +61,15 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
         inferred.for_target(9)
     stated = make()
     assert stated.for_target(10) is stated
-    with pytest.raises(VocabularyError, match=r"10.*64"):
-        stated.for_target(64)
+    with pytest.raises(VocabularyError, match=r"10.*1000"):
+        stated.for_target(1000)
+
+
+def test_a_target_padded_otherwise_is_no_other_target() -> None:
+    padded = make().for_target(64)
+    assert (padded.target_vocab, padded.target_ids.tolist()) == (64, [2, 9, 0, 7])
+    with pytest.raises(VocabularyError, match="id 9"):
+        padded.for_target(9)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

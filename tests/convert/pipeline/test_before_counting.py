@@ -20,9 +20,9 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.vocab_tools.corpus.source import parse_source
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.sources import parse_source
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, convert
 from support.heads import (

@@ -16,7 +16,7 @@ from eagle_slim.convert import (
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert.head.dflash import QWEN3_DEFAULTS
+from eagle_slim.convert.heads.dflash import QWEN3_DEFAULTS
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from safetensors.torch import load_file, save_file
@@ -129,6 +129,9 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
     refuses(UnsupportedHeadError, "gate_proj", form="dspark", extra={"markov_head.gate_proj.weight": random((4, 4), 1)})
     refuses(UnsupportedHeadError, "quantised", quantization_config={"quant_method": "fp8"})
     refuses(MismatchError, "num_hidden_layers is 3", num_hidden_layers=3)
+    for key in ("num_hidden_layers", "intermediate_size", "hidden_size"):
+        for value in (None, "2"):
+            refuses(MismatchError, f"{key}: expected a positive integer", **{key: value})
     refuses(MismatchError, "captured layers", dflash_config={"target_layer_ids": [1, 2]})
     refuses(MismatchError, "target_layer_ids", dflash_config={"target_layer_ids": "all"})
     refuses(MismatchError, "q_proj", num_attention_heads=8)

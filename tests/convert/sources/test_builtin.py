@@ -19,8 +19,8 @@ from eagle_slim.convert import (
 )
 from eagle_slim.convert.sources.builtin import embedded_chats, embedded_code_chats, unpermute_rows
 from eagle_slim.convert.sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
-from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
+from eagle_slim.vocab_tools.chats import ChatTemplate, chat_spec
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversion import convert

@@ -19,7 +19,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
 from support.heads import eagle3_tensors
 from support.hub_server import HubServer, connected
-from support.raising import raises
+from support.raising import raises, raises_with
 
 WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
 
@@ -71,7 +71,7 @@ def test_folder(tmp_path: Path) -> None:
     "name", ["./nothing", "/no/such/folder", "~/no-such-folder-here", "~no-such-user/x", "a/b/c", ""]
 )
 def test_paths_that_are_not_there(name: str) -> None:
-    with raises(SourceError, path=name, found=None):
+    with raises_with(SourceError, name):
         open_head_source(name)
 
 
@@ -79,16 +79,16 @@ def test_a_file_instead_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "head").mkdir()
     (tmp_path / "head/model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
-    with raises(SourceError, found="file"):
+    with raises_with(SourceError, "file"):
         open_head_source("head/model.safetensors")
     (tmp_path / "x").touch()
-    with raises(SourceError, found="file"):
+    with raises_with(SourceError, "file"):
         open_head_source(tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["two words", "name/-model", "a..b/c", "x" * 200])
 def test_names_that_are_no_repository(name: str) -> None:
-    with raises(SourceError, repo_id=name):
+    with raises(SourceError, reason="missing"):
         open_head_source(name)
 
 
@@ -100,9 +100,9 @@ def test_a_sub_folder_of_a_folder(tmp_path: Path) -> None:
     assert (found.folder, found.root, found.subfolder) == (tmp_path / "heads" / "a", tmp_path, "heads/a")
     assert found.files == ("config.json",)
     assert open_head_source(tmp_path / "heads", subfolder="") == open_head_source(tmp_path / "heads")
-    with raises(SourceError, subfolder="c", subfolders=["heads"]):
+    with raises_with(SourceError, "c", "heads"):
         open_head_source(tmp_path, subfolder="c")
-    with raises(SourceError, subfolder="heads/a/c", subfolders=["heads"]):
+    with raises_with(SourceError, "heads/a/c", "heads"):
         open_head_source(tmp_path, subfolder="heads/a/c")
 
 
@@ -141,7 +141,7 @@ def test_a_whole_model_is_refused_before_its_shards_are_fetched(hub: HubServer, 
         **{shard: save({name: torch.zeros(4)}) for name, shard in shards.items()},
     }
     hub.add_model("org/model", files)
-    with raises(UnsupportedHeadError, found=["lm_head.weight", "model.embed_tokens.weight"]):
+    with pytest.raises(UnsupportedHeadError, match="neither an EAGLE-3 head"):
         open_head_source("org/model")
     assert hub.bytes_sent("of-2.safetensors") == 0
 
@@ -150,7 +150,7 @@ def test_the_weights_that_were_chosen(hub: HubServer, home: Path) -> None:
     found = open_head_source("org/head", weights_file="pytorch_model.bin")
     assert sorted(path.name for path in found.folder.iterdir()) == ["README.md", "config.json", "pytorch_model.bin"]
     assert open_head_source("org/head", weights_file="pytorch_model.bin", offline=True).folder == found.folder
-    with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
+    with raises(SourceError, option="--weights-file"):
         open_head_source("org/head", weights_file="eagle.safetensors")
 
 
@@ -175,11 +175,11 @@ def test_sharded_head(hub: HubServer, home: Path, subfolder: str) -> None:
     assert hub.bytes_sent("consolidated.safetensors") == 0
     del files["model-2-of-2.safetensors"]
     publish(files)
-    with raises(SourceError, status=404, repo_id="org/sharded"):
+    with raises(SourceError, reason="missing"):
         open_head_source("org/sharded", subfolder=subfolder)
     index["weight_map"][last[0]] = "../../../evil.safetensors"
     publish(files | {"model.safetensors.index.json": json.dumps(index)})
-    with raises(CheckpointError, shard="../../../evil.safetensors"):
+    with raises_with(CheckpointError, "../../../evil.safetensors"):
         open_head_source("org/sharded", subfolder=subfolder)
 
 
@@ -201,7 +201,7 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
     hub.reset_counts()
     assert open_head_source("org/heads", offline=True, subfolder="heads/a").folder == found.folder
-    with raises(SourceError, reason="offline", repo_id="org/heads/heads/b"):
+    with raises(SourceError, reason="offline"):
         open_head_source("org/heads", offline=True, subfolder="heads/b")
     assert hub.requests == []
     beside = open_head_source("org/heads", subfolder="heads/b")
@@ -211,9 +211,9 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
 def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
     hub.add_model("org/heads", {"config.json": "{}", "a/model.safetensors": b"", "b/c/model.safetensors": b""})
     for name in ("d", "b"):
-        with raises(SourceError, subfolder=name, subfolders=["a", "b/c"]):
+        with raises_with(SourceError, name, "a", "b/c"):
             open_head_source("org/heads", subfolder=name)
-    with raises(CheckpointError, found=["config.json"]) as caught:
+    with raises_with(CheckpointError, "config.json") as caught:
         open_head_source("org/heads")
     assert "--subfolder" in str(caught.value)
 
@@ -235,7 +235,7 @@ def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
     found = target_files("org/target")
     assert sorted(path.name for path in found.folder.iterdir()) == sorted(names)
     hub.add_model("org/files", {"weights.gguf": b"x"})
-    with raises(SourceError, repo_id="org/files"):
+    with pytest.raises(SourceError, match="org/files"):
         target_files("org/files")
 
 
@@ -264,7 +264,7 @@ def test_missing_and_private(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_bad_token(hub: HubServer, tmp_path: Path) -> None:
-    with connected(hub, tmp_path, token="hf_expired"), raises(SourceError, status=401, repo_id="org/head") as caught:
+    with connected(hub, tmp_path, token="hf_expired"), raises(SourceError, reason="access") as caught:
         open_head_source("org/head")
     assert "hf auth login" in str(caught.value)
 
@@ -288,13 +288,13 @@ def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
     with connected(hub, tmp_path):
-        with raises(SourceError, reason="offline", repo_id="org/head"):
+        with raises(SourceError, reason="offline"):
             open_head_source("org/head", offline=True)
         assert hub.requests == []
         target_files("org/head")
         hub.reset_counts()
         # Configuration only is not enough for a head.
-        with raises(SourceError, reason="offline", repo_id="org/head"):
+        with raises(SourceError, reason="offline"):
             open_head_source("org/head", offline=True)
         assert target_files("org/head", offline=True).repo_id == "org/head"
         assert hub.requests == []
@@ -303,7 +303,7 @@ def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
     with connected(hub, tmp_path, offline=True):
         found = open_head_source("org/head")
         assert open_checkpoint(found.folder).names == ("fc.weight",)
-        with raises(SourceError, reason="offline", repo_id="org/gated"):
+        with raises(SourceError, reason="offline"):
             open_head_source("org/gated")
     assert hub.requests == []
 
@@ -315,7 +315,7 @@ def test_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(home / "hub" / "x.incomplete"))
 
     monkeypatch.setattr(file_download, "http_get", full)
-    with raises(SourceError, errno=errno.ENOSPC, repo_id="org/head") as caught:
+    with raises(SourceError, reason="disk") as caught:
         open_head_source("org/head")
     assert "HF_HOME" in str(caught.value)
 
@@ -371,7 +371,7 @@ def test_push_that_breaks(hub: HubServer, tmp_path: Path, artifact: Path, monkey
         raise ConnectionResetError("gone")
 
     monkeypatch.setattr(lfs, "_upload_single_part", broken)
-    with connected(hub, tmp_path / "home", token="hf_good"), raises(SourceError, repo_id="tester/slim"):
+    with connected(hub, tmp_path / "home", token="hf_good"), pytest.raises(SourceError, match="tester/slim"):
         upload_files(artifact, ["model.safetensors"], "tester/slim")
     assert hub.repo("tester/slim").files == {}
 
@@ -380,7 +380,7 @@ def test_push_that_breaks(hub: HubServer, tmp_path: Path, artifact: Path, monkey
     ("token", "name"), [(None, "tester/slim"), ("hf_expired", "tester/slim"), ("hf_good", "org/x")]
 )
 def test_push_without_the_right(hub: HubServer, tmp_path: Path, artifact: Path, token: str | None, name: str) -> None:
-    with connected(hub, tmp_path / "home", token=token), raises(SourceError, repo_id=name) as caught:
+    with connected(hub, tmp_path / "home", token=token), pytest.raises(SourceError, match=name) as caught:
         upload_files(artifact, ["config.json"], name)
     assert "hf auth login" in str(caught.value)
     assert ("model", name) not in hub.repos

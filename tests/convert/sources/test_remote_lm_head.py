@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, OutputError, SourceError
@@ -17,7 +18,7 @@ from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from safetensors.torch import load_file, save
 from support.hub_server import Blob, Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
-from support.raising import raises
+from support.raising import raises, raises_with
 
 ROWS, HIDDEN = 4000, 64
 # Of 512,000 bytes.
@@ -151,6 +152,9 @@ def test_target_of_pickles_comes_whole_with_a_notice(
 # -- things that go wrong ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    huggingface_hub.__version__.startswith("1."), reason="before 2.0 huggingface_hub asks again for no broken body"
+)
 def test_a_broken_connection_costs_one_piece(hub: HubServer, home: Path) -> None:
     hub.inject(SHARD, Fault(times=4, break_after=40_000))
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
@@ -228,13 +232,13 @@ def test_a_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 
     usage = atomic.shutil.disk_usage(home.parent)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
-    with raises(OutputError, free=1000):
+    with raises_with(OutputError, "1,000 are free"):
         open_lm_head("org/target")
 
 
 def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
     hub.add_model("org/target", sharded() | {SHARD: save({"else": LM_HEAD})})
-    with raises(CheckpointError, tensor="lm_head.weight", shard="model-00002-of-00002.safetensors"):
+    with raises_with(CheckpointError, "lm_head.weight", "model-00002-of-00002.safetensors"):
         open_lm_head("org/target")
     content = bytes(sharded()[SHARD])
     hub.add_model("org/target", sharded() | {SHARD: content[:-1]})
@@ -242,7 +246,7 @@ def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
         open_lm_head("org/target")
     index = {"weight_map": {"lm_head.weight": "../../../etc/passwd"}}
     hub.add_model("org/target", sharded() | {"model.safetensors.index.json": json.dumps(index)})
-    with raises(CheckpointError, shard="../../../etc/passwd"):
+    with raises_with(CheckpointError, "../../../etc/passwd"):
         open_lm_head("org/target")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.drafter.choose import check_computable
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter

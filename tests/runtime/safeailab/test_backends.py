@@ -58,6 +58,16 @@ def test_names_and_functions_are_checked(drafts: list[None]) -> None:
 
 
 @OWN_TRANSFORMERS
+def test_a_model_keeps_the_drafters_used_last(tmp_path: Path, drafts: list[None]) -> None:
+    target, head, ids = tiny_target("llama"), write_head(tmp_path), random_prompts([7])[0]
+    for total_tokens in range(4, 10):
+        tree = runtime.TreeConfig(2, 3, total_tokens)
+        frontier_generate(target, ids, backend="mine", head=head, tree=tree, max_new_tokens=2)
+        assert kept_on(target)[-1].drafter.tree == tree
+    assert [each.drafter.tree.total_tokens for each in kept_on(target)] == [6, 7, 8, 9]
+
+
+@OWN_TRANSFORMERS
 def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: list[None]) -> None:
     target, head, ids = tiny_target("llama"), write_head(tmp_path), random_prompts([7])[0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import PartialVerification, SpeculativeModel
-from eagle_slim.runtime.step import decoder, graphs
+from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
+from eagle_slim.runtime.step import decoder, decoders, graphs
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.decoder import MOST_RULES
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
 from eagle_slim.runtime.step.graphs import GraphPool, recall
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from eagle_slim.runtime.step.tree_size import TreeSizes
+from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -74,6 +78,50 @@ def test_a_slot_keeps_its_prefix_when_its_decoder_goes(model: SpeculativeModel) 
     output = model.generate(turn, **options)
     assert output.stats.num_reused_tokens >= len(prompt)
     assert output.token_ids == model.generate(turn, max_new_tokens=8, ignore_eos=True).token_ids
+
+
+@pytest.mark.parametrize("place", ["cache", "forward"])
+def test_full_memory_is_told_and_the_next_call_works(
+    model: SpeculativeModel, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompts([9])[0]
+    wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
+    calls: list[None] = []
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        calls.append(None)
+        if place == "cache" or len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB.")
+        forward(*_, **__)
+
+    forward = model.target.forward
+    with monkeypatch.context() as patch:
+        if place == "cache":
+            patch.setattr(decoders, "KVCache", out_of_memory)
+            model._decoders.drop()
+        else:
+            patch.setattr(model.target, "forward", out_of_memory)
+        with raises(DeviceMemoryError, option="max_slots") as caught:
+            model.generate(prompt, max_new_tokens=8)
+    assert "max_new_tokens" in str(caught.value)
+    assert model._decoders.cache_bytes == 0
+    assert model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True).token_ids == wanted
+
+
+def test_models_that_are_derived_keep_the_drafters_reason(model: SpeculativeModel) -> None:
+    derived = model.with_tree(model.drafter.tree), model.with_draft_vocab(None), model.with_follow(None)
+    assert {each.drafter_reason for each in (model, *derived)} == {"the model is on cpu"}
+
+
+def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) -> None:
+    for act in (copy.deepcopy, pickle.dumps):
+        with raises(UsageError, option="model"):
+            act(model)
+    own: Any = model.target.model
+    prompt = torch.tensor(random_prompts([9]))
+    wanted = own.generate(prompt, max_new_tokens=4)
+    for same in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert torch.equal(same.generate(prompt, max_new_tokens=4), wanted)
 
 
 class Replays(GraphPool):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.convert.head.open import open_head
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights

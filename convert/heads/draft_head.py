@@ -1,0 +1,216 @@
+"""`DraftHead`: a draft head, whatever its file looked like, and its tensors under their canonical names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..artifact.manifest import Manifest
+from ..errors import MismatchError
+from ..rows.checkpoint import Checkpoint
+from ..rows.dtypes import item_size
+from ..rows.types import TensorInfo
+from ..sources.source import ResolvedSource
+from . import names
+from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
+
+if TYPE_CHECKING:
+    import torch
+
+
+MOST_PADDING = 2048
+"""Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
+
+
+def has_padding_of(rows: int, vocab: int) -> bool:
+    """Whether rows are those of a vocabulary, with padding or without: not of another model's vocabulary."""
+    return vocab <= rows <= vocab + MOST_PADDING
+
+
+@dataclass(frozen=True)
+class LazyTensors:
+    """The tensors of a head under their canonical names, read from the checkpoint when asked for.
+
+    `stored` has the name there by the canonical one.
+    """
+
+    source: Checkpoint
+    stored: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names, sorted."""
+        return tuple(sorted(self.stored))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape and size of a tensor, from the header. KeyError where it is absent."""
+        return self.source.info(self.stored[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header. KeyError where it is absent."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, from the header. KeyError where it is absent."""
+        return self.source.dtype(self.stored[name])
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU, as stored. KeyError where it is absent."""
+        return self.source.tensor(self.stored[name])
+
+    def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
+        """Rows `ids` [n] of a matrix, [n, columns], bit for bit as stored. KeyError where the matrix is absent."""
+        return self.source.rows(self.stored[name], ids)
+
+    def is_nonzero(self, name: str) -> bool:
+        """Whether a floating-point tensor is there and holds anything but zeros, of either sign."""
+        if name not in self:
+            return False
+        # Every bit but the sign of each element, which is the highest of its last byte.
+        raw = self.source.raw(self.stored[name]).reshape(-1, item_size(self.info(name).dtype))
+        return bool(raw[:, :-1].any() or (raw[:, -1] & 0x7F).any())
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A draft head, whatever its file looked like.
+
+    Attributes:
+        kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
+        config: flat config.json; `vocab_size` is the target's V, `draft_vocab_size` the rows of the LM head.
+        tensors: canonical names: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2: [hidden, 2 * hidden]),
+            `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file has them
+            `lm_head.weight` [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden], `input_norm.weight`,
+            `fc_norm.N.weight`; those of a DFlash draft as stored. The maps are not among them: `draft_ids_to_target`.
+        draft_ids_to_target: int64 [draft_vocab], absolute target id of each `lm_head` row in stored order; None where
+            row i is target id i (a full vocabulary, or an LM head that is the target's).
+        tap_layers: the head reads the inputs of these decoder layers of the target, as far as that is known without the
+            target (`taps`); None is every engine's default, (2, n // 2, n - 3) for n layers; () is the target's last
+            hidden state alone.
+        warnings: what a user of the head should know.
+        location: the repository or folder, for messages.
+        source_config: config.json as it was found.
+        source: where the files came from, and their manifest and card; None for a head made of an open checkpoint.
+        target_name: the target that the head's own configuration names, if it does.
+        dropped: stored tensor name to the reason why it is not among `tensors`.
+    """
+
+    kind: names.HeadKind
+    config: dict[str, Any]
+    tensors: LazyTensors
+    draft_ids_to_target: NDArray[np.int64] | None
+    tap_layers: tuple[int, ...] | None
+    warnings: tuple[str, ...]
+    location: str = ""
+    source_config: Mapping[str, Any] = field(default_factory=dict)
+    source: ResolvedSource | None = None
+    target_name: str | None = None
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def target_vocab(self) -> int:
+        """V: the size of the target's vocabulary, with the padding that the head has."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the LM head: its own, or the target's V where it has none."""
+        return self.target_vocab if self.draft_ids_to_target is None else len(self.draft_ids_to_target)
+
+    @property
+    def hidden_size(self) -> int:
+        """H: width of the head."""
+        return int(self.config["hidden_size"])
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Ht: width of the target."""
+        return int(self.config.get("target_hidden_size") or self.hidden_size)
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the rows come from the head itself rather than from the target."""
+        return names.LM_HEAD in self.tensors
+
+    @property
+    def row_tensors(self) -> tuple[str, ...]:
+        """Its tensors beside the LM head that have one row for each draft id: DSpark's Markov bias."""
+        return tuple(name for name in (names.MARKOV_OUT,) if name in self.tensors)
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether its attention normalises each head of q and k, as Qwen3's does."""
+        return self.kind != "dflash" and names.HEAD_NORMS[self.kind][0] in self.tensors
+
+    @property
+    def has_own_embedding(self) -> bool:
+        """Whether it reads tokens through an embedding of its own: of another width than the target's, or trained.
+
+        All others hold a copy of the target's. That it was trained only speculators' format says.
+        """
+        is_other = self.target_hidden_size != self.hidden_size or bool(self.config.get(EMBEDDING_TRAINED_KEY))
+        return is_other and names.EMBEDDING in self.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the head's matrices."""
+        return self.tensors.dtype(self._matrix)
+
+    @property
+    def dtype_name(self) -> str:
+        """Dtype of the head's matrices as safetensors spells it: one of `weights.dtypes.FLOATS`."""
+        return self.tensors.info(self._matrix).dtype
+
+    def without_padding(self, vocab: int) -> DraftHead:
+        """The same head for a vocabulary of `vocab` ids, where its own is padded beyond them."""
+        return replace(self, config={**self.config, "vocab_size": vocab})
+
+    def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
+        """The decoder layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
+
+        Raises:
+            MismatchError: the configuration contradicts itself, or names a layer that the target has not.
+        """
+        taps = self.tap_layers
+        if self.kind == "eagle3" and taps:
+            taps = tap_layers(self.config, self.location, num_layers)
+        if num_layers is not None and taps != () and self.kind != "eagle":
+            found = default_taps(num_layers) if taps is None else taps
+            if not all(0 <= layer <= num_layers for layer in found):
+                raise MismatchError.at(
+                    self.location,
+                    f"the head reads the inputs of layers {list(found)}, and the target has {num_layers} layers.\n"
+                    "Name the right target with --target, or the layers with --tap-layers.",
+                    option="--tap-layers",
+                )
+        return taps
+
+    @property
+    def _matrix(self) -> str:
+        return "midlayer.mlp.down_proj.weight" if self.kind == "eagle3" else names.FC
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a head that eagle-convert wrote, else None."""
+        return self.source.manifest if self.source else None
+
+    def forked(self) -> DraftHead:
+        """The same open head with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, tensors=replace(self.tensors, source=self.tensors.source.fork()))
+
+    @property
+    def trained_ids(self) -> NDArray[np.int64] | None:
+        """Target ids the head was trained on, ascending; None for all, in whatever order their rows are."""
+        if self.draft_ids_to_target is None or self.draft_vocab == self.target_vocab:
+            return None
+        return np.sort(self.draft_ids_to_target)

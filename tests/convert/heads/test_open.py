@@ -1,0 +1,620 @@
+"""Opening heads: every spelling is one head, and what is not such a head is refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import (
+    CheckpointError,
+    ConvertError,
+    MismatchError,
+    UnsupportedHeadError,
+    open_head,
+    verify_artifact,
+)
+from eagle_slim.convert.artifact import dflash
+from eagle_slim.convert.engines import HeadFacts, check_engine
+from eagle_slim.convert.heads.config import AUX_LAYER_KEY, sliding_window
+from eagle_slim.runtime.drafter.rope import rotary_embedding
+from support import heads
+from support.conversion import BY_ID, convert
+from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from support.raising import raises_with
+from transformers import AutoConfig
+
+
+@pytest.mark.parametrize("spelling", ["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators"])
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
+def test_every_spelling_and_container_is_one_head(tmp_path, spelling, container):
+    ids = trained_ids()
+    head = open_head(write_eagle3(tmp_path / "head", ids=ids, spelling=spelling, container=container))
+    expected = eagle3_tensors(rows=len(ids))
+    assert head.kind == "eagle3"
+    assert set(head.tensors.names) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(head.tensors.get(name), tensor), name
+    assert torch.equal(head.tensors.rows("lm_head.weight", np.array([7, 3])), expected["lm_head.weight"][[7, 3]])
+    assert head.draft_ids_to_target.tolist() == ids.tolist()
+    assert (head.target_vocab, head.draft_vocab, head.hidden_size) == (VOCAB, len(ids), HIDDEN)
+    assert head.config["model_type"] == "llama"
+    assert head.config["num_attention_heads"] == 4
+
+
+def test_speculators_defaults_are_made_explicit(tmp_path):
+    head = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
+    assert head.config["norm_before_residual"] is True
+    assert head.target_name == "org/target"
+    assert "transformer_layer_config" not in head.config
+    kept = open_head(write_eagle3(tmp_path / "kept", spelling="speculators", norm_before_residual=False))
+    assert kept.config["norm_before_residual"] is False
+    flat = open_head(write_eagle3(tmp_path / "flat"))
+    assert "norm_before_residual" not in flat.config
+
+
+@pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize("t2d", [True, False])
+def test_maps_of_both_widths_sorted_or_not(tmp_path, d2t_dtype, ascending, t2d):
+    ids = trained_ids(ascending=ascending)
+    head = open_head(write_eagle3(tmp_path / "head", ids=ids, d2t_dtype=d2t_dtype, t2d=t2d))
+    assert head.draft_ids_to_target.tolist() == ids.tolist()
+    assert any("ascending" in warning for warning in head.warnings) == (not ascending)
+
+
+def test_absolute_map_is_refused_unless_said(tmp_path):
+    ids = trained_ids()
+    folder = write_eagle3(tmp_path / "head", ids=ids, d2t="absolute")
+    with pytest.raises(MismatchError, match="--d2t-form absolute"):
+        open_head(folder)
+    assert open_head(folder, d2t_form="absolute").draft_ids_to_target.tolist() == ids.tolist()
+
+
+def test_full_vocabulary_with_and_without_trivial_map(tmp_path):
+    plain = open_head(write_eagle3(tmp_path / "plain"))
+    trivial = open_head(write_eagle3(tmp_path / "trivial", ids=np.arange(VOCAB)))
+    assert plain.draft_ids_to_target is None
+    assert trivial.draft_ids_to_target is None
+    assert trivial.draft_vocab == VOCAB
+
+
+@pytest.mark.parametrize("stated", [..., None, VOCAB])
+def test_no_lm_head_means_the_targets(tmp_path, stated):
+    head = open_head(write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=stated))
+    assert not head.has_lm_head
+    assert head.draft_vocab == VOCAB
+
+
+def test_own_embedding_of_another_width(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, target_hidden=48, embedding=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, target_hidden_size=48))
+    assert (head.hidden_size, head.target_hidden_size) == (HIDDEN, 48)
+    del tensors["embed_tokens.weight"]
+    with raises_with(MismatchError, "embed_tokens.weight"):
+        open_head(write_eagle3(tmp_path / "without", tensors=tensors, target_hidden_size=48))
+
+
+def test_last_hidden_state_only(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB)
+    del tensors["fc.weight"]
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, eagle_config={"use_aux_hidden_state": False}))
+    assert head.tap_layers == ()
+
+
+@pytest.mark.parametrize("kind", ["top", "nested"])
+def test_an_empty_list_of_taps_is_not_written(tmp_path, kind):
+    """SGLang would take the one in eagle_config to mean that no layer is captured."""
+    changes = (
+        {AUX_LAYER_KEY: []} if kind == "top" else {"eagle_config": {AUX_LAYER_KEY: [], "next_layer_regular": True}}
+    )
+    config = open_head(write_eagle3(tmp_path / "head", **changes)).config
+    assert AUX_LAYER_KEY not in config
+    assert config.get("eagle_config") == (None if kind == "top" else {"next_layer_regular": True})
+
+
+def test_null_is_the_default(tmp_path):
+    silent = dict.fromkeys(["hidden_act", "rms_norm_eps", "mlp_bias", "intermediate_size", "rope_theta"])
+    config = open_head(write_eagle3(tmp_path / "head", **silent)).config
+    found = {key: config[key] for key in silent}
+    assert found == {
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False, "intermediate_size": MIDDLE, "rope_theta": 1e4,
+    }  # fmt: skip
+
+
+def test_rope_parameters_are_flattened(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    head = open_head(
+        write_eagle3(tmp_path / "head", rope_theta=..., rope_parameters={"rope_theta": 500000.0, **scaling})
+    )
+    assert head.config["rope_theta"] == 500000.0
+    assert head.config["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
+        ({"rope_theta": ..., "rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 5e5, "linear"),
+        ({"rope_theta": ..., "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, 1e6, None),
+        (
+            {
+                "rope_theta": ...,
+                "layer_types": ["sliding_attention"],
+                "sliding_window": 16,
+                "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}},
+            },
+            2e4,
+            None,
+        ),
+    ],
+)
+def test_rope_is_read_as_transformers_reads_it(tmp_path, changes, theta, scaling):
+    config = open_head(write_eagle3(tmp_path / "head", **changes)).config
+    assert config["rope_theta"] == theta
+    assert (config["rope_scaling"] or {}).get("rope_type") == scaling
+    assert "rope_theta" not in (config["rope_scaling"] or {})
+
+
+SLIDING = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"layer_types": SLIDING[:1], "sliding_window": 16}, 16),
+        ({"layer_types": SLIDING, "sliding_window": 16, "use_sliding_window": True}, 16),
+        ({"layer_types": SLIDING[::-1], "sliding_window": 16, "use_sliding_window": True}, None),
+        ({"layer_types": [], "sliding_window": 16}, None),
+        ({"sliding_window": 16}, None),
+        ({"sliding_window": 16, "use_sliding_window": True}, None),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, None),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, None),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["midlayer", "speculators"])
+def test_the_layers_window_stands_where_vllm_reads_it(tmp_path, changes, window, spelling):
+    config = open_head(write_eagle3(tmp_path / "head", spelling=spelling, **changes)).config
+    assert sliding_window(config) == window
+    assert bool(config.get("layer_types")) == (window is not None)
+    if window is not None:
+        assert config["layer_types"] == ["sliding_attention"]
+        assert (config["sliding_window"], config["use_sliding_window"]) == (16, True)
+    # transformers, and with it vLLM, has layer types by model: Qwen's own, any other's from the file.
+    for name in ("llama", "qwen3"):
+        read = AutoConfig.for_model(**{**config, "model_type": name})
+        types = getattr(read, "layer_types", None)
+        assert (read.sliding_window if types == ["sliding_attention"] else None) == window
+
+
+def test_rope_keeps_what_is_more_than_a_base(tmp_path):
+    parameters = {"rope_theta": 1e6, "rope_type": "default"}
+    partial = open_head(write_eagle3(tmp_path / "a", rope_parameters={**parameters, "partial_rotary_factor": 0.5}))
+    assert (partial.config["partial_rotary_factor"], partial.config["rope_scaling"]) == (0.5, None)
+    sections = open_head(write_eagle3(tmp_path / "b", rope_parameters={**parameters, "mrope_section": [16, 24, 24]}))
+    assert sections.config["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
+
+
+@pytest.mark.parametrize("write", [write_eagle3, write_eagle1])
+def test_sizes_in_a_text_config(tmp_path, write):
+    plain = convert(write(tmp_path / "plain"), draft_vocab="full", out=tmp_path / "a").folder
+    config = json.loads((write(tmp_path / "head") / "config.json").read_text())
+    outer = ("architectures", "draft_vocab_size", "torch_dtype", "bias")
+    nested = {key: value for key, value in config.items() if key not in outer}
+    nested |= {"model_type": "qwen2_5_vl_text", "rope_theta": 5e5}
+    kept = {key: config[key] for key in outer if key in config}
+    vision = {"vision_config": {"hidden_size": 7}, "model_type": "qwen2_5_vl"}
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**kept, **vision, "text_config": nested}))
+    done = convert(tmp_path / "head", draft_vocab="full", out=tmp_path / "b")
+    found, expected = (json.loads((folder / "config.json").read_text()) for folder in (done.folder, plain))
+    assert found == {**expected, "rope_theta": 5e5}
+    assert verify_artifact(done.folder, head=tmp_path / "head").ok
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "text_config": [1]}))
+    with raises_with(MismatchError, "text_config"):
+        open_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize("part", [2.0, -0.5, 0, "half", True])
+def test_a_part_that_cannot_be_rotated(tmp_path, part):
+    inside = {"rope_scaling": {"partial_rotary_factor": part}}
+    for name, where in (("top", {"partial_rotary_factor": part}), ("in", inside)):
+        for write in (write_eagle3, write_eagle1):
+            with raises_with(MismatchError, "partial_rotary_factor", repr(part)):
+                open_head(write(tmp_path / f"{write.__name__}-{name}", **where))
+    done = convert(write_eagle3(tmp_path / "head"), draft_vocab="full", out=tmp_path / "slim")
+    config = json.loads((done.folder / "config.json").read_text())
+    (done.folder / "config.json").write_text(json.dumps({**config, "partial_rotary_factor": part}))
+    assert verify_artifact(done.folder)["config sizes"].status == "failed"
+
+
+NORMED = "return_hidden_post_norm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"eagle_config": {"norm_before_residual": True}}, "norm_before_residual"),
+        ({"eagle_config": {"norm_output": True}}, "norm_output"),
+        ({"eagle_config": {NORMED: True}}, "norm_output"),
+        ({NORMED: True, "norm_output": False}, "norm_output"),
+    ],
+)
+def test_flags_of_the_norms_stand_where_engines_read_them(tmp_path, changes, flag):
+    config = open_head(write_eagle3(tmp_path / "head", **changes)).config
+    assert config[flag] is True
+    assert config.get("eagle_config") == changes.get("eagle_config")
+
+
+@pytest.mark.parametrize("changes", [{"use_aux_norm": True}, {"eagle_config": {"fc_norm": True}}])
+def test_norm_of_each_tap_by_its_older_flag(tmp_path, changes):
+    tensors = eagle3_tensors(rows=VOCAB, fc_norms=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, **changes))
+    assert head.config["fc_norm"] is True
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm_before_fc": True, "eagle_config": {"norm_before_fc": False}}, {"norm_before_fc": True}]
+)
+def test_norm_of_all_taps_in_both_places(tmp_path, changes):
+    tensors = eagle3_tensors(rows=VOCAB, input_norm=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, **changes))
+    assert head.config["norm_before_fc"] is True
+    assert head.config["eagle_config"] == {"norm_before_fc": True}
+
+
+def test_vicuna_head_that_claims_forty_layers(tmp_path):
+    head = open_head(write_eagle3(tmp_path / "head", num_hidden_layers=40))
+    assert head.config["num_hidden_layers"] == 1
+    assert any("40" in warning for warning in head.warnings)
+
+
+def test_llama4_names_the_width_of_its_dense_layers_apart(tmp_path):
+    sizes = {"intermediate_size": 16, "intermediate_size_mlp": MIDDLE}
+    head = open_head(write_eagle3(tmp_path / "head", model_type="llama4_text", **sizes))
+    assert head.config["intermediate_size"] == MIDDLE
+    assert "intermediate_size_mlp" not in head.config
+
+
+def test_eagle1(tmp_path):
+    head = open_head(write_eagle1(tmp_path / "head", container="bin"))
+    assert head.kind == "eagle"
+    assert head.draft_ids_to_target is None
+    assert "layers.0.mlp.up_proj.weight" in head.tensors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_key_value_heads": 4}, ("layers.0.self_attn.k_proj.weight", "[32, 32]")),
+        ({"intermediate_size": 47}, ("intermediate_size", "47", "48")),
+        ({"attention_bias": True}, ("attention_bias",)),
+        ({"qkv_bias": True}, ("attention_bias",)),
+        (
+            {"extra": {"layers.0.self_attn.o_proj.bias": random((HIDDEN,), 1)}, "attention_bias": None},
+            ("layers.0.self_attn.o_proj.bias",),
+        ),
+        (
+            {"extra": {"layers.0.mlp.down_proj.bias": random((HIDDEN,), 1)}, "mlp_bias": False},
+            ("mlp_bias", "layers.0.mlp.down_proj.bias"),
+        ),
+    ],
+)
+def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, words):
+    with raises_with(MismatchError, *words):
+        open_head(write_eagle1(tmp_path / "head", **arguments))
+
+
+def test_eagle1_with_lm_head_drops_it(tmp_path):
+    head = open_head(write_eagle1(tmp_path / "head", extra={"lm_head.weight": random((VOCAB, HIDDEN), 9)}))
+    assert "lm_head.weight" not in head.tensors
+    assert "vLLM" in head.dropped["lm_head.weight"]
+
+
+QWEN3_NORMS = ["midlayer.self_attn.q_norm.weight", "midlayer.self_attn.k_norm.weight"]
+
+
+def ones(*shape):
+    return torch.ones(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+            UnsupportedHeadError,
+            ("Eagle3DeepseekV2ForCausalLM",),
+        ),
+        (
+            {"extra": {"midlayer.self_attn.kv_b_proj.weight": ones(4, 4)}},
+            UnsupportedHeadError,
+            ("midlayer.self_attn.kv_b_proj.weight",),
+        ),
+        (
+            {"extra": {"midlayer.self_attn.q_norm.weight": ones(8)}},
+            CheckpointError,
+            ("midlayer.self_attn.k_norm.weight",),
+        ),
+        (
+            {"extra": {f"midlayer.self_attn.{name}_norm.weight": ones(16 if name == "k" else 8) for name in "qk"}},
+            MismatchError,
+            ("midlayer.self_attn.k_norm.weight", "[16]"),
+        ),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, CheckpointError, ("q_norm.weight", "k_norm.weight")),
+        ({"spelling": "speculators", "model_type": "qwen3"}, CheckpointError, ("q_norm.weight", "k_norm.weight")),
+        (
+            {"extra": {"layers.1.self_attn.q_proj.weight": ones(HIDDEN, HIDDEN)}},
+            UnsupportedHeadError,
+            ("layers.1.self_attn.q_proj.weight", "an EAGLE-3 head of several layers"),
+        ),
+        ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, ("surprise",)),
+        (
+            {"extra": {"lm_head.weight_scale": ones(1)}},
+            UnsupportedHeadError,
+            ("lm_head.weight_scale", "a quantised head"),
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedHeadError, ("fp8",)),
+        ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, ("fc.bias",)),
+        (
+            {"extra": {"layers.0.hidden_norm.weight": ones(HIDDEN)}},
+            CheckpointError,
+            ("midlayer.hidden_norm.weight",),
+        ),
+        ({"vocab_size": VOCAB + 1}, MismatchError, ("vocab_size", "385")),
+        ({"draft_vocab_size": 199}, MismatchError, ("d2t",)),
+        ({"intermediate_size": 47}, MismatchError, ("intermediate_size", "47")),
+        (
+            {"num_attention_heads": 2},
+            MismatchError,
+            ("midlayer.self_attn.q_proj.weight", "[32, 64]"),
+        ),
+        ({"hidden_size": "32"}, MismatchError, ("hidden_size", "32")),
+        ({"vocab_size": True}, MismatchError, ("vocab_size", "True")),
+        ({"draft_vocab_size": 0}, MismatchError, ("draft_vocab_size", "0")),
+        ({"rope_scaling": "yarn"}, MismatchError, ("rope_scaling", "yarn")),
+        ({"rope_scaling": {"type": ["linear"]}}, MismatchError, ("rope_scaling.rope_type",)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            MismatchError,
+            ("rope_scaling.factor", "0"),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": "2"}},
+            MismatchError,
+            ("rope_scaling.factor", "2"),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            MismatchError,
+            ("rope_scaling.low_freq_factor", "None"),
+        ),
+        ({"rope_theta": float("inf")}, CheckpointError, ()),
+        ({"max_position_embeddings": 10**30}, CheckpointError, ()),
+        ({"rope_theta": -1.0}, MismatchError, ("rope_theta", "-1.0")),
+        ({"rms_norm_eps": "1e-05"}, MismatchError, ("rms_norm_eps", "1e-05")),
+        ({"hidden_act": 3}, MismatchError, ("hidden_act", "3")),
+        ({"layer_types": True}, MismatchError, ("layer_types", "True")),
+        ({"eagle_config": []}, MismatchError, ("eagle_config",)),
+        ({"norm_before_fc": True}, MismatchError, ("norm_before_fc", "true")),
+        ({"fc_norm": True}, MismatchError, ("fc_norm", "true")),
+        ({"attention_bias": True}, MismatchError, ("attention_bias",)),
+        (
+            {"extra": {"midlayer.self_attn.q_proj.bias": ones(HIDDEN)}},
+            MismatchError,
+            ("attention_bias", "midlayer.self_attn.q_proj.bias"),
+        ),
+        (
+            {"extra": {"midlayer.self_attn.q_proj.bias": ones(HIDDEN)}, "attention_bias": None},
+            MismatchError,
+            ("midlayer.self_attn.q_proj.bias",),
+        ),
+        (
+            {"extra": {f"midlayer.mlp.{name}_proj.bias": ones(MIDDLE) for name in ("gate", "up", "down")}},
+            MismatchError,
+            ("midlayer.mlp.down_proj.bias", "[48]"),
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            MismatchError,
+            ("full_attention", "sliding_attention"),
+        ),
+        ({"layer_types": ["sliding_attention"]}, MismatchError, ("sliding_window",)),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
+            MismatchError,
+            ("use_sliding_window",),
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [-2, 2, 5]},
+            MismatchError,
+            ("eagle_aux_hidden_state_layer_ids", "[-2, 2, 5]"),
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}},
+            MismatchError,
+            ("eagle_config.eagle_aux_hidden_state_layer_ids", "[1, 1, 3]"),
+        ),
+        ({"d2t": None}, MismatchError, ("d2t",)),
+        ({"d2t": None, "t2d": False}, MismatchError, ("lm_head.weight",)),
+        ({"lm_head": False}, MismatchError, ("d2t",)),
+        ({"lm_head": False, "d2t": None, "t2d": False}, MismatchError, ("lm_head.weight",)),
+    ],
+)
+def test_refused(tmp_path, arguments, error, words):
+    folder = write_eagle3(tmp_path / "head", **({"ids": trained_ids()} | arguments))
+    with raises_with(error, *words):
+        open_head(folder)
+
+
+def test_missing_tensor_and_other_models_are_refused(tmp_path):
+    for name, spelling in (
+        ("norm.weight", "midlayer"), ("midlayer.hidden_norm.weight", "midlayer"),
+        ("midlayer.hidden_norm.weight", "layers.0"),
+    ):  # fmt: skip
+        tensors = eagle3_tensors(rows=200)
+        del tensors[name]
+        with raises_with(CheckpointError, name):
+            open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors, spelling=spelling, ids=trained_ids()))
+    medusa = {"0.0.linear.weight": ones(4, 4)}
+    with raises_with(UnsupportedHeadError, "a Medusa head"):
+        open_head(write_eagle3(tmp_path / "medusa", tensors=medusa))
+    with raises_with(UnsupportedHeadError, "model.layers.0.mlp.up_proj.weight"):
+        open_head(write_eagle3(tmp_path / "other", tensors={"model.layers.0.mlp.up_proj.weight": ones(4, 4)}))
+    quantised = eagle3_tensors(rows=VOCAB)
+    for dtype, advice in ((torch.float8_e4m3fn, "A quantised head"), (torch.float64, "Store it as float32")):
+        tensors = quantised | {"fc.weight": quantised["fc.weight"].to(dtype)}
+        with raises_with(UnsupportedHeadError, "fc.weight", str(dtype).removeprefix("torch."), advice):
+            open_head(write_eagle3(tmp_path / advice, tensors=tensors))
+
+
+_WHOLE_MODEL = {
+    f"model.{name}.weight": ones(4, 4)
+    for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "found", "advice"),
+    [
+        ({"odd": ones(1)}, {"architectures": ["MedusaModel"]}, "a Medusa head", '"method": "medusa"'),
+        ({"1.0.linear.weight": ones(4, 4)}, {}, "a Medusa head", '"method": "medusa"'),
+        ({"odd": ones(1)}, {"model_type": "mlp_speculator"}, "an MLP speculator", "none of vLLM 0.32.0"),
+        ({"odd": ones(1)}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator", "none of vLLM"),
+        ({"speculator.emb.0.weight": ones(4, 4)}, {}, "an MLP speculator", "none of vLLM"),
+        ({"odd": ones(1)}, {"speculators_model_type": "peagle"}, "a P-EAGLE head", '"parallel_drafting": true'),
+        ({"mask_hidden": ones(1, 4)}, {"architectures": ["LlamaForCausalLM"]}, "a P-EAGLE head", "vLLM"),
+        ({"odd": ones(1)}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash draft", "in vLLM 0.32.0 or SGLang"),
+        (
+            {"odd": ones(1)},
+            {"architectures": ["DFlash9DraftModel"]},
+            "a DFlash draft",
+            "its class, DFlash9DraftModel",
+        ),
+        ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "in vLLM 0.32.0."),
+        ({"odd": ones(1)}, {"architectures": ["LingDSparkModel"]}, "a DSpark draft", "in SGLang 0.5.23 or llama.cpp"),
+        ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
+        ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
+        (_WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
+    ],
+)
+def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):
+    folder = write_eagle3(tmp_path / "draft", tensors=tensors, **config)
+    with pytest.raises(UnsupportedHeadError) as refused:
+        open_head(folder)
+    text = str(refused.value)
+    assert text.startswith(f"{folder}: this is {found}")
+    assert advice in text
+    assert "\n" not in text
+
+
+def test_an_old_configuration_of_vllm_keeps_the_head_in_a_part(tmp_path):
+    folder = write_eagle1(tmp_path / "head")
+    flat = json.loads((folder / "config.json").read_text())
+    heads.write_json(folder / "config.json", {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": flat})
+    assert open_head(folder).config == open_head(write_eagle1(tmp_path / "flat")).config
+
+
+@pytest.mark.parametrize("kind", ["head", "target"])
+def test_a_folder_in_mistrals_own_format_is_called_that(tmp_path, target, kind):
+    folder = target if kind == "target" else write_eagle3(tmp_path / "head")
+    (folder / "config.json").rename(folder / "params.json")
+    head = write_eagle3(tmp_path / "other") if kind == "target" else folder
+    with pytest.raises(ConvertError, match=r"Mistral's own format \(params.json\)"):
+        convert(head, draft_vocab=8, target=target, out=tmp_path / "out", vocabulary=BY_ID)
+
+
+@pytest.mark.parametrize("flag", [{"projector_type": "domino"}, {"conv_kernel_size": 4}, {"selector_rank": 8}])
+def test_a_flag_inside_dflash_config_makes_a_draft_of_another_form(tmp_path, flag):
+    with pytest.raises(UnsupportedHeadError, match=f"dflash_config.{next(iter(flag))} is"):
+        open_head(heads.write_dflash(tmp_path / "draft", dflash_config={"target_layer_ids": [1, 3, 5], **flag}))
+
+
+def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    head = open_head(write_eagle3(tmp_path / "head", rope_scaling=scaling))
+    (found,) = [each for each in check_engine(HeadFacts.of(head), "safeailab") if "rope_scaling" in each.problem]
+    assert "'dynamic with alpha'" in found.problem
+    # Two of four frequencies by hand: the base is 10000 * 1000 ** (8 / 6) = 1e8, and 1e8 ** (-2 / 8) = 0.01.
+    frequencies = rotary_embedding(head.config).inverse_frequencies
+    assert frequencies.tolist() == pytest.approx([1.0, 0.01, 1e-4, 1e-6], rel=1e-5)
+    with raises_with(MismatchError, "rope_scaling.alpha"):
+        open_head(write_eagle3(tmp_path / "wrong", rope_scaling={**scaling, "alpha": "large"}))
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"quant_method": "modelopt", "quant_algo": None, "exclude_modules": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["lm_head"]},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": None, "targets": ["Linear"]}}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"num_bits": 8}}},
+            "ignore": ["re:.*"],
+        },
+        {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quantization": {"quant_algo": "NO_QUANT"}, "producer": {"name": "modelopt"}},
+        {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "gptq", "bits": 16},
+        {"modules_to_not_convert": ["lm_head"]},
+    ],
+)
+@pytest.mark.parametrize("place", ["", "text_config", "eagle_config", "speculators", "dflash", "dflash-speculators"])
+def test_a_quantisation_of_nothing_is_none_wherever_it_stands(tmp_path, place, nothing):
+    folder = tmp_path / "head"
+    if place.startswith("dflash"):
+        heads.write_dflash(folder, "speculators" if "speculators" in place else "z-lab")
+    else:
+        write_eagle3(folder, spelling="speculators" if place == "speculators" else "midlayer")
+    key = "transformer_layer_config" if "speculators" in place else "" if place == "dflash" else place
+    config = json.loads((folder / "config.json").read_text())
+    part = config.setdefault(key, {}) if key else config
+    part["quantization_config"] = nothing
+    heads.write_json(folder / "config.json", config)
+    head = open_head(folder)
+    written = dflash.slim_config(head, 100) if head.kind == "dflash" else head.config
+    assert "quantization_config" not in {**written, **written.get("transformer_layer_config", {})}
+    part["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    heads.write_json(folder / "config.json", config)
+    with raises_with(UnsupportedHeadError, "fp8"):
+        open_head(folder)
+
+
+def test_null_quantisation_file_is_no_quantisation(tmp_path):
+    folder = write_eagle3(tmp_path / "head")
+    heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": None}})
+    assert open_head(folder).kind == "eagle3"
+    heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}})
+    with raises_with(UnsupportedHeadError, "FP8"):
+        open_head(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_bad_config_file(tmp_path, text):
+    folder = write_eagle3(tmp_path / "head")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_head(folder)
+
+
+@pytest.mark.parametrize(
+    ("t2d", "form", "doubted"), [(False, "auto", True), (True, "auto", False), (False, "offset", False)]
+)
+def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path, t2d, form, doubted):
+    head = open_head(write_eagle3(tmp_path / "head", ids=np.arange(50), t2d=t2d), d2t_form=form)
+    assert head.draft_ids_to_target.tolist() == list(range(50))
+    assert any("whose map was never set" in warning for warning in head.warnings) == doubted
+
+
+def test_duplicate_and_out_of_range_ids(tmp_path):
+    ids = trained_ids(50)
+    twice = ids.copy()
+    twice[5] = twice[4]
+    with pytest.raises(MismatchError):
+        open_head(write_eagle3(tmp_path / "twice", ids=twice, t2d=False))
+    beyond = ids.copy()
+    beyond[-1] = VOCAB + 5
+    with pytest.raises(MismatchError):
+        open_head(write_eagle3(tmp_path / "beyond", ids=beyond, t2d=False))

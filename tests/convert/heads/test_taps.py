@@ -1,0 +1,177 @@
+"""Which layers of the target a draft reads: every public key with its own counting, and refusals of what is not known.
+
+All heads here are for a target of 8 layers, or of as many as a test says. Numbers are inputs of layers: (2, 4, 5) is
+what leaves the layers 1, 3 and 4.
+"""
+
+import json
+
+import pytest
+from eagle_slim.convert import MismatchError
+from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine
+from eagle_slim.convert.heads.open import open_head
+from eagle_slim.runtime.pairing import resolve_tap_layers
+from support.conversion import by_map, convert
+from support.heads import VOCAB, eagle3_tensors, write_dflash, write_eagle1, write_eagle3
+from support.raising import raises
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def write(folder, count=3, **changes):
+    return write_eagle3(folder, tensors=eagle3_tensors(rows=VOCAB, taps=count), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "expected"),
+    [
+        ({}, 8, (2, 4, 5)),
+        ({AUX: [1, 3, 6]}, 8, (1, 3, 6)),
+        ({AUX: [2, 4, 8]}, 8, (2, 4, 8)),
+        ({"aux_hidden_state_layer_ids": [1, 3, 6]}, 8, (1, 3, 6)),
+        ({"eagle_config": {AUX: [1, 3, 6]}}, 8, (2, 4, 7)),
+        ({"eagle_config": {AUX: [1, 3, 7]}}, 8, (2, 4, 8)),
+        ({"eagle_config": {AUX: [1, 3, 8]}}, 8, (1, 3, 8)),
+        ({"eagle_config": {AUX: [1, 3, 8]}}, 9, (2, 4, 9)),
+        ({"eagle_config": {AUX: [-1, 3, 6]}}, 8, (0, 4, 7)),
+        ({"eagle_config": {"layer_ids": [1, 3, 6]}}, 8, (1, 3, 6)),
+        ({"layer_ids": [1, 3, 8]}, 8, (1, 3, 8)),
+        ({"target_layer_ids": [1, 3, 6]}, 8, (2, 4, 7)),
+        ({"target_layer_ids": [1, 3, 7]}, 8, (2, 4, 8)),
+        ({"eagle_config": {"target_layer_ids": [0, 3, 6]}}, 8, (1, 4, 7)),
+        ({AUX: [2, 4, 5], "eagle_config": {AUX: [1, 3, 4]}, "target_layer_ids": [1, 3, 4]}, 8, (2, 4, 5)),
+        ({AUX: [2, 4, 8], "eagle_config": {AUX: [2, 4, 8]}}, 8, (2, 4, 8)),
+        ({AUX: [], "eagle_config": {AUX: [], "layer_ids": []}}, 8, (2, 4, 5)),
+        ({"layer_types": ["full_attention"], "mlp_only_layers": [3]}, 8, (2, 4, 5)),
+    ],
+)
+def test_each_key_with_its_own_counting(tmp_path, changes, layers, expected):
+    assert resolve_tap_layers(open_head(write(tmp_path / "head", **changes)), layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"target_layer_ids": [0, 1, 3, 5, 6]}, (1, 2, 4, 6, 7)),
+        ({"eagle_config": {"layer_ids": [1, 2, 4, 6, 7]}}, (1, 2, 4, 6, 7)),
+        ({AUX: [1, 2, 4, 6, 8], "num_aux_hidden_states": 5}, (1, 2, 4, 6, 8)),
+    ],
+)
+def test_five_layers(tmp_path, changes, expected):
+    assert resolve_tap_layers(open_head(write(tmp_path / "head", 5, **changes)), 8) == expected
+
+
+def test_one_layer_that_is_the_last_ones_output(tmp_path):
+    folder = write(tmp_path / "head", 1, target_layer_ids=[7])
+    assert resolve_tap_layers(open_head(folder), 8) == (8,)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (5, {}),
+        (5, {"num_aux_hidden_states": 5}),
+        (3, {AUX: [2, 4]}),
+        (3, {"eagle3_layers_to_capture": [1, 3, 6]}),
+        (3, {"eagle_config": {"aux_layers": [1, 3, 6]}}),
+        (3, {AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}),
+        (3, {"eagle_config": {AUX: [1, 3, 6], "layer_ids": [2, 4, 6]}}),
+        (3, {AUX: [5, 4, 2]}),
+        (3, {"target_layer_ids": [-2, 1, 3]}),
+        (3, {"eagle_config": {AUX: 3}}),
+        (3, {AUX: [1, "3", 6]}),
+    ],
+)
+def test_what_cannot_be_known_is_opened_only_with_layers_given(tmp_path, count, changes):
+    folder = write(tmp_path / "head", count, **changes)
+    with pytest.raises(MismatchError) as caught:
+        open_head(folder)
+    assert "--tap-layers" in str(caught.value)
+    given = (0, 1, 3, 6, 8)[-count:]
+    head = open_head(folder, tap_layers=given)
+    assert resolve_tap_layers(head, 8) == given
+    assert {key for key in head.config if "layer" in key and isinstance(head.config[key], list)} == {AUX}
+    assert head.config[AUX] == list(given)
+    assert head.config["eagle_config"] == {AUX: [layer - 1 for layer in given]}
+
+
+def test_two_equal_lists_are_told_apart_by_the_number_of_layers(tmp_path, target):
+    """Both name inputs where the last id is no layer's output, else the one in eagle_config names outputs."""
+    head = open_head(write(tmp_path / "head", **{AUX: [2, 4, 5], "eagle_config": {AUX: [2, 4, 5]}}))
+    assert head.taps(5) == (2, 4, 5)
+    for layers in (8, None):
+        with raises(MismatchError, option="--tap-layers"):
+            head.taps(layers)
+    with raises(MismatchError, option="--tap-layers"):
+        convert(
+            tmp_path / "head", draft_vocab=8, target=target, out=tmp_path / "out", vocabulary=by_map(tmp_path, range(8))
+        )
+
+
+@pytest.mark.parametrize(("changes", "layers"), [({AUX: [1, 3, 9]}, 8), ({"target_layer_ids": [1, 3, 8]}, 8), ({}, 2)])
+def test_layers_that_the_target_has_not(tmp_path, changes, layers):
+    with raises(MismatchError, option="--tap-layers"):
+        open_head(write(tmp_path / "head", **changes)).taps(layers)
+
+
+def test_given_layers_that_are_none(tmp_path):
+    folder = write(tmp_path / "head")
+    for given in ((2, 4), (-1, 4, 5), (4, 2, 5)):
+        with pytest.raises(MismatchError, match="--tap-layers"):
+            open_head(folder, tap_layers=given)
+    with raises(MismatchError, option="--tap-layers"):
+        open_head(write_eagle1(tmp_path / "eagle1"), tap_layers=[2, 4, 5])
+
+
+def warned(folder, engine):
+    facts = HeadFacts.of(open_head(folder), target_layers=8)
+    found = check_engine(facts, engine, version=(ENGINES[engine].proven or ("1",))[0])
+    return [finding for finding in found if "--tap-layers 2,4,7" in finding.alternative]
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "sglang"),
+    [
+        ({AUX: [2, 4, 7]}, "", "it"),
+        ({"eagle_config": {AUX: [1, 3, 6]}}, "runner V1 and runner V2", ""),
+        ({"target_layer_ids": [1, 3, 6]}, "runner V1", "it"),
+        ({"eagle_config": {"layer_ids": [2, 4, 7]}}, "runner V1", "it"),
+        ({AUX: [2, 4, 7], "eagle_config": {AUX: [1, 3, 6]}}, "", ""),
+    ],
+)
+def test_what_captures_other_layers_is_said_of_each_engine(tmp_path, changes, vllm, sglang):
+    folder = write(tmp_path / "head", **changes)
+    for engine, readers in (("vllm", vllm), ("sglang", sglang)):
+        found = warned(folder, engine)
+        assert bool(found) == bool(readers), found
+        assert all(f"where {readers} would capture others" in finding.problem for finding in found)
+
+
+@pytest.mark.parametrize("form", ["z-lab", "speculators", "dspark"])
+def test_a_dflash_draft_without_its_layers_is_opened_only_with_layers_given(tmp_path, form):
+    folder = write_dflash(tmp_path / "draft", form)
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("dflash_config", {})):
+        for key in ("target_layer_ids", "aux_hidden_state_layer_ids"):
+            part.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with raises(MismatchError, option="--tap-layers"):
+        open_head(folder)
+    head = open_head(folder, tap_layers=(2, 4, 6))
+    assert head.taps(8) == (2, 4, 6)
+    if form == "speculators":
+        assert head.source_config["aux_hidden_state_layer_ids"] == [2, 4, 6]
+    else:
+        assert head.source_config["dflash_config"]["target_layer_ids"] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("form", ["z-lab", "speculators", "dspark"])
+@pytest.mark.parametrize("mask", [VOCAB, -1, "mask"])
+def test_a_mask_token_beyond_the_vocabulary(tmp_path, form, mask):
+    folder = write_dflash(tmp_path / "draft", form)
+    config = json.loads((folder / "config.json").read_text())
+    part = config["dflash_config"] if form == "z-lab" else config
+    part["mask_token_id"] = mask
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MismatchError, match="mask_token_id"):
+        open_head(folder)

@@ -1,0 +1,73 @@
+"""Folders whose config.json names Python code of their own: it is never run, and nobody is asked on stdin."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.runtime.errors import TargetError
+from eagle_slim.runtime.loading import load_target, load_target_config, load_tokenizer_and_hash
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from support.small_tokenizers import byte_level_bpe, write_folder
+from support.tiny_models import tiny_target
+
+CODE = "import pathlib\npathlib.Path({mark!r}).touch()\n"
+MAP = {
+    "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel", "AutoTokenizer": ["own.OwnTokenizer", None],
+}  # fmt: skip
+
+
+def with_code(folder: Path, mark: Path, **changes) -> Path:
+    """Make a folder's configurations name `own.py`, which leaves a mark when it is imported."""
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    for name in ("config.json", "tokenizer_config.json"):
+        path = folder / name
+        config = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**config, "auto_map": MAP, **changes}))
+    return folder
+
+
+@pytest.fixture
+def no_input(monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+
+
+@pytest.mark.usefixtures("no_input")
+def test_a_class_that_transformers_has_is_used_and_the_folders_code_is_not(tmp_path):
+    folder = write_folder(tmp_path / "target", byte_level_bpe(360))
+    tiny_target("llama").save_pretrained(folder)
+    with_code(folder, tmp_path / "ran")
+    assert type(load_target_config(folder, None, True)).__name__ == "LlamaConfig"
+    assert type(load_target(folder, "float32", torch.device("cpu"), None, True)).__name__ == "LlamaForCausalLM"
+    tokenizer, tokenizer_hash = load_tokenizer_and_hash(folder, None, True)
+    assert tokenizer_hash == load_tokenizer(folder).tokenizer_hash
+    assert tokenizer.encode("ab")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.usefixtures("no_input")
+def test_a_class_that_only_the_folder_has_is_refused_with_advice_that_exists(tmp_path):
+    folder = write_folder(tmp_path / "target", byte_level_bpe(360))
+    tiny_target("llama").save_pretrained(folder)
+    with_code(folder, tmp_path / "ran", model_type="own")
+    for load in (load_target_config, lambda *args: load_target(args[0], "auto", torch.device("cpu"), *args[1:])):
+        with pytest.raises(TargetError) as caught:
+            load(folder, None, True)
+        assert "auto_map" in str(caught.value)
+        assert "trust_remote_code" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_prompt_of_eagle_generate_is_no_answer_to_a_question(tmp_path):
+    folder = write_folder(tmp_path / "target", byte_level_bpe(360))
+    tiny_target("llama").save_pretrained(folder)
+    with_code(folder, tmp_path / "ran", model_type="own")
+    done = subprocess.run(
+        [sys.executable, "-m", "eagle_slim.runtime.generate_cli", "--target", folder, "--offline"],
+        input="y\n", capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "auto_map" in done.stderr
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,394 @@
+"""count_tokens: right, and the same however it is run."""
+
+import gzip
+import json
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools import records
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
+from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
+from eagle_slim.vocab_tools.sources import CorpusSource
+from eagle_slim.vocab_tools.workers import draws
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tokenizers import WORDS, llama3_like
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    words = WORDS.split(" ")
+    return [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(count)]
+
+
+def naive(texts: list[str]) -> list[int]:
+    counter: Counter[int] = Counter()
+    for text in texts:
+        counter.update(llama3_like().backend.encode(text, add_special_tokens=False).ids)
+    return [counter[token_id] for token_id in range(llama3_like().vocab_size)]
+
+
+def everything(counts: TokenCounts, source: int = 0) -> list[int]:
+    found = counts.sources[source]
+    held_out = [] if found.held_out is None else found.held_out.token_ids
+    return (found.counts + np.bincount(held_out, minlength=counts.vocab_size)).tolist()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", 2000)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=30), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_counts_are_those_of_a_counter(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    path = write_jsonl(tmp_path_factory.mktemp("corpus") / "a.jsonl", ["a word", *texts])
+    counts = count_tokens(
+        [CorpusSource(str(path))], llama3_like(), workers=0, held_out=0, tokenizer_library="tokenizers"
+    )
+    assert counts.sources[0].held_out is None
+    assert counts.sources[0].counts.tolist() == naive(["a word", *texts])
+    assert counts.tokenizer_hash == llama3_like().tokenizer_hash
+
+
+def of_documents(counts: TokenCounts) -> Counter[tuple[int, ...]]:
+    held_out = counts.sources[0].held_out
+    assert held_out is not None
+    return Counter(tuple(document.tolist()) for document in held_out.documents)
+
+
+def test_held_out_documents_are_whole_and_not_counted(tmp_path: Path) -> None:
+    texts = some_texts(2000)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, held_out=0.1)
+    assert everything(counts) == naive(texts)
+    kept = of_documents(counts)
+    assert kept <= Counter(tuple(llama3_like().backend.encode(text).ids) for text in texts)
+    # Of 2,000 drawn with a chance of 0.1, within four standard deviations.
+    assert abs(kept.total() - 200) < 4 * 13.4
+    provenance = counts.sources[0].provenance
+    assert provenance["documents"] + provenance["held_out"]["documents"] == 2000 - provenance["empty_documents"]
+    assert provenance["held_out"]["documents"] == kept.total()
+    other = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, held_out=0.1, seed=1)
+    assert of_documents(other) != kept
+
+
+def test_a_text_is_held_out_wherever_it_stands(tmp_path: Path) -> None:
+    texts = some_texts(300)
+    once = count_tokens(
+        [CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", texts)))], llama3_like(), workers=0, held_out=0.1
+    )
+    again = count_tokens(
+        [CorpusSource(str(write_jsonl(tmp_path / "b.jsonl", [*texts[::-1], *texts])))],
+        llama3_like(),
+        workers=0,
+        held_out=0.1,
+    )
+    assert of_documents(again) == of_documents(once) + of_documents(once)
+
+
+def test_which_documents_are_held_out_does_not_change() -> None:
+    """Counts that were published are merged with later ones."""
+    hashes = np.array([0, 1, 2**63], np.uint64)
+    assert draws(hashes, 0).tolist() == pytest.approx([0.0, 0.3381666012719898, 0.14749805011688957])
+    assert draws(hashes, 3).tolist() == pytest.approx([0.026433771592597816, 0.9710027535867963, 0.3814471959558805])
+
+
+def test_a_share_that_held_nothing_out_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x", "y"])
+    told: list[str] = []
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, held_out=1e-9, notify=told.append)
+    assert counts.sources[0].held_out is None
+    assert any(message.startswith("a: none of its 2 documents was held out") for message in told)
+
+
+def test_counts_of_parts_add_up_to_the_counts_of_the_whole(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1), ("c", 2)):
+        write_jsonl(tmp_path / f"{name}.jsonl", some_texts(200, seed))
+
+    def count(pattern: str) -> TokenCounts:
+        source = CorpusSource(str(tmp_path / pattern), name="x", weight=2)
+        return count_tokens([source], llama3_like(), workers=0, held_out=0.05)
+
+    a, b, c, whole = map(count, ("a.jsonl", "b.jsonl", "c.jsonl", "*.jsonl"))
+    for parts in ([a, b, c], [c, a, b], [merge_counts([b, c]), a]):
+        assert merge_counts(parts).to_bytes() == whole.to_bytes()
+    assert whole.sources[0].provenance["held_out"]["documents"] > 10
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_workers_blocks_and_compression_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", 5000)
+    texts = some_texts(300)
+    plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    if name == "a.txt":
+        plain = tmp_path / name
+        plain.write_text("\n\n".join(texts * 20), encoding="utf-8")
+    (tmp_path / "gz").mkdir()
+    packed = tmp_path / "gz" / f"{name}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    arguments: dict[str, Any] = {"held_out": 0.1, "tokenizer_library": "tokenizers"}
+    whole = count_tokens([CorpusSource(str(plain))], llama3_like(), workers=0, **arguments)
+    if name == "a.jsonl":
+        assert everything(whole) == naive(texts)
+    two = count_tokens([CorpusSource(str(plain))], llama3_like(), workers=2, **arguments)
+    assert two.to_bytes() == whole.to_bytes()
+    other = count_tokens([CorpusSource(str(packed))], llama3_like(), workers=0, **arguments)
+    assert other.sources[0].counts.tolist() == whole.sources[0].counts.tolist()
+    assert of_documents(other) == of_documents(whole)
+
+
+def test_limits_fall_on_the_same_document_in_any_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = some_texts(120)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    lengths = [len(llama3_like().backend.encode(text).ids) for text in texts]
+    limit = sum(lengths[:50]) - 1
+    for block_bytes in (1 << 20, 3000, 200):
+        monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+        by_documents = CorpusSource(str(path), max_documents=50)
+        by_tokens = CorpusSource(str(path), max_tokens=limit)
+        for source in (by_documents, by_tokens, CorpusSource(str(path), max_tokens=10**9, max_documents=50)):
+            counts = count_tokens([source], llama3_like(), workers=0)
+            assert everything(counts) == naive(texts[:50])
+            assert counts.sources[0].provenance["ended_by_limit"] is True
+    exact = count_tokens([CorpusSource(str(path), max_tokens=limit + 1)], llama3_like(), workers=0)
+    assert everything(exact) == naive(texts[:50])
+
+
+def test_a_bad_line_behind_the_limit_is_not_met(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
+    path.write_text(path.read_text() + "broken\n" + json.dumps({"text": "end"}) + "\n")
+    counts = count_tokens([CorpusSource(str(path), max_documents=20)], llama3_like(), workers=0)
+    assert counts.sources[0].provenance["skipped_records"] == 0
+    with pytest.raises(CorpusError, match=r"a\.jsonl, line 21: not JSON.*--on-error skip"):
+        count_tokens([CorpusSource(str(path), max_documents=21)], llama3_like(), workers=0)
+
+
+def test_sampling_is_a_share_drawn_by_the_seed(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(1000)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+
+    def sampled(seed: int, share: float) -> int:
+        counts = count_tokens([CorpusSource(str(path), sample=share)], llama3_like(), workers=0, seed=seed, held_out=0)
+        return int(counts.sources[0].provenance["documents"])
+
+    assert sampled(0, 1.0) == 1000
+    first = sampled(0, 0.2)
+    assert abs(first - 200) < 4 * 12.7
+    assert first == sampled(0, 0.2)
+    assert len({sampled(seed, 0.2) for seed in range(4)}) > 1
+
+
+def test_shuffle_takes_files_in_another_order(tmp_path: Path) -> None:
+    for number in range(8):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"only {number}"])
+    taken = set()
+    for seed in range(6):
+        source = CorpusSource(str(tmp_path), shuffle=True, max_documents=1)
+        counts = count_tokens([source], llama3_like(), workers=0, seed=seed, held_out=0)
+        taken.add(counts.sources[0].provenance["files"][0]["name"])
+    assert len(taken) > 1
+
+
+def test_provenance_says_what_was_read(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(30))
+    other = write_jsonl(tmp_path / "b.jsonl", some_texts(30, seed=1))
+    counts = count_tokens([CorpusSource(str(tmp_path), name="mine", weight=2)], llama3_like(), workers=0)
+    provenance = counts.sources[0].provenance
+    assert provenance["files"] == [
+        {"name": "a.jsonl", "bytes": path.stat().st_size},
+        {"name": "b.jsonl", "bytes": other.stat().st_size},
+    ]
+    assert str(tmp_path) not in json.dumps(provenance)
+    assert (counts.sources[0].name, counts.sources[0].weight, provenance["text"]) == ("mine", 2, "all")
+    assert provenance["tokenizer_library"].split()[0] in ("tokenizers", "fastokens")
+
+
+def test_the_digest_is_of_the_text_alone(tmp_path: Path) -> None:
+    texts = some_texts(50)
+
+    def digest(texts: list[str], **arguments: Any) -> str:
+        path = write_jsonl(tmp_path / "a.jsonl", texts)
+        counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, **arguments)
+        return str(counts.sources[0].provenance["digest"])
+
+    assert digest(texts) == digest(texts[::-1], seed=7, held_out=0.5)
+    assert digest(texts) != digest([*texts[:-1], "other"])
+
+
+def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> None:
+    good = some_texts(40)
+    lines = [json.dumps({"text": text}) for text in good]
+    for at, bad in ((5, "{"), (17, '{"other": 1}'), (30, '{"text": 5}')):
+        lines.insert(at, bad)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    told: list[str] = []
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, on_error="skip", notify=told.append)
+    assert everything(counts) == naive(good)
+    assert counts.sources[0].provenance["skipped_records"] == 3
+    said = "\n".join(told)
+    for line, reason in (
+        (6, "not JSON"),
+        (18, "no column 'text'"),
+        (31, "expected a string, found a value of type int"),
+    ):
+        assert f"a.jsonl, line {line}: " in said
+        assert reason in said
+    assert "3 records skipped in total" in said
+
+
+def test_texts_too_long_are_cut_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_slim.vocab_tools import encoding
+
+    monkeypatch.setattr(encoding, "MAX_TEXT_CHARS", 100)
+    text = " ".join(some_texts(5))
+    path = write_jsonl(tmp_path / "a.jsonl", [text])
+    counts = count_tokens([CorpusSource(str(path), column="text")], llama3_like(), workers=0)
+    # Cut before spaces, where this tokenizer starts a new word anyway.
+    assert counts.sources[0].counts.tolist() == naive([text])
+    assert counts.sources[0].provenance["cuts_in_long_texts"] >= len(text) // 100
+
+
+def test_sources_that_do_not_fit(tmp_path: Path) -> None:
+    source = CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", ["x"])))
+    for sources, arguments, words in (
+        ([], {}, "Nothing to count"),
+        ([source, source], {}, "Two sources are called 'a'"),
+        ([source], {"chat_template": "{{ messages }}"}, "no source holds chats"),
+        ([source], {"held_out": 1.0}, "held-out share"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            count_tokens(sources, llama3_like(), **arguments)  # type: ignore[arg-type]
+
+
+def test_the_bar_shows_share_tokens_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(50))
+    count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, progress=True)
+    shown = capsys.readouterr()
+    assert "100%" in shown.err
+    assert "M tokens/s" in shown.err
+    assert shown.out == ""
+    count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("second", ["a.jsonl", "sub/../a.jsonl", "link.jsonl", "*.jsonl", "sub"])
+def test_a_file_that_is_named_twice(tmp_path: Path, second: str) -> None:
+    (tmp_path / "sub").mkdir()
+    write_jsonl(tmp_path / "a.jsonl", some_texts(20))
+    write_jsonl(tmp_path / "sub" / "b.jsonl", some_texts(20, 1))
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "sub" / "link.jsonl").symlink_to("b.jsonl")
+    sources = [CorpusSource(str(tmp_path / "a.jsonl")), CorpusSource(str(tmp_path / second), name="again")]
+    name, again = ("sub/b.jsonl", "again") if second == "sub" else ("a.jsonl", "a")
+    with pytest.raises(UsageError, match=f"{name}: read by source {again} and by source again"):
+        count_tokens(sources, llama3_like(), workers=0)
+
+
+def test_two_columns_of_a_file_are_two_sources(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"What is {n}?", "answer": f"It is {n}."}) + "\n" for n in range(9))
+    )
+    sources = [CorpusSource(str(path), name=column, column=column) for column in ("question", "answer")]
+    counts = count_tokens(sources, llama3_like(), workers=0, held_out=0)
+    assert [source.provenance["documents"] for source in counts.sources] == [9, 9]
+
+
+def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\nbroken\n')
+    with pytest.raises(CorpusError, match=r"Empty documents: 1; records skipped: 1"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, on_error="skip")
+
+
+RUN = """
+    import os
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from eagle_slim.vocab_tools import records
+    from eagle_slim.vocab_tools.counting import count_tokens
+    from eagle_slim.vocab_tools.sources import CorpusSource
+    from support.tokenizers import llama3_like
+
+    def progress(tokens):
+        children = Path("/proc/self/task", str(os.getpid()), "children").read_text()
+        print(children, flush=True)
+        sys.stdin.read()
+
+    if __name__ == "__main__":
+        records.BLOCK_BYTES = 4000
+        count_tokens([CorpusSource(sys.argv[1])], llama3_like(), workers=2, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: signal.Signals) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))
+    command = [sys.executable, str(script), str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        children = process.stdout.readline().split()
+        process.send_signal(by)
+        process.wait()
+        _wait_for_the_end_of(children)
+
+
+def _wait_for_the_end_of(pids: list[str]) -> None:
+    deadline = time.monotonic() + 300
+    assert pids
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, small_blocks: None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
+
+    def grow(tokens: int) -> None:
+        with path.open("a") as file:
+            file.write("\n")
+
+    with pytest.raises(CorpusError, match=r"a\.jsonl: changed while"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, progress=grow)
+
+
+def test_a_missing_library_is_an_error_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(TokenizerError, match="fastokens is not installed"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, tokenizer_library="fastokens")
+    told: list[str] = []
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, notify=told.append)
+    assert counts.sources[0].provenance["tokenizer_library"].startswith("tokenizers ")
+    assert "fastokens is not installed" in told[0]

@@ -1,0 +1,141 @@
+"""Encoding: the same ids through both libraries, and one that differs is refused."""
+
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools import encoding
+from eagle_slim.vocab_tools.encoding import EncoderSpec, build_encoder, choose_library, encode_all, encoder_spec
+from eagle_slim.vocab_tools.errors import TokenizerError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.raising import raises
+from support.tokenizers import llama3_like, smollm2
+from tokenizers import Tokenizer, processors
+
+TEXTS = ["Hello, world!", "", "größer 你好 👋\n\n  x", "<|im_start|>user\nHi<|im_end|>", "12345 tokens " * 50]
+
+
+def spec_of(tokenizer: Any) -> EncoderSpec:
+    return encoder_spec(tokenizer.backend, tokenizer.vocab_size)
+
+
+def rows(encoded: encoding.Encoded) -> list[list[int]]:
+    ids, offsets = encoded.token_ids, encoded.offsets
+    return [ids[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "fastokens"])
+def test_both_libraries_give_the_ids_of_tokenizers(library: Any) -> None:
+    for tokenizer in (smollm2(), llama3_like()):
+        encoded, cuts = encode_all(build_encoder(replace(spec_of(tokenizer), library=library)), TEXTS)
+        assert rows(encoded) == [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in TEXTS]
+        assert cuts.tolist() == [0] * len(TEXTS)
+        assert (encoded.token_ids.dtype, encoded.offsets.dtype) == (np.uint32, np.int64)
+
+
+def test_nothing_is_added_cut_or_padded() -> None:
+    backend = Tokenizer.from_str(llama3_like().backend.to_str())
+    plain = backend.encode("Hello, world! Hello, world!").ids
+    bos = backend.token_to_id("<|begin_of_text|>")
+    backend.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
+    backend.enable_truncation(3)
+    backend.enable_padding(length=99)
+    encoded, _ = encode_all(build_encoder(encoder_spec(backend, 600)), ["Hello, world! Hello, world!"])
+    assert rows(encoded) == [plain]
+
+
+@given(st.lists(st.text("ab \n", max_size=60), max_size=8), st.integers(1, 30), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longest: int) -> None:
+    class Characters:
+        def encode(self, texts: Sequence[str]) -> encoding.Encoded:
+            assert all(len(text) <= longest for text in texts)
+            assert sum(map(len, texts)) <= max(batch, longest)
+            ids = np.array([ord(sign) for text in texts for sign in text], np.uint32)
+            return encoding.Encoded(ids, np.cumsum([0, *map(len, texts)], dtype=np.int64))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "BATCH_CHARS", batch)
+        patch.setattr(encoding, "MAX_TEXT_CHARS", longest)
+        encoded, cuts = encode_all(Characters(), texts)
+    assert rows(encoded) == [[ord(sign) for sign in text] for text in texts]
+    for text, num_cuts in zip(texts, cuts.tolist(), strict=True):
+        assert (num_cuts > 0) == (len(text) > longest)
+
+
+def test_auto_takes_fastokens_after_the_probe() -> None:
+    library, reason = choose_library("auto", spec_of(smollm2()), [("a", text) for text in TEXTS])
+    assert library == "fastokens"
+    assert f"gave the ids of tokenizers on {len(TEXTS) - 1} texts" in reason
+    assert choose_library("tokenizers", spec_of(smollm2()), [])[0] == "tokenizers"
+
+
+@pytest.mark.parametrize("probe", [[], [("a", "")]])
+def test_without_a_text_to_compare_fastokens_is_not_taken(probe: list[tuple[object, str]]) -> None:
+    library, reason = choose_library("auto", spec_of(smollm2()), probe)
+    assert (library, "no text in the corpus" in reason) == ("tokenizers", True)
+    with raises(TokenizerError, option="--tokenizer-library"):
+        choose_library("fastokens", spec_of(smollm2()), probe)
+
+
+def _wrong_fastokens(ids_of: Any) -> types.ModuleType:
+    """A fastokens whose ids are changed."""
+    import fastokens
+
+    class Wrong:
+        def __init__(self, definition: str) -> None:
+            self._right = fastokens.Tokenizer.from_json_str(definition)
+
+        @classmethod
+        def from_json_str(cls, definition: str) -> "Wrong":
+            return cls(definition)
+
+        def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
+            rows = [ids_of(text, self._right.encode(text).ids) for text in texts]
+            flat = np.array([token for row in rows for token in row], np.uint32)
+            return flat.tobytes(), np.cumsum([0, *map(len, rows)]).astype(np.uint64).tobytes()
+
+    module = types.ModuleType("fastokens")
+    module.Tokenizer = Wrong  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("ids_of", "found"),
+    [
+        (lambda text, ids: [*ids[:1], 7, *ids[2:]] if "Hi" in text else ids, "[7, "),
+        (lambda text, ids: ids[:-1] if "Hi" in text else ids, "[] "),
+    ],
+)
+def test_a_library_that_differs_is_refused_at_the_first_document(
+    ids_of: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", _wrong_fastokens(ids_of))
+    probe = [(f"document {number}", text) for number, text in enumerate([*TEXTS, "Hi again"])]
+    library, reason = choose_library("auto", spec_of(smollm2()), probe)
+    assert library == "tokenizers"
+    assert reason.startswith("fastokens differs from tokenizers at document 3: expected ids [")
+    assert f"found {found}" in reason
+    with raises(TokenizerError, option="--tokenizer-library"):
+        choose_library("fastokens", spec_of(smollm2()), probe)
+
+
+def test_a_library_that_fails_on_the_corpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(text: str, ids: list[int]) -> list[int]:
+        raise RuntimeError("no such pattern")
+
+    monkeypatch.setitem(sys.modules, "fastokens", _wrong_fastokens(fail))
+    library, reason = choose_library("auto", spec_of(smollm2()), [("here", "x")])
+    assert (library, "no such pattern" in reason) == ("tokenizers", True)
+
+
+def test_a_tokenizer_that_fastokens_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = EncoderSpec('{"model": {"type": "Unheard"}}', 10)
+    with pytest.raises(TokenizerError, match="fastokens cannot load"):
+        choose_library("fastokens", spec, [])

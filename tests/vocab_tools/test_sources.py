@@ -1,0 +1,457 @@
+"""Sources: which files, which column, which records, and what is said of bad ones."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from eagle_slim.vocab_tools import records
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools.records import PACKED, BadRecord, cut_text, text_documents
+from eagle_slim.vocab_tools.sources import CorpusSource, amount, open_source, parse_source, with_unique_names
+from hypothesis import given
+from hypothesis import strategies as st
+
+TEXTS = [f"text number {number} of many, größer 你好 👋" for number in range(60)]
+
+
+def values(location: Path, **settings: Any) -> list[Any]:
+    """The value of every record, or what is wrong with it."""
+    return [value.reason if isinstance(value, BadRecord) else value for _, value in placed(location, **settings)]
+
+
+def placed(location: Path, **settings: Any) -> list[tuple[str, Any]]:
+    """(place, value) of every record; the place of a good text document is not told."""
+    opened = open_source(CorpusSource(str(location), **settings))
+    found = []
+    for block in opened.blocks():
+        for number, value in block.records(opened.column):
+            told = block.place(number) if opened.column or isinstance(value, BadRecord) else ""
+            found.append((told, value))
+    return found
+
+
+def faults(location: Path, **settings: Any) -> list[tuple[str, str]]:
+    return [(place, value.reason) for place, value in placed(location, **settings) if isinstance(value, BadRecord)]
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def pack(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        packed: bytes = pa.Codec("zstd").compress(data, asbytes=True)
+        return packed
+    return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].compress(data)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """The same texts in every format."""
+    rows = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=25)
+    (tmp_path / "d.json").write_bytes(jsonl(rows))
+    (tmp_path / "e.json").write_text(json.dumps(rows, indent=1))
+    return tmp_path
+
+
+@pytest.mark.parametrize("block_bytes", [50, 700, 1 << 20])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json"])
+def test_every_format_gives_the_texts_in_order_and_their_places(
+    files: Path, name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+    unit, first = {"c.parquet": ("row", 0), "e.json": ("record", 1)}.get(name, ("line", 1))
+    assert placed(files / name) == [
+        (f"{files / name}, {unit} {number + first}", text) for number, text in enumerate(TEXTS)
+    ]
+    opened = open_source(CorpusSource(str(files / name)))
+    blocks = list(opened.blocks())
+    assert block_bytes > 50 or len(blocks) >= (1 if name == "c.parquet" else 10)
+    assert abs(sum(block.size for block in blocks) - (opened.size or 0)) <= len(blocks)
+
+
+def test_a_text_that_looks_like_a_date_stays_text(tmp_path: Path) -> None:
+    """`datasets` reads it as a datetime."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": "2024-01-01"}] * 3))
+    assert values(tmp_path / "a.jsonl") == ["2024-01-01"] * 3
+
+
+def test_chats_of_mixed_form_stand_in_one_file(tmp_path: Path) -> None:
+    """`datasets` raises a TypeError where the second batch has calls and the first has none."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": [1, "y"]}}}
+    plain = [{"role": "user", "content": "Hi"}]
+    called = [*plain, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"messages": plain}] * 2000 + [{"messages": called}]))
+    found = values(tmp_path / "a.jsonl")
+    assert (len(found), found[0], found[-1]) == (2001, plain, called)
+
+
+def test_text_keeps_its_line_breaks(tmp_path: Path) -> None:
+    text = "one\r\ntwo\n\n\nthree\n \n" * 400
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    found = values(tmp_path / "a.txt")
+    assert "".join(found) == text
+    assert len(found) > 1
+
+
+def test_folders_and_globs(files: Path) -> None:
+    (files / "sub").mkdir()
+    (files / "sub" / "z.jsonl").write_bytes(jsonl([{"text": "deep"}]))
+    (files / ".hidden.jsonl").write_bytes(jsonl([{"text": "hidden"}]))
+    (files / "notes.md").write_text("not a corpus")
+    assert values(files) == [*TEXTS * 5, "deep"]
+    assert values(files / "[ab].*") == TEXTS * 2
+    assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]
+    assert [file.name for file in open_source(CorpusSource(str(files / "**" / "*.jsonl"))).files] == [
+        "a.jsonl", "sub/z.jsonl",
+    ]  # fmt: skip
+    (files / "docs").mkdir()
+    (files / "docs" / "notes.md").write_text("not a corpus")
+    for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):
+        with pytest.raises(CorpusError, match=nothing.replace("*", r"\*")):
+            open_source(CorpusSource(str(files / nothing)))
+
+
+def test_a_file_and_its_packed_copy_are_not_both_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": "a"}]))
+    (tmp_path / "a.jsonl.zst").write_bytes(pack(jsonl([{"text": "a"}]), ".zst"))
+    with pytest.raises(CorpusError, match=r"a\.jsonl is there too"):
+        open_source(CorpusSource(str(tmp_path)))
+    assert values(tmp_path / "*.jsonl") == ["a"]
+
+
+CHAT = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "found"),
+    [
+        ([{"id": 1, "text": "x"}], None, ("text", "text")),
+        ([{"text": "x", "messages": CHAT}], None, ("messages", "chat")),
+        ([{"conversations": CHAT}], None, ("conversations", "chat")),
+        ([{"id": 1, "body": "x"}], None, ("body", "text")),
+        ([{"a": "x", "b": "y"}], "b", ("b", "text")),
+        ([{"text": "x", "messages": json.dumps(CHAT)}], None, ("messages", "chat")),
+        ([{"id": 1, "talk": json.dumps(CHAT)}], None, ("talk", "chat")),
+        ([{"text": '[{"name": "x"}]'}], None, ("text", "text")),
+        ([{"messages": "[citation needed]"}], None, ("messages", "text")),
+        # A null does not show what its column holds.
+        ([{"text": None, "id": 1}, {"text": "x", "id": 3}], None, ("text", "text")),
+        ([{"messages": None, "text": "x"}, {"messages": CHAT, "text": "y"}], None, ("messages", "chat")),
+        ([{"turns": None, "a": "x"}, {"turns": CHAT, "a": "y"}], "turns", ("turns", "chat")),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_column_is_found_or_asked_for(
+    tmp_path: Path, name: str, rows: list[dict[str, Any]], asked: str | None, found: tuple[str, str]
+) -> None:
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(jsonl(rows))
+    opened = open_source(CorpusSource(str(tmp_path / name), column=asked))
+    assert (opened.column, opened.kind) == found
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "error", "words"),
+    [
+        ({"id": "f00d", "data": ["Hi", "Hello"]}, None, UsageError, r"The records have id, data\."),
+        ({"id": "f00d", "data": None}, None, UsageError, r"The records have id, data\."),
+        ({"id": "f00d", "text": 5}, None, CorpusError, "'text' holds a value of type int"),
+        ({"id": 1, "text": None}, None, CorpusError, "'text' holds nothing"),
+        ({"a": "x", "b": "y"}, None, UsageError, ",column=NAME behind the source"),
+        ({"a": "x"}, "c", UsageError, "no column 'c'. The records have a."),
+    ],
+)
+def test_no_column_stands_out(
+    tmp_path: Path, row: dict[str, Any], asked: str | None, error: type[Exception], words: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
+    with pytest.raises(error, match=words):
+        open_source(CorpusSource(str(tmp_path / "a.jsonl"), column=asked))
+
+
+@pytest.mark.parametrize("block_bytes", [40, 1 << 20])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_bad_lines_are_named_by_line_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
+) -> None:
+    lines = [
+        b'{"text": "fine"}',
+        b"",
+        b'{"text": "cut off',
+        b"[1, 2]",
+        b'{"other": 1, "more": 2}',
+        b'{"text": "bad \xff byte"}',
+        b'{"text": "half \\ud800 pair"}',
+        b'{"text": "NaN elsewhere is taken", "x": NaN}',
+        b'{"text": "large", "x": 1000000000000000000000000000000}',
+        b"   ",
+        b'{"text": "crlf"}\r',
+        b'{"text": "last, no line end"}',
+    ]
+    expected = [
+        (3, "not JSON: Unterminated string"),
+        (4, "expected a JSON object, found list"),
+        (5, "no column 'text'; the line has 'other', 'more'"),
+        (6, "not UTF-8 text: byte 0xff"),
+        (7, "half of a surrogate pair"),
+    ]
+    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+    data = b"\xef\xbb\xbf" + b"\n".join(lines)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    found = faults(tmp_path / name)
+    assert [place for place, _ in found] == [f"{tmp_path / name}, line {line}" for line, _ in expected]
+    for (_, reason), (_, start) in zip(found, expected, strict=True):
+        assert reason.startswith(start)
+    good = [value for _, value in placed(tmp_path / name) if isinstance(value, str)]
+    assert good == ["fine", "NaN elsewhere is taken", "large", "crlf", "last, no line end"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_too_long_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for bound, size in (("BLOCK_BYTES", 100), ("MAX_RECORD_BYTES", 300), ("_READ_BYTES", 64)):
+        monkeypatch.setattr(records, bound, size)
+    data = jsonl([{"text": "a"}, {"text": "b" * 1000}, {"text": "c"}, {"text": "d" * 250}, {"text": "e"}])
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    found = values(tmp_path / name)
+    assert (found[0], found[2:]) == ("a", ["c", "d" * 250, "e"])
+    assert found[1] == "the line is too long: at most 300 bytes"
+    assert faults(tmp_path / name)[0][0] == f"{tmp_path / name}, line 2"
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_packed_files_hold_what_plain_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", 5000)
+    rows = jsonl([{"text": f"{n} " * (n % 300)} for n in range(400)])
+    # Two streams behind each other, as parallel packers write them, are one file.
+    middle = rows.index(b"\n", len(rows) // 2) - 3
+    path = tmp_path / f"a.jsonl{suffix.upper()}"
+    path.write_bytes(pack(rows[:middle], suffix) + pack(rows[middle:], suffix))
+    (tmp_path / "b.jsonl").write_bytes(rows)
+    assert values(path) == values(tmp_path / "b.jsonl")
+    blocks = list(open_source(CorpusSource(str(path))).blocks())
+    assert len(blocks) > 10
+    assert sum(block.size for block in blocks) == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_damaged_stream_gives_what_is_before_the_damage(tmp_path: Path, suffix: str) -> None:
+    draw = random.Random(0)
+    # bzip2 needs more than it packs at a time.
+    rows = [{"text": draw.randbytes(1500).hex()} for _ in range(900 if suffix == ".bz2" else 300)]
+    data = pack(jsonl(rows), suffix)
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(data[: len(data) // 2])
+    found = values(path)
+    assert found[-1].startswith(f"the {suffix} stream is damaged from about here")
+    assert found[:-1] == [row["text"] for row in rows[: len(found) - 1]]
+    assert len(found) > 0.3 * len(rows)
+    ((place, _),) = faults(path)
+    assert place == f"{path}, line {len(found)}"
+    path.write_bytes(b"not packed at all\n" * 20)
+    with pytest.raises(CorpusError, match=f"line 1: the {suffix} stream is damaged"):
+        open_source(CorpusSource(str(path)))
+
+
+def test_damaged_parquet_is_named(tmp_path: Path, files: Path) -> None:
+    good = (files / "c.parquet").read_bytes()
+    start = pq.ParquetFile(files / "c.parquet").metadata.row_group(1).column(0).dictionary_page_offset
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(good[:start] + b"\xff" * 60 + good[start + 60 :])
+    ((place, reason),) = faults(path, column="text")
+    assert place.startswith(f"{path}, row ")
+    assert reason.startswith("damaged Parquet file: ")
+    path.write_bytes(good[: len(good) // 2])
+    with pytest.raises(CorpusError, match="damaged Parquet file"):
+        open_source(CorpusSource(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{\n "text": "one"\n}', r"a\.json, line 1: not JSON"),
+        (b"", "It is empty"),
+        (b"[]", "It is empty"),
+        (b"[1, 2]", r"a\.json, record 1: expected a JSON object, found int"),
+    ],
+)
+def test_a_file_without_a_readable_record_is_named(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(CorpusError, match=words):
+        open_source(CorpusSource(str(tmp_path / "a.json")))
+
+
+# One array of records
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("block_bytes", [7, 300, 1 << 20])
+def test_an_array_is_read_record_by_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, indent: int | None, block_bytes: int
+) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+    texts = ['"] , [{', "\\", "}", "größer 你好 👋", "a\nb\r\n", ", ", *("x" * n for n in range(30))]
+    data = b"\xef\xbb\xbf \n" + json.dumps([{"text": text} for text in texts], indent=indent).encode() + b" \n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert values(tmp_path / name) == texts
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"),
+    [
+        (b', {"text": 3', 2),
+        (b"", 2),
+        (b' {"text": "x"}]', 2),
+        (b', {"text": "x"}]]', 3),
+        (b', {"text": "\xff"}]', 2),
+        (b', {"text": "' + b"x" * 5000, 2),
+    ],
+)
+def test_an_array_that_goes_wrong_is_one_fault_behind_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes, kept: int
+) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", 20)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 200)
+    (tmp_path / "a.json").write_bytes(b'[{"text": "x"},\n{"text": "x"}' + tail)
+    found = values(tmp_path / "a.json")
+    assert found[:-1] == ["x"] * kept
+    assert found[-1].startswith("the array cannot be read from here on: ")
+
+
+# Plain text
+
+
+def test_text_documents_end_at_blank_lines() -> None:
+    paragraph = b"line one\nline two\n\n"
+    documents = text_documents(paragraph * 500)
+    for start, stop in documents[:-1]:
+        assert (start % len(paragraph), stop % len(paragraph)) == (0, 0)
+        assert 4096 <= stop - start < 4096 + 2 * len(paragraph)
+
+
+@given(st.binary(max_size=400) | st.text(max_size=300).map(str.encode), st.integers(1, 40), st.integers(8, 80))
+def test_text_is_never_lost_or_cut_within_a_character(data: bytes, fill: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "TEXT_DOCUMENT_BYTES", fill)
+        patch.setattr(records, "MAX_PARAGRAPH_BYTES", most)
+        documents = text_documents(data)
+    assert b"".join(data[start:stop] for start, stop in documents) == data
+    assert all(0 < stop - start <= most for start, stop in documents)
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return
+    for start, stop in documents:
+        data[start:stop].decode()
+
+
+def test_cut_text_prefers_blank_line_then_line_then_space_then_character() -> None:
+    assert cut_text(b"a\n\nb\nc d") == 3
+    assert cut_text(b"ab\nc d") == 3
+    assert cut_text(b"ab cd") == 3
+    assert cut_text("abé".encode()) == 2
+    assert cut_text(b"abcd") == 4
+    assert cut_text(b"\xff" * 8) > 0
+
+
+def test_packed_text_gives_the_documents_of_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", 100_000)
+    text = "\n\n".join(f"Paragraph {number}: {'word ' * (number % 90)}größer." for number in range(3000))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    plain = values(tmp_path / "a.txt")
+    assert "".join(plain) == text
+    assert values(tmp_path / "b.txt.gz") == plain
+    assert all(document.endswith("\n\n") for document in plain[:-1])
+
+
+def test_undecodable_text_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"first\nsecond\nthird \xe9\n" + b"x" * 5000 + b"\n\nand more\n")
+    assert faults(path) == [(f"{path}, line 3", "not UTF-8 text: byte 0xe9, invalid continuation byte")]
+
+
+def test_text_has_no_columns_and_does_not_mix(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UsageError, match="leave out column=text"):
+        open_source(CorpusSource(str(tmp_path / "a.txt"), column="text"))
+    (tmp_path / "b.jsonl").write_bytes(jsonl([{"text": "x"}]))
+    with pytest.raises(UsageError, match="two sources"):
+        open_source(CorpusSource(str(tmp_path)))
+
+
+# Sources as text
+
+
+def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = parse_source("chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3,max-tokens=50")
+    assert parsed == CorpusSource("HuggingFaceH4/ultrachat_200k", "chat", 3.0, split="train_sft", max_tokens=50)
+    assert parse_source("x.jsonl,max-tokens=1.5M,max-documents=2k") == CorpusSource(
+        "x.jsonl", max_tokens=1_500_000, max_documents=2000
+    )
+    assert parse_source("org/data").name == "data"
+    assert parse_source("some/code-*.jsonl.gz").name == "code-"
+    assert parse_source("some/code.jsonl.zst").name == "code"
+    (tmp_path / "a[1].jsonl").touch()
+    assert parse_source("a[1].jsonl").name == "a[1]"
+    assert CorpusSource(tmp_path / "b.txt") == CorpusSource(str(tmp_path / "b.txt"))  # type: ignore[arg-type]
+    assert parse_source("x.jsonl,column=body,shuffle=yes").shuffle is True
+    assert parse_source("a,b.jsonl,column=body").location == "a,b.jsonl"
+    (tmp_path / "k=v.jsonl").write_bytes(b"")
+    assert parse_source("k=v.jsonl").location == "k=v.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("org/x,colum=a", "colum"),
+        ("org/x,weight=heavy", "weight"),
+        ("org/x,weight=-1", "weight"),
+        ("org/x,weight=1,weight=2", "weight is given twice"),
+        ("org/x,roles=user", "roles"),
+        ("org/x,sample=2", "sample"),
+        ("org/x,max-documents=0", "max_documents"),
+        ("", "dataset id, file, folder or glob"),
+        ("-", "standard input is not read"),
+    ],
+)
+def test_parse_source_refuses(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_source(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("5", 5), ("500k", 500_000), ("10M", 10_000_000), ("1.5B", 1_500_000_000), ("1_000", 1000)]
+)
+def test_amounts(text: str, number: int) -> None:
+    assert amount(text) == number
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "k", "ten"])
+def test_no_amounts(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number above 0"):
+        amount(text)
+
+
+def test_local_files_take_no_hub_settings(files: Path) -> None:
+    with pytest.raises(UsageError, match="split is for Hub datasets"):
+        open_source(CorpusSource(str(files / "a.jsonl"), split="train"))
+
+
+def test_names_are_made_unique() -> None:
+    sources = with_unique_names([CorpusSource("a/x"), CorpusSource("b/x"), CorpusSource("y"), CorpusSource("c/x")])
+    assert [source.name for source in sources] == ["x", "x-2", "y", "x-3"]

@@ -1,0 +1,159 @@
+"""Datasets of a Hub on loopback, streamed through the real `datasets`."""
+
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools.sources import CorpusSource, open_source
+from huggingface_hub import constants
+from support.hub_server import Fault, HubServer, connected
+from support.tokenizers import llama3_like
+
+# `datasets` and aiohttp leave files and sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ROWS = 250
+DATES = b'{"text": "2024-01-01"}\n{"text": "2024-01-02"}\n'
+
+
+def parquet(shard: int) -> bytes:
+    sink = pa.BufferOutputStream()
+    rows = [{"text": f"shard {shard} row {row}", "id": row} for row in range(ROWS)]
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.add_dataset(
+            "org/texts",
+            {f"data/train-{shard:05d}-of-00003.parquet": parquet(shard) for shard in range(3)}
+            | {"data/test-00000-of-00001.parquet": parquet(9)},
+        )
+        chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 5
+        server.add_dataset("org/chats", {"train.jsonl": "\n".join(json.dumps(chat) for chat in chats)})
+        server.add_dataset("org/dates", {"train.jsonl.gz": gzip.compress(DATES)})
+        with connected(server, tmp_path_factory.mktemp("home")):
+            yield server
+
+
+@contextmanager
+def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
+    hub.inject(path, fault)
+    yield
+    hub.clear_faults()
+
+
+def texts(source: CorpusSource) -> list[str]:
+    opened = open_source(source)
+    return [value for block in opened.blocks() for _, value in block.records(opened.column)]
+
+
+def test_streams_every_shard_in_order(hub: HubServer) -> None:
+    source = CorpusSource("org/texts")
+    assert texts(source) == [f"shard {shard} row {row}" for shard in range(3) for row in range(ROWS)]
+    corpus = open_source(source)
+    assert (corpus.kind, corpus.column, corpus.size) == ("text", "text", None)
+    assert corpus.origin == {
+        "dataset": "org/texts",
+        "config": "default",
+        "split": "train",
+        "revision": hub.repo("org/texts", "dataset").branches["main"],
+        "column": "text",
+    }
+    assert texts(CorpusSource("org/texts", split="test"))[0] == "shard 9 row 0"
+    assert list(corpus.blocks())[1].place(17) == "org/texts, split train, shard 1, row 17"
+
+
+def test_a_limit_falls_within_a_shard(hub: HubServer) -> None:
+    source = CorpusSource("org/texts", max_documents=600)
+    whole = count_tokens([source], llama3_like(), workers=0, held_out=0)
+    assert whole.sources[0].provenance["documents"] == 600
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        CorpusSource("org/texts", name="b"),
+        CorpusSource("org/texts", name="b", config="default", split="train", revision="main", max_documents=5),
+    ],
+)
+def test_a_split_that_is_named_twice(hub: HubServer, second: CorpusSource) -> None:
+    with pytest.raises(UsageError, match="org/texts, default, split train: read by source texts and by source b"):
+        count_tokens([CorpusSource("org/texts"), second], llama3_like(), workers=0)
+
+
+def test_two_splits_are_two_sources(hub: HubServer) -> None:
+    sources = [CorpusSource("org/texts", name=split, split=split) for split in ("train", "test")]
+    counts = count_tokens(sources, llama3_like(), workers=0, held_out=0)
+    assert [source.provenance["documents"] for source in counts.sources] == [3 * ROWS, ROWS]
+
+
+def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
+    hub.reset_counts()
+    count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)
+    assert hub.bytes_sent("train-00000-of-00003.parquet") > 0
+    assert hub.bytes_sent("train-00002-of-00003.parquet") == 0
+
+
+def test_json_lines_of_the_hub_are_read_as_lines(hub: HubServer) -> None:
+    counts = count_tokens([CorpusSource("org/chats")], llama3_like(), workers=0, held_out=0)
+    turn = llama3_like().backend.encode("Hello<|eot_id|>").ids
+    assert counts.sources[0].counts.tolist() == (5 * np.bincount(turn, minlength=counts.vocab_size)).tolist()
+    assert counts.sources[0].provenance["files"] == [{"name": "train.jsonl", "bytes": None}]
+    assert texts(CorpusSource("org/dates")) == ["2024-01-01", "2024-01-02"]
+
+
+def test_what_is_not_there_is_named(hub: HubServer) -> None:
+    for source, error, words in (
+        (CorpusSource("org/missing"), CorpusError, "org/missing: .*HF_TOKEN"),
+        (CorpusSource("org/texts", split="dev"), UsageError, "no split 'dev'; it has train, test"),
+        (CorpusSource("org/texts", config="other"), UsageError, "other"),
+        (CorpusSource("org/texts", column="body"), UsageError, "no column 'body'"),
+    ):
+        with pytest.raises(error, match=words):
+            open_source(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("org/texts", "train-00000-of-00003.parquet"), ("org/chats", "train.jsonl")]
+)
+def test_a_file_that_never_comes_is_given_up(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with (
+        connected(hub, tmp_path),
+        hub_fault(hub, file, Fault(silent=True)),
+        pytest.raises(CorpusError, match="does not answer"),
+    ):
+        open_source(CorpusSource(name))
+
+
+def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None:
+    with connected(hub, tmp_path):
+        datasets.load_dataset("org/texts")
+        online = texts(CorpusSource("org/texts"))
+    with connected(hub, tmp_path, offline=True):
+        hub.reset_counts()
+        assert texts(CorpusSource("org/texts")) == online
+        assert hub.bytes_sent() == 0
+        with pytest.raises(CorpusError, match="only what is in the cache already"):
+            open_source(CorpusSource("org/chats"))

@@ -1,0 +1,282 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, check_tokenizer, load_tokenizer
+from support.raising import raises
+from support.small_tokenizers import (
+    CHATML,
+    byte_fallback_bpe,
+    byte_level_bpe,
+    reversed_ids,
+    with_reserved,
+    write_folder,
+)
+from tokenizers import Tokenizer, normalizers
+
+
+def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "model", byte_level_bpe(), eos_token="<|im_end|>")
+    by_folder, by_file = load_tokenizer(folder), load_tokenizer(folder / "tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    by_name = load_tokenizer("model")
+    assert by_folder.tokenizer_hash == by_file.tokenizer_hash == by_name.tokenizer_hash
+    assert by_file.chat_template == CHATML
+    assert by_file.special_tokens["eos_token"] == "<|im_end|>"
+    assert by_folder.vocab_size == 360
+    assert by_folder.real_ids.tolist() == list(range(360))
+
+
+def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:
+    tokenizer = byte_level_bpe()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=50)
+    loaded = load_tokenizer(write_folder(tmp_path / "t", tokenizer))
+    assert loaded.backend.decode(loaded.backend.encode("The quick brown fox").ids) == "The quick brown fox"
+
+
+def test_holes_are_not_real_ids(tmp_path: Path) -> None:
+    state = json.loads(byte_level_bpe().to_str())
+    state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if v not in (10, 11)}
+    state["model"]["merges"] = []
+    loaded = load_tokenizer(write_folder(tmp_path / "t", Tokenizer.from_str(json.dumps(state))))
+    assert 10 not in loaded.real_ids
+    assert loaded.vocab_size == 360
+    assert loaded.token_texts[10] is None
+    assert loaded.token_bytes(10) == b""
+
+
+def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path: Path) -> None:
+    base = load_tokenizer(write_folder(tmp_path / "base", byte_level_bpe()))
+    same = load_tokenizer(write_folder(tmp_path / "same", byte_level_bpe(), chat_template="{{ messages }}"))
+    assert same.tokenizer_hash == base.tokenizer_hash
+    assert same.chat_template_hash != base.chat_template_hash
+    normalised = byte_level_bpe()
+    normalised.normalizer = normalizers.NFC()
+    unspecial = json.loads(byte_level_bpe().to_str())
+    unspecial["added_tokens"][1]["special"] = False
+    others = [
+        normalised,
+        reversed_ids(byte_level_bpe()),
+        Tokenizer.from_str(json.dumps(unspecial)),
+        byte_level_bpe(359),
+    ]
+    hashes = {
+        load_tokenizer(write_folder(tmp_path / f"other{i}", other)).tokenizer_hash for i, other in enumerate(others)
+    }
+    assert len(hashes) == 4
+    assert base.tokenizer_hash not in hashes
+    assert base.tokenizer_hash.startswith("sha256:")
+
+
+def test_hash_is_the_same_after_saving_again(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_fallback_bpe()))
+    again = load_tokenizer(write_folder(tmp_path / "b", loaded.backend))
+    assert again.tokenizer_hash == loaded.tokenizer_hash
+
+
+def test_check_tokenizer(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe()))
+    assert check_tokenizer(loaded, loaded.tokenizer_hash, "x.json") == []
+    assert "no tokenizer is recorded" in check_tokenizer(loaded, None, "x.json")[0]
+    with pytest.raises(TokenizerError, match=r"x.json: made with another tokenizer: expected sha256:0"):
+        check_tokenizer(loaded, "sha256:0", "x.json")
+
+
+def test_bytes_of_tokens(tmp_path: Path) -> None:
+    table = bytes_of_symbols()
+    assert sorted(table.values()) == list(range(256))
+    assert (table["Ġ"], table["A"], table["Ċ"]) == (32, 65, 10)
+    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_level_bpe()))
+    assert sorted(loaded.byte_of_id.values()) == list(range(256))
+    assert loaded.token_bytes(loaded.vocab["Ġ"]) == b" "
+    assert loaded.token_bytes(1) == b"<|im_start|>"
+    text = "Fuchs über 你\n"
+    assert b"".join(loaded.token_bytes(i) for i in loaded.backend.encode(text).ids) == text.encode()
+    fallback = load_tokenizer(write_folder(tmp_path / "b", byte_fallback_bpe()))
+    assert sorted(fallback.byte_of_id.values()) == list(range(256))
+    assert fallback.token_bytes(fallback.vocab["<0xE4>"]) == b"\xe4"
+    assert fallback.token_bytes(fallback.vocab["▁hell"]) == b" hell"
+
+
+def test_forced_ids_of_a_chat_model(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path / "t",
+        with_reserved(byte_level_bpe(300), 50),
+        generation_config={"eos_token_id": [2, 0], "bos_token_id": 1, "pad_token_id": -1},
+        pad_token="<|endoftext|>",
+    )
+    forced = forced_ids(load_tokenizer(folder))
+    others = {i: reason for i, reason in forced.reasons.items() if not reason.startswith("byte ")}
+    assert others == {0: "eos, pad, end of turn", 1: "bos, chat template", 2: "eos, end of turn, chat template"}
+    assert len(forced.ids) == 259
+    assert forced.reasons[3] == "byte 0x21"
+    assert np.all(np.diff(forced.ids) > 0)
+    assert forced.warnings == ()
+    assert len(forced_ids(load_tokenizer(folder), "all").ids) == 309
+
+
+def test_missing_bytes_are_not_invented(tmp_path: Path) -> None:
+    # SmolLM2's vocabulary lacks 21 single bytes.
+    state = json.loads(byte_level_bpe(260).to_str())
+    dropped = ["ñ", "ò", "Ā"]
+    state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if k not in dropped}
+    state["model"]["merges"] = []
+    loaded = load_tokenizer(write_folder(tmp_path / "t", Tokenizer.from_str(json.dumps(state))))
+    assert len(loaded.byte_of_id) == 253
+    assert sum("byte" in reason for reason in forced_ids(loaded).reasons.values()) == 253
+
+
+TEMPLATES = {
+    "assembled from the role": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
+    "assembled from constants": "{{ '<|' ~ 'assist' + 'ant|>' }}{{ '<|' + 'user|>' }}",
+    "behind a condition": (
+        "{% if messages[0].never %}<|user|>{% set x = '<|assistant|>' %}{{ x }}{% else %}{{ bos_token }}{% endif %}"
+    ),
+    "refusing most conversations": (
+        "{% if messages | length != 7 %}{{ raise_exception('seven please') }}{% endif %}<|user|>{{'<|assistant|>'}}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_markers_are_found_however_the_template_spells_them(tmp_path: Path, template: str) -> None:
+    added = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|unused|>"]
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300, added), template))
+    reasons = forced_ids(loaded).reasons
+    assert "chat template" in reasons[1]
+    assert "chat template" in reasons[2]
+    assert 3 not in reasons
+
+
+def test_tool_and_thinking_branches_are_probed(tmp_path: Path) -> None:
+    added = ["<|endoftext|>", "<|call_get_weather|>", "<|think_True|>", "<|tools_1|>", "<|from_tool|>"]
+    template = (
+        "{% if tools %}{{ '<|tools_' + (tools | length | string) + '|>' }}{% endif %}"
+        "{% if enable_thinking %}{{ '<|think_' + (enable_thinking | string) + '|>' }}{% endif %}"
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{{ '<|call_' + call.function.name + '|>' }}{% endfor %}"
+        "{% if m.role == 'tool' %}{{ '<|from_' + m.role + '|>' }}{% endif %}{% endfor %}"
+    )
+    reasons = forced_ids(load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300, added), template))).reasons
+    assert all(reasons[token_id] == "chat template" for token_id in (1, 2, 3, 4))
+
+
+def test_several_templates_and_generation_tags(tmp_path: Path) -> None:
+    added = ["<|endoftext|>", "<|user|>", "<|tool|>", "<|rag|>"]
+    folder = write_folder(tmp_path / "t", byte_level_bpe(300, added), None)
+    (folder / "chat_template.jinja").write_text("{%generation%}<|user|>{% endgeneration +%}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "{%- generation -%}<|tool|>{% endgeneration %}"
+    )
+    loaded = load_tokenizer(folder)
+    assert set(loaded.chat_templates) == {"default", "tool_use"}
+    reasons = forced_ids(loaded).reasons
+    assert reasons[1] == "chat template"
+    assert reasons[2] == "chat template 'tool_use'"
+    assert 3 not in reasons
+
+
+def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), None))
+    forced = forced_ids(loaded)
+    assert "no chat template" in forced.warnings[0]
+    assert forced.reasons[2] == "end of turn"
+
+
+def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), generation_config={"eos_token_id": 999}))
+    forced = forced_ids(loaded, extra=[299])
+    assert forced.reasons[299] == "by request"
+    assert "id 999" in forced.warnings[0]
+    with raises(UsageError, option="--force-id"):
+        forced_ids(loaded, extra=[300])
+
+
+def test_eos_of_config_json_stands_in(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "t", byte_level_bpe(300), None)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 299, "text_config": {"pad_token_id": 298}}))
+    reasons = forced_ids(load_tokenizer(folder)).reasons
+    assert (reasons[299], reasons[298]) == ("eos", "pad")
+
+
+def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
+    entry = {"content": "<|extra|>", "special": True}
+    folder = write_folder(tmp_path / "a", byte_level_bpe(300), added_tokens_decoder={"300": entry})
+    loaded = load_tokenizer(folder)
+    assert loaded.vocab["<|extra|>"] == 300
+    assert 300 in loaded.special_ids
+    wrong = write_folder(tmp_path / "b", byte_level_bpe(300), added_tokens_decoder={"305": entry})
+    with pytest.raises(TokenizerError, match=r"id 305.*300"):
+        load_tokenizer(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", '{"chat_template": ["a", "b"]}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", '{"chat_template": {"default": 5}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"300": "a"}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": ["a"]}'),
+        ("generation_config.json", "{"),
+        ("chat_template.jinja", "\xff"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
+    folder = write_folder(tmp_path / "t", byte_level_bpe())
+    (folder / name).write_text(content, encoding="latin-1")
+    with pytest.raises(TokenizerError, match=str(folder / name)):
+        load_tokenizer(folder)
+
+
+def test_ids_of_another_type_are_no_ids(tmp_path: Path) -> None:
+    config = {"eos_token_id": [True, "2", 10**30, 299], "pad_token_id": {"id": 1}}
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), None, generation_config=config))
+    forced = forced_ids(loaded)
+    assert [token_id for token_id, reason in forced.reasons.items() if "eos" in reason or "pad" in reason] == [299]
+    assert str(10**30) in forced.warnings[0]
+
+
+def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("asked on stdin")
+
+    monkeypatch.setattr("builtins.input", ask)
+    mapped = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    ran = tmp_path / "ran"
+    folder = write_folder(tmp_path / "t", byte_level_bpe(), **mapped)
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    # With a tokenizer.json there is nothing to run.
+    assert load_tokenizer(folder).vocab_size == 360
+    (folder / "tokenizer.json").unlink()
+    with raises(TokenizerError, option="--tokenizer") as refused:
+        load_tokenizer(folder)
+    assert "auto_map" in str(refused.value)
+    assert not ran.exists()
+
+
+def test_invalid_jinja_is_named(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), "{% for %}"))
+    with raises(TokenizerError, option="--chat-template"):
+        forced_ids(loaded)
+
+
+def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    missing = (str(tmp_path / "none"), "./none/tokenizer.json", "models/org/Llama-3.1-8B", tmp_path / "empty", "")
+    for name in missing:
+        with raises(TokenizerError, option="--tokenizer"):
+            load_tokenizer(name)
+    monkeypatch.chdir(write_folder(tmp_path / "here", byte_level_bpe()))
+    for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct", "not//valid"):
+        with pytest.raises(TokenizerError, match=name):
+            load_tokenizer(name, offline=True)

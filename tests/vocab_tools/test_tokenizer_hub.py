@@ -1,0 +1,121 @@
+"""Tokenizers from a Hub, through the real huggingface_hub against a server on loopback."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from support.hub_server import Fault, HubServer, connected
+from support.small_tokenizers import byte_level_bpe, write_folder
+
+REPO = "org/chat-model"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = write_folder(tmp_path / "t", byte_level_bpe(300), generation_config={"eos_token_id": [2, 0]})
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("<|im_start|>{{ tools }}")
+    return folder
+
+
+@pytest.fixture
+def hub(folder: Path) -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add_model(REPO, {**files(folder), "model.safetensors": b"never fetched"})
+        yield hub
+
+
+def test_small_files_only_and_afterwards_offline(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    local = load_tokenizer(folder)
+    with connected(hub, tmp_path / "home"):
+        remote = load_tokenizer(REPO)
+        assert remote.tokenizer_hash == local.tokenizer_hash
+        assert remote.chat_template_hash == local.chat_template_hash
+        assert forced_ids(remote).reasons == forced_ids(local).reasons
+        assert remote.revision == hub.repo(REPO).branches["main"]
+        assert hub.bytes_sent("model.safetensors") == 0
+        hub.reset_counts()
+        assert load_tokenizer(REPO, offline=True).tokenizer_hash == local.tokenizer_hash
+        assert hub.requests == []
+    with connected(hub, tmp_path / "home", offline=True):
+        assert load_tokenizer(REPO).chat_template_hash == local.chat_template_hash
+    assert hub.requests == []
+
+
+def test_revisions(hub: HubServer, tmp_path: Path) -> None:
+    other = write_folder(tmp_path / "other", byte_level_bpe(290))
+    commit = hub.add_model(REPO, files(other), branch="next", tag="v2")
+    with connected(hub, tmp_path / "home"):
+        assert load_tokenizer(REPO).vocab_size == 300
+        for revision in ("next", "v2", commit):
+            found = load_tokenizer(REPO, revision)
+            assert (found.vocab_size, found.revision) == (290, commit)
+        with pytest.raises(TokenizerError, match="v3"):
+            load_tokenizer(REPO, "v3")
+
+
+def test_gated_private_and_missing(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.add_model("org/gated", files(folder), gated=True)
+    hub.add_model("org/private", files(folder), private=True)
+    with connected(hub, tmp_path / "home"):
+        with pytest.raises(TokenizerError, match=r"org/gated: .*a gated repository(.|\n)*HF_TOKEN"):
+            load_tokenizer("org/gated")
+        for name in ("org/private", "org/none"):
+            with pytest.raises(TokenizerError, match=name):
+                load_tokenizer(name)
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        assert load_tokenizer("org/gated").vocab_size == 300
+
+
+def test_a_repository_without_a_tokenizer(hub: HubServer, tmp_path: Path) -> None:
+    hub.add_model("org/weights", {"model.safetensors": b"x", "config.json": '{"model_type": "llama"}'})
+    with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=r"org/weights: no tokenizer.json"):
+        load_tokenizer("org/weights")
+
+
+@pytest.mark.parametrize("fault", [Fault(head_status=500), Fault(unanswered=True), Fault(status=503)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "tool_use.jinja")
+        ),
+    ],
+)
+def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: Fault
+) -> None:
+    # The library waits before it asks again.
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (folder / "chat_template.jinja").write_text("<|im_start|>{{ messages }}")
+    hub.add_model(REPO, files(folder))
+    hub.inject(name, replace(fault))
+    with connected(hub, tmp_path / "home"):
+        with pytest.raises(TokenizerError, match=f"{name}(.|\\n)*{REPO}"):
+            load_tokenizer(REPO)
+        hub.clear_faults()
+        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
+        # What is in the cache needs no connection.
+        hub.inject(name, replace(fault))
+        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
+
+
+def test_without_an_answer_what_is_in_the_cache_does(folder: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.add_model(REPO, files(folder))
+        with connected(hub, tmp_path / "home"):
+            load_tokenizer(REPO)
+    with connected(hub, tmp_path / "home"):
+        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
+        with pytest.raises(TokenizerError, match=r"org/other: .*cannot be reached"):
+            load_tokenizer("org/other")

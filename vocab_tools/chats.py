@@ -1,0 +1,591 @@
+"""Chats → what an assistant wrote in them, through the tokenizer's own chat template.
+
+The turn of assistant message k is found by rendering the chat twice: `messages[:k]` with the generation prompt, and
+`messages[:k+1]`. It follows their longest common prefix and ends with the first special token behind the message's
+last own word; what a template appends later is not counted. For ChatML and one question:
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n
+                                                         └──────────────┘ counted
+
+Its tokens are those of the whole rendering that begin at or behind the prefix. A turn counts only if it holds the
+message's own words, white space aside, and nothing of another message beside them. Where no form of the chat that
+templates take gives such a turn, the message's own text is counted by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from .errors import EagleSlimError, TokenizerError
+from .tokenizer import LoadedTokenizer
+
+Message = Mapping[str, Any]
+
+# A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
+RENDER_DATE = datetime(2024, 7, 26)
+MAX_CONVERSATION_CHARS = 4 << 20
+# So much of another message is no accident. A shorter message must stand before the turn.
+_BORROWED_CHARS = 8
+_PROBE = "\ue000probe\ue001"
+
+_CALL = "function_call"
+_ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response", "ipython"), "tool"),
+    "system": "system",
+    "developer": "developer",
+}
+# Under the key `role`, templates know these names themselves.
+_TEMPLATES_KNOW = ("tool", "function", "observation", "ipython", "tool_response")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatError(EagleSlimError):
+    """A value is no chat, or a template refuses it; the message says why."""
+
+
+def kind_of(value: Any) -> str:
+    """Say what a value is, for a message."""
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"
+
+
+def messages_in_text(text: str) -> list[Any] | None:
+    """Return the messages that a text holds as JSON, which is how string columns store them; None for other text."""
+    value = _json(text) if text.lstrip().startswith("[") else None
+    first = value[0] if isinstance(value, list) and value else None
+    return value if isinstance(first, dict) and ("role" in first or "from" in first) else None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def normalise_messages(value: Any) -> list[dict[str, Any]]:
+    """Turn a chat into the form that templates take: a list of {"role", "content", ...}.
+
+    ShareGPT's {"from", "value"} with its role names is understood, its function_call and OpenAI's old one become tool
+    calls, and a list may be stored as JSON text. Keys without a value are dropped, because tables add them to every
+    row.
+
+    Raises:
+        ChatError: it is not a chat, or a role is unknown.
+    """
+    if isinstance(value, str):
+        value = messages_in_text(value) or value
+    if not isinstance(value, list) or not value:
+        raise ChatError(f"expected a list of messages, found {'an empty list' if value == [] else kind_of(value)}")
+    messages = [_normalise(message, position) for position, message in enumerate(value)]
+    if any(message["role"] == _CALL or "function_call" in message for message in messages):
+        messages = _with_tool_calls(messages)
+    return messages
+
+
+def _normalise(message: Any, position: int) -> dict[str, Any]:
+    where = f"message {position}"
+    if not isinstance(message, dict):
+        raise ChatError(f"{where}: expected an object with role and content, found {kind_of(message)}")
+    rest = {key: item for key, item in message.items() if item is not None and key not in ("role", "content")}
+    # Tables write calls as JSON text, and a message without calls has an empty list of them.
+    calls = rest.pop("tool_calls", None)
+    if calls := _json(calls) if isinstance(calls, str) else calls:
+        rest["tool_calls"] = calls
+    role, content = message.get("role"), message.get("content")
+    if role is None and "from" in message:
+        speaker = rest.pop("from", None)
+        role, content = _ROLES.get(str(speaker).lower()), rest.pop("value", None)
+        if role is None:
+            raise ChatError(f"{where}: unknown speaker {speaker!r}; known are {', '.join(_ROLES)}")
+    if not isinstance(role, str):
+        raise ChatError(f"{where}: no role; it has {', '.join(map(repr, message)) or 'no keys'}")
+    if role.lower() not in _TEMPLATES_KNOW:
+        role = _ROLES.get(role.lower(), role)
+    if content is None and not rest:
+        raise ChatError(f"{where} ({role!r}): no content")
+    if isinstance(content, list):
+        content = [
+            {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else part
+            for part in content
+        ]
+    elif not isinstance(content, str | None):
+        raise ChatError(f"{where} ({role!r}): expected content as text or in parts, found {kind_of(content)}")
+    return {"role": role, "content": content, **rest}
+
+
+def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turn calls that are told as a message of their own, or under `function_call`, into `tool_calls`.
+
+    Calls get ids of nine characters, which Mistral's templates ask for, and the results behind them name these.
+    """
+    found: list[dict[str, Any]] = []
+    num_calls = 0
+    waiting: list[tuple[str, str]] = []
+    for message in messages:
+        told = message.get("function_call")
+        if message["role"] == _CALL and isinstance(message["content"], str):
+            told = _json(message["content"])
+        told = told if isinstance(told, list) else [told]
+        calls = [call for call in told if isinstance(call, dict) and "name" in call]
+        if calls:
+            waiting = [(f"call{num_calls + number:05d}", str(call["name"])) for number, call in enumerate(calls)]
+            num_calls += len(calls)
+            tool_calls = [
+                {"id": call_id, "type": "function", "function": {"name": name, "arguments": call.get("arguments", {})}}
+                for (call_id, name), call in zip(waiting, calls, strict=True)
+            ]
+            content = None if message["role"] == _CALL else message["content"]
+            kept = {key: item for key, item in message.items() if key != "function_call"}
+            message = {**kept, "role": "assistant", "content": content, "tool_calls": tool_calls}
+        elif message["role"] == _CALL:
+            message = {**message, "role": "assistant"}
+        elif message["role"] in ("tool", "function") and waiting:
+            call_id, name = waiting.pop(0)
+            message = {"tool_call_id": call_id, "name": name, **message}
+        found.append(message)
+    return found
+
+
+@dataclass(frozen=True)
+class ChatSpec:
+    """All it takes to render conversations in another process.
+
+    Attributes:
+        template: Jinja source.
+        special_tokens: template variables such as bos_token.
+        borders: texts of the added tokens. Tokenizers cut at them, so text on one side never changes the tokens on the
+            other side.
+        ends: those of them that may end a turn: the special ones.
+    """
+
+    template: str
+    special_tokens: Mapping[str, str]
+    borders: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+
+def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSpec:
+    """Take from a tokenizer what rendering needs; `template` replaces its own.
+
+    Raises:
+        TokenizerError: there is no template.
+    """
+    template = template if template is not None else tokenizer.chat_template
+    if template is None:
+        raise TokenizerError(
+            f"{tokenizer.source}: this tokenizer has no chat template, but the corpus holds chats. Name the tokenizer "
+            "of the chat model, or give a template with --chat-template.",
+            option="--chat-template",
+        )
+    added = tokenizer.backend.get_added_tokens_decoder()
+    borders = {token.content for token in added.values() if token.content and not token.single_word}
+    ends = {token.content for token_id, token in added.items() if token_id in tokenizer.ending_ids and token.content}
+    return ChatSpec(template, dict(tokenizer.special_tokens), _longest_first(borders), _longest_first(ends))
+
+
+def _longest_first(texts: set[str]) -> tuple[str, ...]:
+    # Where one is the beginning of another, tokenizers take the longest.
+    return tuple(sorted(sorted(texts), key=len, reverse=True))
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Attributes:
+        source: of the template.
+        syntax_tree: of the template, as Jinja parses it.
+
+    Raises:
+        TokenizerError: the template does not parse.
+    """
+
+    def __init__(self, spec: ChatSpec) -> None:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        self.source = spec.template
+        self._refusal = TemplateError
+        try:
+            self._template = _compile_jinja_template(spec.template)
+            self.syntax_tree = self._template.environment.parse(spec.template)
+        except TemplateError as error:
+            raise TokenizerError(f"The chat template does not parse: {error}", option="--chat-template") from error
+        fixed = {"strftime_now": RENDER_DATE.strftime, "tools": None, "documents": None}
+        self._variables: dict[str, Any] = {**spec.special_tokens, **fixed}
+        # Templates for tools alone take a list for granted.
+        with suppress(ChatError):
+            self._variables["tools"] = self._tools_that_pass([{"role": "user", "content": "Hi"}])
+
+    def _tools_that_pass(self, messages: Sequence[Message]) -> list[Any] | None:
+        try:
+            self.render(messages)
+        except ChatError:
+            self.render(messages, tools=[])
+            return []
+        return None
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
+        """Render as `apply_chat_template(tokenize=False)` does; `variables` are further ones, such as `tools`.
+
+        Raises:
+            ChatError: the template refuses the conversation, or the text is too long.
+        """
+        try:
+            text: str = self._template.render(
+                self._variables,
+                messages=_with_reasoning(messages),
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        # A template is a program: it may refuse in its own words, or trip over anything in a message.
+        except (self._refusal, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ChatError(f"the chat template refuses this conversation: {error}") from error
+        if len(text) > MAX_CONVERSATION_CHARS:
+            raise ChatError(
+                f"the conversation is too long: {len(text):,} characters, at most {MAX_CONVERSATION_CHARS:,}"
+            )
+        return text
+
+
+def _with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
+    """Repeat reasoning under every name that templates read, as transformers' apply_chat_template does."""
+    if all(len(message) == 2 for message in messages):
+        return messages
+    aliased = []
+    for message in messages:
+        reasoning = _reasoning(message)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        aliased.append(message)
+    return aliased
+
+
+def _reasoning(message: Message) -> Any:
+    return next((message[key] for key in _REASONING if message.get(key) is not None), None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text to tokenize, and the part of it that is counted.
+
+    Attributes:
+        text: tokenized as it is.
+        header_chars: characters at the beginning that are context only.
+        spans: where given, only these (start, stop) stretches count; then `text` is a whole conversation.
+        is_turn: False for a message's own text, counted by itself because no turn of the template holds it.
+    """
+
+    text: str
+    header_chars: int = 0
+    spans: tuple[tuple[int, int], ...] | None = None
+    is_turn: bool = True
+
+
+class ChatRenderer:
+    """Renders conversations and finds the assistant's turns in them.
+
+    `exact` is for tokenizers where cutting at borders changes tokens: whole conversations are tokenized.
+
+    Raises:
+        TokenizerError: the template does not parse.
+    """
+
+    def __init__(self, spec: ChatSpec, exact: bool = False) -> None:
+        self._template = ChatTemplate(spec)
+        self._border = _any_of(spec.borders)
+        self._end = _any_of(spec.ends)
+        self._longest = max(map(len, spec.borders), default=0)
+        self._exact = exact
+
+    def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return the rendered conversation, in the first form of it in which no content is lost.
+
+        Raises:
+            ChatError: the template refuses it in every form.
+        """
+        rendered: list[str] = []
+        refusals: list[ChatError] = []
+        for form in _forms(messages):
+            try:
+                text = self._template.render(form)
+            except ChatError as error:
+                refusals.append(error)
+                continue
+            rendered.append(text)
+            if all(self._find(text, _content(message), 0) for message in messages):
+                return [Piece(text)]
+        if not rendered:
+            raise refusals[0]
+        return [Piece(rendered[0])]
+
+    def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return what the assistant wrote: each turn, with the few characters before it that its tokens depend on."""
+        missing = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+        found: dict[int, list[Piece]] = {}
+        for form in _forms(messages):
+            for position in missing:
+                piece = self._turn(form, position)
+                if piece is not None:
+                    found[position] = [piece]
+            missing = [position for position in missing if position not in found]
+            if not missing:
+                break
+        for position in missing:
+            spelled = [text for text in _own_texts(messages[position]) if text]
+            found[position] = [
+                Piece(text, spans=((0, len(text)),) if self._exact else None, is_turn=False) for text in spelled
+            ]
+        return [piece for position in sorted(found) for piece in found[position]]
+
+    def _turn(self, messages: Sequence[Message], position: int) -> Piece | None:
+        """Return the turn of one assistant message; None where the template refuses it or it does not count."""
+        try:
+            before = self._template.render(messages[:position], add_generation_prompt=True)
+            text = self._template.render(messages[: position + 1])
+            start = self._start(messages[:position], before, text)
+            place = self._place(messages, position, text, start, start)
+            if place is None:
+                # What the generation prompt opens, such as a thought, may stand in the message, too.
+                prompt = self._generation_prompt(messages[:position], before)
+                place = self._place(messages, position, text, start, max(start - len(prompt), 0))
+        except ChatError:
+            return None
+        if place is None:
+            return None
+        if self._exact:
+            return Piece(text[:place], spans=((start, place),))
+        begin = self._last_border(text, start)
+        return Piece(text[begin:place], start - begin)
+
+    def _start(self, earlier: Sequence[Message], before: str, text: str) -> int:
+        """Return where the turn begins: behind the longest common prefix of the two renderings."""
+        if text.startswith(before):
+            return len(before)
+        letters = zip(before, text, strict=False)
+        start = next((place for place, (one, other) in enumerate(letters) if one != other), len(text))
+        # The history spells something else than the generation prompt. It may still have the prompt, behind a shift,
+        # as where a template ends the whole text and not each turn.
+        prompt = self._generation_prompt(earlier, before)
+        found = text.find(prompt, max(start - len(prompt), 0), start + 2 * len(prompt)) if prompt.strip() else -1
+        if found >= 0:
+            return found + len(prompt)
+        # Letters that two added tokens share, as <think> and <tool_call> do, are no common prefix.
+        cut = [token.start() for one in (before, text) if (token := self._token_around(one, start)) is not None]
+        return min([start, *cut])
+
+    def _generation_prompt(self, earlier: Sequence[Message], before: str) -> str:
+        plain = self._template.render(earlier)
+        return before[len(plain) :] if before.startswith(plain) else ""
+
+    def _place(self, messages: Sequence[Message], position: int, text: str, start: int, low: int) -> int | None:
+        """Return where the turn that begins at `start` ends; None unless it counts.
+
+        The message's own words are looked for from `low` on.
+        """
+        message = messages[position]
+        content, reasoning, calls = _content(message), _reasoning(message), _call_words(message)
+        own = [self._find(text, content, low)]
+        if isinstance(reasoning, str) and own[0] is not None:
+            own.append(self._find(text, reasoning, low, own[0][0] if content.strip() else len(text)))
+        for spellings in calls:
+            places = [place for words in spellings if (place := self._find(text, words, low)) is not None]
+            own.append(max(places, key=lambda place: place[1], default=None))
+        held = [place for place in own if place is not None]
+        if len(held) < len(own):
+            return None
+        last = max(start, *(stop for _, stop in held))
+        end = self._end_behind(text, last, ends_in_words=not calls and bool(content.strip()))
+        return end if self._has_no_others(messages[:position], text, start, end, held) else None
+
+    def _end_behind(self, text: str, last: int, ends_in_words: bool) -> int:
+        """Return the end of the first special token behind the last own word, or of the text.
+
+        Behind a tool call or a thought, closing marks may come first: the turn ends as one of words does.
+        """
+        if not ends_in_words and self._usual_end and (found := text.find(self._usual_end, last)) >= 0:
+            return found + len(self._usual_end)
+        end = self._end.search(text, last)
+        return len(text) if end is None else end.end()
+
+    @cached_property
+    def _usual_end(self) -> str | None:
+        """The token that ends a turn of words, or None where that cannot be told."""
+        question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}
+        for form in _forms([question, answer]):
+            with suppress(ChatError):
+                text = self._template.render(form)
+                if _PROBE in text and (end := self._end.search(text, text.rindex(_PROBE))):
+                    return end.group()
+        return None
+
+    def _has_no_others(
+        self, others: Sequence[Message], text: str, start: int, end: int, own: Sequence[tuple[int, int]]
+    ) -> bool:
+        """Whether a turn, but for the message's own words, holds no text of another message."""
+        rest: list[str] = []
+        at = start
+        for first, behind in [*sorted(own), (end, end)]:
+            rest += map(str.strip, self._border.split(text[at : max(first, at)]))
+            at = max(at, behind)
+        if not any(rest):
+            return True
+        previous = next((words for words in map(_content, reversed(others)) if words.strip()), "").strip()
+        if 0 < len(previous) < _BORROWED_CHARS and text.find(previous, 0, start) < 0:
+            return False
+        grams = {
+            part[place : place + _BORROWED_CHARS] for part in rest for place in range(len(part) - _BORROWED_CHARS + 1)
+        }
+        if not grams:
+            return True
+        told = "\n".join(words for message in others for words in _own_texts(message))
+        return not any(gram in told and gram not in self._template.source for gram in grams)
+
+    def _find(self, text: str, words: str, low: int, high: int | None = None) -> tuple[int, int] | None:
+        """Return the last place between `low` and `high` that has the words, white space aside, or None."""
+        high = len(text) if high is None else high
+        wanted = words.strip()
+        if not wanted:
+            return low, low
+        at = text.rfind(wanted, low, high)
+        # Letters of an added token are no words.
+        while at >= 0 and len(wanted) < self._longest and self._is_cut(text, at, at + len(wanted)):
+            at = text.rfind(wanted, low, at + len(wanted) - 1)
+        if at >= 0:
+            return at, at + len(wanted)
+        shown = [index for index in range(low, high) if not text[index].isspace()]
+        wanted = "".join(words.split())
+        at = "".join(text[low:high].split()).rfind(wanted)
+        return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
+
+    def _is_cut(self, text: str, *places: int) -> bool:
+        return any(self._token_around(text, place) is not None for place in places)
+
+    def _token_around(self, text: str, place: int) -> re.Match[str] | None:
+        """Return the added token that a place falls into, or None; its ends are outside."""
+        nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
+        return next((token for token in nearby if token.start() < place < token.end()), None)
+
+    def _last_border(self, text: str, stop: int) -> int:
+        """Return the start of the last added token before a place; 0 without one."""
+        for low in (max(stop - 256, 0), 0):
+            starts = [token.start() for token in self._border.finditer(text, low, stop)]
+            # A token found where the search begins may be the end of a longer one.
+            if starts and (low == 0 or starts[-1] >= low + self._longest):
+                return starts[-1]
+        return 0
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield a chat in the forms that templates take, the usual one first.
+
+    Contents are text, or in parts for templates that take nothing else. A missing content is empty, or None for those
+    that ask for it. Arguments of tool calls are objects, since most templates write them as JSON and would quote JSON
+    text (vLLM parses them, too), or JSON text.
+    """
+    has_calls = any(message.get("tool_calls") for message in messages)
+    is_short = any(message["content"] is None for message in messages)
+    for as_text, null, in_parts in product(
+        (False, True) if has_calls else (False,), ("", None) if is_short else ("",), (False, True)
+    ):
+        with suppress(ChatError):
+            yield [_formed(message, as_text, null, in_parts) for message in messages]
+
+
+def _formed(message: Message, as_text: bool, null: str | None, in_parts: bool) -> Message:
+    content = message["content"]
+    if content is None:
+        message = {**message, "content": null}
+    elif in_parts and isinstance(content, str):
+        message = {**message, "content": [{"type": "text", "text": content}]}
+    elif not in_parts and isinstance(content, list):
+        if not all(isinstance(_text_of(part), str) for part in content):
+            raise ChatError("a content has parts that are no text")
+        message = {**message, "content": _content(message)}
+    if isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_formed_call(call, as_text) for call in message["tool_calls"]]}
+    return message
+
+
+def _formed_call(call: Any, as_text: bool) -> Any:
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _formed_call(call["function"], as_text)}
+    if not isinstance(call, Mapping) or "arguments" not in call:
+        return call
+    arguments = call["arguments"]
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and isinstance(parsed := _json(arguments), dict):
+        arguments = parsed
+    return {**call, "arguments": arguments}
+
+
+def _text_of(part: Any) -> Any:
+    return part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+
+
+def _content(message: Message) -> str:
+    """Return the text of a message's content, parts with line ends between them as in vLLM."""
+    content = message["content"]
+    if isinstance(content, list):
+        return "\n".join(text for text in map(_text_of, content) if isinstance(text, str))
+    return content or ""
+
+
+def _calls(message: Message) -> Iterator[tuple[str, Any]]:
+    """Yield name and arguments of each tool call."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            arguments = function.get("arguments")
+            parsed = _json(arguments) if isinstance(arguments, str) else arguments
+            yield str(function.get("name")), arguments if parsed is None else parsed
+
+
+def _own_texts(message: Message) -> list[str]:
+    """Return what a message says: its reasoning, its content, and its tool calls as JSON."""
+    reasoning = _reasoning(message)
+    calls = [
+        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in _calls(message)
+    ]
+    return [reasoning if isinstance(reasoning, str) else "", _content(message), *calls]
+
+
+def _call_words(message: Message) -> list[list[str]]:
+    """Return every word of the tool calls, each in the ways that templates spell it."""
+    found: list[list[str]] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if item is not None:
+                    add(str(key))
+                    add(item)
+        elif isinstance(value, list):
+            for item in value:
+                add(item)
+        elif isinstance(value, str):
+            found.append([value, json.dumps(value, ensure_ascii=False)[1:-1]])
+        elif not isinstance(value, bool | None):
+            found.append([json.dumps(value), str(value)])
+
+    for name, arguments in _calls(message):
+        add(name)
+        add(arguments)
+    return found

@@ -1,0 +1,184 @@
+"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug.
+
+Exit codes: 0 done, 1 failure, 2 usage, 130 interrupted. Results go to stdout, progress and warnings to stderr.
+A traceback is shown only with --debug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from .errors import INTERRUPTED, EagleSlimError, UsageError, printable
+from .hub import limit_silence
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+
+class _Debuggable:
+    """What commands and groups share: -h, wide help, and --debug."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
+        super().__init__(*args, **kwargs)
+        debug = click.Option(["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
+        self.params: list[click.Parameter] = [*self.params, debug]
+
+
+class EagleCommand(_Debuggable, click.Command):
+    """A command that keeps the line breaks of its help's examples and knows --debug."""
+
+
+class EagleGroup(_Debuggable, click.Group):
+    """A group of commands in the order they were added, which is the order of work."""
+
+    command_class = EagleCommand
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in order of addition."""
+        return list(self.commands)
+
+
+def version_option() -> Callable[[_Decorated], _Decorated]:
+    """Return the decorator that adds --version."""
+    return click.version_option(version("eagle-slim"), prog_name="eagle-slim")
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
+
+
+def parse_weights(values: Iterable[str]) -> dict[str, float]:
+    """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`.
+
+    Raises:
+        UsageError: one is not of this form, or a name occurs twice.
+    """
+    weights: dict[str, float] = {}
+    for value in (part.strip() for group in values for part in group.split(",")):
+        name, separator, share = value.rpartition("=")
+        try:
+            number = float(share)
+        except ValueError:
+            number = float("nan")
+        if not separator or not name or number != number:
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights")
+        if name in weights:
+            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights")
+        weights[name] = number
+    return weights
+
+
+def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read comma-separated numbers, as the callback of an option."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 8192,16384", ctx, param) from None
+
+
+def emit_json(value: Any) -> None:
+    """Print one JSON document to stdout."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def note(message: str) -> None:
+    """Tell the user something on stderr; codes that a terminal would obey are escaped."""
+    click.echo("\n".join(map(printable, message.split("\n"))), err=True)
+
+
+def warn(messages: Iterable[str]) -> None:
+    """Print warnings to stderr."""
+    for message in messages:
+        note(f"warning: {message}")
+
+
+def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
+    """Run a command and leave the process with its exit code; the body of every console script."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    limit_silence()
+    with _signals_interrupt():
+        code = _run(command, arguments, prog_name)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command with the same cleaning up as Ctrl-C; an ignored signal stays ignored."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        changed = []
+    for number in changed:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in options
+    try:
+        result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
+        if sys.stdout is not None:  # Closed by whoever started the command, as with `>&-`.
+            sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except BrokenPipeError:
+        return _close_pipe()
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted; nothing half-written is left behind", INTERRUPTED, debug, kind="")
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return int(error.exit_code)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" Try `{context.command_path} --help`." if context is not None else ""
+        message = error.format_message().rstrip(".")
+        return _fail(message + ("" if message.endswith("?") else ".") + hint, error.exit_code, debug)
+    except EagleSlimError as error:
+        return _fail(str(error), error.exit_code, debug)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{place}{error.strerror or error}.", 1, debug)
+    except Exception as error:
+        if debug:
+            raise
+        message = f"Unexpected {type(error).__name__}: {error}. This is a defect; --debug shows where it happened."
+        return _fail(message, 1, debug)
+
+
+def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exc()
+    # The reader of stderr may be gone as well; the exit code still tells.
+    with contextlib.suppress(OSError):
+        note(f"{kind}{message}")
+    return code
+
+
+def _close_pipe() -> int:
+    """Leave quietly after the reader of stdout went away (`| head`), without Python's complaint at shutdown."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

@@ -1,1 +1,0 @@
-"""A corpus: named, weighted sources, opened as blocks of records."""

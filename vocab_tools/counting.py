@@ -1,0 +1,342 @@
+"""count_tokens: sources and a tokenizer → TokenCounts, over all cores, the same for any number of workers.
+
+How a source is read is decided here after a probe of it. Workers count its blocks (workers.py, ray_workers.py); their
+results are added in the order of the source, which only limits on documents and tokens need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+
+from .chats import chat_spec
+from .counts import JSON, HeldOut, SourceCounts, TokenCounts
+from .encoding import choose_library, encoder_spec, name_and_version
+from .errors import CorpusError, UsageError
+from .ray_workers import RayWorkers
+from .records import BadRecord, Block
+from .sources import CorpusSource, OpenSource, open_source, refuse_repeated_inputs
+from .tokenizer import LoadedTokenizer
+from .workers import MAX_REPORTS, BlockCounter, CountPlan, Documents, Processes, SourcePlan, Tally, Workers, tally
+
+HELD_OUT_SHARE = 0.01
+
+# Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
+_SMALL_BYTES = 4 << 20
+_PROBE_BLOCKS = 4
+_PROBE_TEXTS = 400
+_PROBE_CHARS = 400_000
+_PROBE_CHATS = 50
+_Library = Literal["auto", "tokenizers", "fastokens"]
+
+
+def open_for_counting(
+    sources: Sequence[CorpusSource],
+    tokenizer: LoadedTokenizer,
+    *,
+    tokenizer_library: _Library = "auto",
+    chat_template: str | None = None,
+    seed: int = 0,
+    held_out: float = HELD_OUT_SHARE,
+    on_error: Literal["stop", "skip"] = "stop",
+    notify: Callable[[str], None] | None = None,
+) -> tuple[list[OpenSource], CountPlan]:
+    """Open every source and plan the count after a probe; arguments and errors as `count_tokens`."""
+    if not sources:
+        raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
+    if not 0 <= held_out < 1:
+        raise UsageError(f"held-out share: expected at least 0 and below 1, found {held_out}.", option="--held-out")
+    names = [source.name for source in sources]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
+    opened = [open_source(source, seed) for source in sources]
+    refuse_repeated_inputs(opened)
+    say = notify or (lambda message: None)
+    has_chat = any(source.kind == "chat" for source in opened)
+    if chat_template is not None and not has_chat:
+        raise UsageError("A chat template was given, but no source holds chats.", option="--chat-template")
+    plans = tuple(
+        SourcePlan(
+            kind=source.kind,
+            column=source.column,
+            roles=source.source.roles,
+            sample=source.source.sample,
+            is_limited=source.source.max_documents is not None or source.source.max_tokens is not None,
+        )
+        for source in opened
+    )
+    chat = chat_spec(tokenizer, chat_template) if has_chat else None
+    encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
+    plan = CountPlan(encoder, chat, plans, on_error == "skip", seed, held_out)
+    plan = replace(plan, sources=tuple(_probed(plan, at, source, say) for at, source in enumerate(opened)))
+    library, reason = choose_library(tokenizer_library, encoder, _probe_texts(plan, opened))
+    if tokenizer_library == "auto":
+        say(f"tokenizing with {library}: {reason}")
+    return opened, replace(plan, encoder=replace(encoder, library=library))
+
+
+def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
+    counter = BlockCounter(plan)
+    for at, source in enumerate(opened):
+        for block in source.probe(_PROBE_BLOCKS):
+            texts = chars = 0
+            for number, document, _ in counter.documents(at, block):
+                if isinstance(document, BadRecord):
+                    continue
+                for text in [document] if isinstance(document, str) else [piece.text for piece in document]:
+                    yield _Place(block, number), text[:_PROBE_CHARS]
+                    texts, chars = texts + 1, chars + len(text)
+                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
+                    break
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a probed document is; the line number is looked up only when it is printed."""
+
+    block: Block
+    number: int
+
+    def __str__(self) -> str:
+        return self.block.place(self.number)
+
+
+def _probed(plan: CountPlan, at: int, source: OpenSource, say: Callable[[str], None]) -> SourcePlan:
+    """Check on real chats that tokens do not change where texts are cut at the added tokens."""
+    chosen = plan.sources[at]
+    if chosen.kind == "text" or chosen.roles == "all":
+        return chosen
+    exact = replace(chosen, exact=True)
+    counter, whole = BlockCounter(plan), BlockCounter(replace(plan, sources=(exact,)))
+    for block in source.probe(_PROBE_BLOCKS):
+        pairs = zip(counter.documents(at, block), whole.documents(0, block), strict=False)
+        for (number, pieces, _), (_, expected, _) in islice(pairs, _PROBE_CHATS):
+            if not isinstance(pieces, list) or not isinstance(expected, list):
+                continue
+            if not np.array_equal(counter.encode_chats([pieces])[0], whole.encode_chats([expected])[0]):
+                say(
+                    f"{source.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives "
+                    f"other tokens when a text is cut at its added tokens (seen at {block.place(number)})"
+                )
+                return exact
+    return chosen
+
+
+# Counting
+
+
+def count_tokens(
+    sources: Sequence[CorpusSource],
+    tokenizer: LoadedTokenizer,
+    *,
+    workers: int | None = None,
+    run_on: Literal["local", "ray"] = "local",
+    tokenizer_library: _Library = "auto",
+    chat_template: str | None = None,
+    seed: int = 0,
+    held_out: float = HELD_OUT_SHARE,
+    on_error: Literal["stop", "skip"] = "stop",
+    progress: bool | Callable[[int], None] | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> TokenCounts:
+    """Count the tokens of a corpus.
+
+    The result depends on the sources, the tokenizer, `chat_template`, `seed`, `held_out` and `on_error` alone.
+
+    Args:
+        sources: at least one, of unique names.
+        tokenizer: from `load_tokenizer`.
+        workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
+            for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`.
+        run_on: "local" for this machine, or "ray" for a Ray cluster (see ray_workers.py), where a worker is an actor
+            with one CPU, and None means one for each CPU of the cluster.
+        tokenizer_library: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
+            `tokenizers` on a probe of the corpus.
+        chat_template: Jinja source in place of the tokenizer's own template.
+        seed: decides what is sampled, shuffled and held out.
+        held_out: share of each source's documents that is held out, by a hash of their text.
+        on_error: "stop" at a record that cannot be read, or "skip" it and count how many were skipped.
+        progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
+            that each block adds.
+        notify: called with messages for the user, such as skipped records.
+
+    Raises:
+        UsageError: no sources, names or inputs that repeat, or a setting that fits no source.
+        CorpusError: a source or record cannot be read, or a file changed meanwhile.
+        TokenizerError: the tokenizer or its chat template cannot be used.
+    """
+    say = notify or (lambda message: None)
+    opened, plan = open_for_counting(
+        sources,
+        tokenizer,
+        tokenizer_library=tokenizer_library,
+        chat_template=chat_template,
+        seed=seed,
+        held_out=held_out,
+        on_error=on_error,
+        notify=notify,
+    )
+    if chat_template is not None:
+        tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
+    counted: list[SourceCounts] = []
+    apart = 0
+    with _workers(run_on, plan, workers, opened) as running, ProgressBar(opened, progress) as bar:
+        for at, source in enumerate(opened):
+            total, last = _count_source(at, source, plan, running, bar, say)
+            counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
+            apart += total.apart
+            if held_out and counted[-1].held_out is None:
+                say(
+                    f"{source.source.name}: none of its {total.documents:,} documents was held out, so its coverage "
+                    "can only be measured on what was counted; hold out a larger share"
+                )
+    if apart:
+        say(
+            f"{apart:,} texts of assistant messages were counted by themselves: no turn of the chat template holds them"
+        )
+    return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
+
+
+def _count_source(
+    at: int, source: OpenSource, plan: CountPlan, workers: Workers, bar: ProgressBar, say: Callable[[str], None]
+) -> tuple[Tally, int | None]:
+    """Count to the end, or to a limit; return the shard in which a limit fell, too."""
+    asked, limited_in, told = source.source, None, 0
+    total = Tally(np.zeros(plan.encoder.vocab_size, np.int64))
+    results = workers.count(at, source)
+    with contextlib.closing(results):
+        for block, result in results:
+            if isinstance(result, Documents):
+                allowed = _allowed(asked, total, result)
+                if allowed is not None:
+                    result, limited_in = result.first(allowed), block.shard
+                result = tally(result, plan)
+            for number, reason in result.bad:
+                if not plan.skip_bad:
+                    raise CorpusError(
+                        f"{block.place(number)}: {reason}. Mend the record, or leave such records out with "
+                        "`eagle-vocab count --on-error skip`."
+                    )
+                if told < MAX_REPORTS:
+                    say(f"skipped {block.place(number)}: {reason}")
+                told += 1
+            total.add(result)
+            bar.moved(block.size, result.tokens)
+            if limited_in is not None:
+                break
+    source.check_unchanged()
+    if not total.tokens:
+        hint = f"Empty documents: {total.empty:,}; records skipped: {total.skipped:,}."
+        if total.empty and source.kind == "chat" and asked.roles == "assistant":
+            hint = f"None of its conversations ({total.empty:,}) has an assistant turn; count them with roles=all."
+        raise CorpusError(f"{asked.location}: no tokens in this source. {hint}")
+    if total.skipped:
+        say(f"{asked.name}: {total.skipped:,} records skipped in total")
+    return total, limited_in
+
+
+def _allowed(source: CorpusSource, total: Tally, found: Documents) -> int | None:
+    """Return how many of a block's documents the limits let in; None when no limit falls in this block."""
+    lengths = np.diff(found.offsets)
+    lengths = lengths[lengths > 0]
+    limits = []
+    if source.max_documents is not None and total.documents + len(lengths) >= source.max_documents:
+        limits.append(source.max_documents - total.documents)
+    if source.max_tokens is not None:
+        reached = np.flatnonzero(total.tokens + np.cumsum(lengths) >= source.max_tokens)
+        limits += [int(at) + 1 for at in reached[:1]]
+    return min(limits) if limits else None
+
+
+def _source_counts(
+    opened: OpenSource, total: Tally, limited_in: int | None, plan: CountPlan, template_hash: str | None
+) -> SourceCounts:
+    source, is_chat = opened.source, opened.kind == "chat"
+    held_out = HeldOut.of_documents(total.held_out) if total.held_out else None
+    read = opened.order if limited_in is None else opened.order[: opened.order.index(limited_in) + 1]
+    files = sorted((opened.files[shard] for shard in read if opened.files), key=lambda file: file.name)
+    provenance: dict[str, JSON] = {
+        **opened.origin,
+        **({"files": [{"name": file.name, "bytes": file.size} for file in files]} if files else {}),
+        "text": source.roles if is_chat else "all",
+        "chat": is_chat,
+        "chat_template_hash": template_hash if is_chat else None,
+        "documents": total.documents - len(total.held_out),
+        "tokens": int(total.counts.sum()),
+        "empty_documents": total.empty,
+        "skipped_records": total.skipped,
+        "cuts_in_long_texts": total.cuts,
+        "digest": f"{total.digest:016x}",
+        "max_documents": source.max_documents,
+        "max_tokens": source.max_tokens,
+        "ended_by_limit": limited_in is not None,
+        "sample": source.sample,
+        "shuffle": source.shuffle,
+        "seed": plan.seed,
+        "tokenizer_library": name_and_version(plan.encoder.library),
+        "held_out": {
+            "documents": len(total.held_out),
+            "tokens": held_out.num_tokens if held_out else 0,
+            "rule": "hash of the text and the seed",
+            "share": plan.held_out,
+        },
+    }
+    return SourceCounts(source.name, source.weight, total.counts, held_out, provenance)
+
+
+class ProgressBar:
+    """Progress on stderr: share of the corpus where its size is known, tokens, tokens per second."""
+
+    def __init__(self, opened: Sequence[OpenSource], progress: bool | Callable[[int], None] | None) -> None:
+        from tqdm import tqdm
+
+        self._call = progress if callable(progress) else None
+        shown = False if callable(progress) else progress
+        sizes = [source.size for source in opened]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
+        self._tokens = 0
+        self._started = time.monotonic()
+        self._bar = tqdm(
+            total=total,
+            desc="counting",
+            disable=None if shown is None else not shown,
+            delay=0 if shown else 1,
+            bar_format="{desc}: {elapsed}{postfix}"
+            if total is None
+            else "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def moved(self, size: int, tokens: int) -> None:
+        """Advance by a block: its size in units of `OpenSource.size`, and its tokens."""
+        if self._call:
+            self._call(tokens)
+        self._tokens += tokens
+        rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
+        self._bar.update(size)
+
+
+def _workers(
+    run_on: Literal["local", "ray"], plan: CountPlan, num_workers: int | None, opened: Sequence[OpenSource]
+) -> Workers:
+    if run_on == "ray":
+        return RayWorkers(plan, num_workers)
+    if num_workers is None:
+        sizes = [source.size for source in opened]
+        is_small = None not in sizes and sum(size or 0 for size in sizes) < _SMALL_BYTES
+        num_workers = 0 if is_small else len(os.sched_getaffinity(0))
+    return Processes(plan, num_workers) if num_workers else Workers(plan)

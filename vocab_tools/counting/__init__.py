@@ -1,1 +1,0 @@
-"""Blocks of a corpus and a tokenizer in, token counts out."""

@@ -1,0 +1,461 @@
+"""TokenCounts: how often each target id occurs in a corpus, where that corpus came from, and a part held out of it.
+
+File format (`save`, `load`): one safetensors file with, for source number s in order,
+
+    counts.<s>                   int64 [vocab]          count of id i at position i
+    held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, concatenated
+    held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
+
+and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, per source name, weight and
+provenance, and a checksum of all this and the tensors, which files of version 1 lack. The same counts give the same
+bytes: nothing in the file is a time or a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TokenizerError, UsageError, VocabularyError, errors_of
+from .files import check_named, regular_file, write_file
+
+JSON = Any
+
+_KEY = "eagle_slim.token_counts"
+_VERSION = 2
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Documents that were never counted, kept for measuring coverage.
+
+    Attributes:
+        token_ids: int32 [tokens].
+        doc_offsets: int64 [documents + 1]; document d is `token_ids[doc_offsets[d] : doc_offsets[d + 1]]`.
+    """
+
+    token_ids: NDArray[np.int32]
+    doc_offsets: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
+            raise VocabularyError(f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}.")
+        offsets = self.doc_offsets
+        if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 1:
+            raise VocabularyError(f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}.")
+        if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
+            raise VocabularyError(
+                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens.",
+                field="doc_offsets",
+            )
+
+    @classmethod
+    def of_documents(cls, documents: Iterable[NDArray[np.int32]]) -> HeldOut:
+        """Put documents [tokens] behind each other, in an order that depends on nothing but what they hold."""
+        ordered = sorted(documents, key=lambda token_ids: token_ids.tobytes())
+        offsets = np.cumsum([0, *map(len, ordered)], dtype=np.int64)
+        return cls(np.concatenate([np.zeros(0, np.int32), *ordered]), offsets)
+
+    @property
+    def documents(self) -> list[NDArray[np.int32]]:
+        """Token ids of each document, int32 [tokens]."""
+        return np.split(self.token_ids, self.doc_offsets[1:-1]) if self.num_documents else []
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.doc_offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class SourceCounts:
+    """Counts of one source.
+
+    Attributes:
+        name: unique within a TokenCounts.
+        weight: share of the source in `TokenCounts.weighted`, relative to the other sources; above 0.
+        counts: int64 [vocab] by target id.
+        held_out: documents of the source that are not in `counts`, or None.
+        provenance: where the text came from and how it was taken.
+    """
+
+    name: str
+    weight: float
+    counts: NDArray[np.int64]
+    held_out: HeldOut | None
+    provenance: dict[str, JSON]
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise VocabularyError("A source of counts needs a name.")
+        _check_weight(self.name, self.weight, VocabularyError)
+        if self.counts.dtype != np.int64 or self.counts.ndim != 1:
+            raise VocabularyError(
+                f"source {self.name}: counts: expected int64 [vocab], found {_kind(self.counts)}.", field="counts"
+            )
+        if len(self.counts) and self.counts.min() < 0:
+            token_id = int(np.argmin(self.counts))
+            raise VocabularyError(
+                f"source {self.name}: the count of id {token_id} is {self.counts[token_id]}, below 0.",
+                field="counts",
+                id=token_id,
+            )
+        ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
+            raise VocabularyError(
+                f"source {self.name}: held-out ids: expected 0 to {len(self.counts) - 1}.", field="token_ids"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens counted, held-out ones left out."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCounts:
+    """Counts of several sources by one tokenizer; mergeable, weightable.
+
+    Attributes:
+        sources: at least one, of unique names and one vocabulary size.
+        tokenizer_hash: `LoadedTokenizer.tokenizer_hash` of the tokenizer that counted, or None when not known.
+    """
+
+    sources: tuple[SourceCounts, ...]
+    tokenizer_hash: str | None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise VocabularyError("Token counts need at least one source.", field="sources")
+        names = [source.name for source in self.sources]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise VocabularyError(
+                f"Source names must be unique; found more than once: {', '.join(repeated)}.", repeated=repeated
+            )
+        sizes = {source.name: len(source.counts) for source in self.sources}
+        if len(set(sizes.values())) > 1:
+            raise VocabularyError(f"All sources must have one vocabulary size; found {sizes}.", sizes=sizes)
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of every count array: the largest token id + 1."""
+        return len(self.sources[0].counts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens counted in all sources."""
+        return sum(source.num_tokens for source in self.sources)
+
+    def source_weights(self, weights: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return the weight of every source by its name, in order; see `mixed_weights`."""
+        return mixed_weights({source.name: source.weight for source in self.sources}, weights)
+
+    def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+        """Mix the sources into one count per id.
+
+        Each source is first normalised, so that its size does not matter: with weights w_s, counts c_s and
+        totals T_s, the result is T · Σ_s (w_s / Σ w) · c_s / T_s, where T is the total of all tokens and the sums run
+        over sources with any token. A single source gives its counts exactly.
+
+        Returns float64 [vocab]; raises as `mixed_weights`.
+        """
+        chosen = self.source_weights(weights)
+        used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
+        if len(used) <= 1:
+            return (used[0] if used else self.sources[0]).counts.astype(np.float64)
+        total_weight = sum(chosen[source.name] for source in used)
+        total_tokens = sum(source.num_tokens for source in used)
+        mixed = np.zeros(self.vocab_size, np.float64)
+        for source in used:
+            mixed += source.counts * (total_tokens * (chosen[source.name] / total_weight) / source.num_tokens)
+        return mixed
+
+    def add(self, ids: Iterable[int], source: str = "generated") -> TokenCounts:
+        """Return these counts with more tokens, such as those of a model's answers, added to a source of this name.
+
+        Raises `VocabularyError` for an id outside the vocabulary, and for the very same tokens a second time.
+        """
+        found = np.fromiter(ids, np.int64)
+        if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
+            raise VocabularyError(
+                f"Ids to add: expected 0 to {self.vocab_size - 1}, found {found.min()} to {found.max()}."
+            )
+        counts = np.bincount(found, minlength=self.vocab_size)
+        weight = next((each.weight for each in self.sources if each.name == source), 1.0)
+        provenance = {"method": "generated", "sha256": hashlib.sha256(found.tobytes()).hexdigest()}
+        more = SourceCounts(source, weight, counts.astype(np.int64), None, provenance)
+        return merge_counts([self, TokenCounts((more,), self.tokenizer_hash)])
+
+    def save(self, path: str | Path) -> None:
+        """Write the file described at the top of this module, whole or not at all.
+
+        Raises:
+            OSError: the folder is missing or read-only, the disk is full.
+        """
+        write_file(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the file described at the top of this module."""
+        from safetensors.numpy import save
+
+        tensors: dict[str, NDArray[Any]] = {}
+        for position, source in enumerate(self.sources):
+            tensors[f"counts.{position}"] = np.ascontiguousarray(source.counts)
+            if source.held_out is not None:
+                tensors[f"held_out.{position}.token_ids"] = np.ascontiguousarray(source.held_out.token_ids)
+                tensors[f"held_out.{position}.doc_offsets"] = np.ascontiguousarray(source.held_out.doc_offsets)
+        header = {
+            "version": _VERSION,
+            "tokenizer_hash": self.tokenizer_hash,
+            "sources": [
+                {"name": source.name, "weight": source.weight, "provenance": source.provenance}
+                for source in self.sources
+            ],
+        }
+        header["checksum"] = checksum(header, tensors)
+        # One metadata entry only: safetensors writes several in no fixed order.
+        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> TokenCounts:
+        """Read and check a file written by `save`.
+
+        Raises:
+            UsageError: the name is empty.
+            VocabularyError: missing, not a counts file, of a newer version, or damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        check_named(path)
+        regular_file(path, VocabularyError, "counts file")
+        try:
+            with safe_open(path, "numpy") as file:
+                metadata = file.metadata() or {}
+                if _KEY not in metadata:
+                    raise VocabularyError.at(
+                        path,
+                        f"a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
+                        "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
+                        missing=_KEY,
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        # numpy does not know bfloat16 and raises a TypeError.
+        except (SafetensorError, OSError, TypeError) as error:
+            raise VocabularyError.at(
+                path, f"not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`."
+            ) from error
+        with errors_of(path):
+            try:
+                return _from_parts(json.loads(metadata[_KEY]), tensors)
+            # A JSONDecodeError is a ValueError.
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
+
+
+def checksum(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 of a header, its own entry "checksum" left out, and of names, dtypes, shapes and bytes of tensors."""
+    plain = {key: value for key, value in header.items() if key != "checksum"}
+    # As it comes back from the file, so that 1 and "1" as keys are alike.
+    digest = hashlib.sha256(json.dumps(json.loads(json.dumps(plain)), sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {_kind(tensors[name])}".encode() + tensors[name].tobytes())
+    return digest.hexdigest()
+
+
+def is_counts_file(path: str | Path) -> bool:
+    """Whether an existing file is a safetensors file of token counts, whatever its name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            return _KEY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the weight of every source by its name, in order: `weights` replace stored ones, and 0 leaves one out.
+
+    Raises:
+        UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+    """
+    chosen = {name: float(weight) for name, weight in stored.items()}
+    for name, weight in (weights or {}).items():
+        if name not in chosen:
+            raise _unknown_source(name, chosen)
+        if weight != 0:
+            _check_weight(name, weight, UsageError)
+        chosen[name] = float(weight)
+    if not any(chosen.values()):
+        raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
+    return chosen
+
+
+def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:
+    """Merge counts made by one tokenizer.
+
+    Sources of different names are kept side by side. Sources of one name are parts of one corpus that were counted
+    separately: their counts are added and their held-out documents joined. Parts that were counted with the same
+    settings give what one count of the whole gives, byte for byte; others are listed in the provenance under "parts".
+
+    `weights`, by source name, replace the stored ones.
+
+    Raises:
+        TokenizerError: the tokenizers differ.
+        VocabularyError: the vocabulary sizes differ, or the very same part is given twice.
+        UsageError: nothing to merge, an unknown name in `weights`, a weight that is not above 0, or parts of one name
+            with different weights.
+    """
+    if not items:
+        raise UsageError("Nothing to merge: name at least one counts file.", missing="counts")
+    hashes = {item.tokenizer_hash for item in items}
+    if len(hashes) > 1:
+        found = ", ".join(sorted(str(value) for value in hashes))
+        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {found}.", hashes=hashes)
+    sizes = sorted({item.vocab_size for item in items})
+    if len(sizes) > 1:
+        raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.", sizes=sizes)
+    parts: dict[str, list[SourceCounts]] = {}
+    for item in items:
+        for source in item.sources:
+            parts.setdefault(source.name, []).append(source)
+    for name, weight in (weights or {}).items():
+        if name not in parts:
+            raise _unknown_source(name, parts)
+        _check_weight(name, weight, UsageError)
+    sources = []
+    for name, same_name in parts.items():
+        given = (weights or {}).get(name)
+        stored = sorted({source.weight for source in same_name})
+        if given is None and len(stored) > 1:
+            raise UsageError(
+                f"Source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}.",
+                source=name,
+                weights=stored,
+            )
+        merged = _add_parts(name, same_name)
+        sources.append(merged if given is None else replace(merged, weight=float(given)))
+    return TokenCounts(tuple(sources), items[0].tokenizer_hash)
+
+
+def _text_of(provenance: JSON) -> JSON:
+    """Return the part of a provenance that tells which text it is, whatever the settings it was counted with."""
+    if not isinstance(provenance, dict) or provenance.get("sample") is not None:
+        return provenance
+    if "files" not in provenance and "dataset" not in provenance:
+        return provenance
+    names = ("files", "dataset", "config", "split", "revision", "column", "text", "digest")
+    return {name: provenance.get(name) for name in names}
+
+
+_ADDED = ("documents", "tokens", "empty_documents", "skipped_records", "cuts_in_long_texts")
+_HELD_OUT_ADDED = ("documents", "tokens")
+_OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
+
+
+def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
+    if len(parts) == 1:
+        return parts[0]
+    found = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
+    texts = [_text_of(part) for part in found]
+    if any(text in texts[:at] for at, text in enumerate(texts)):
+        raise VocabularyError(
+            f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
+            "Merge each counts file once; give the sources different names if they really differ."
+        )
+    added: list[JSON] = []
+    for part in found:
+        twin = next((other for other in added if _have_same_settings(part, other)), None)
+        if twin is None:
+            added.append(part)
+        else:
+            added[added.index(twin)] = _sum_of(twin, part)
+    held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
+    return SourceCounts(
+        name=name,
+        weight=parts[0].weight,
+        counts=np.sum([source.counts for source in parts], axis=0, dtype=np.int64),
+        held_out=HeldOut.of_documents(held_out) if held_out else None,
+        provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=lambda part: json.dumps(part))},
+    )
+
+
+def _have_same_settings(a: JSON, b: JSON) -> bool:
+    """Whether two provenances are of files that were counted in one way, so that one may stand for both."""
+    if not all(isinstance(part, dict) and "digest" in part and "files" in part for part in (a, b)):
+        return False
+    plain = [{key: value for key, value in part.items() if key not in _OF_THE_TEXT} for part in (a, b)]
+    return plain[0] == plain[1] and a["held_out"].get("share") == b["held_out"].get("share")
+
+
+def _sum_of(a: JSON, b: JSON) -> JSON:
+    held_out = {**a["held_out"], **{key: a["held_out"][key] + b["held_out"][key] for key in _HELD_OUT_ADDED}}
+    return {
+        **a,
+        **{key: a[key] + b[key] for key in _ADDED},
+        "files": sorted([*a["files"], *b["files"]], key=lambda file: str(file["name"])),
+        "digest": f"{(int(a['digest'], 16) + int(b['digest'], 16)) % 2**64:016x}",
+        "held_out": held_out,
+    }
+
+
+def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
+    if header["version"] not in (1, _VERSION):
+        raise VocabularyError(
+            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it.",
+            version=header["version"],
+        )
+    found = None if header["version"] == 1 else checksum(header, tensors)
+    sources = []
+    for position, entry in enumerate(header["sources"]):
+        ids = tensors.pop(f"held_out.{position}.token_ids", None)
+        offsets = tensors.pop(f"held_out.{position}.doc_offsets", None)
+        if (ids is None) != (offsets is None):
+            raise VocabularyError(
+                f"source {entry['name']}: held-out ids and offsets belong together; one is missing.", field="held_out"
+            )
+        held_out = None if ids is None or offsets is None else HeldOut(ids, offsets)
+        counts = tensors.pop(f"counts.{position}")
+        sources.append(SourceCounts(entry["name"], float(entry["weight"]), counts, held_out, entry["provenance"]))
+    if tensors:
+        raise VocabularyError(
+            f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.", tensors=sorted(tensors)
+        )
+    if found is not None and found != header["checksum"]:
+        raise VocabularyError(
+            "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again.",
+            field="checksum",
+        )
+    return TokenCounts(tuple(sources), header["tokenizer_hash"])
+
+
+def _unknown_source(name: str, known: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"There is no source named {name!r} in these counts; they have: {', '.join(known)}.",
+        source=name,
+        sources=list(known),
+    )
+
+
+def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:
+    if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) > 0):
+        raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.", source=name, weight=weight)
+
+
+def _kind(array: NDArray[Any]) -> str:
+    return f"{array.dtype} {list(array.shape)}"

@@ -1,0 +1,247 @@
+"""Texts → token ids, in batches, through `tokenizers` or `fastokens`.
+
+`fastokens` is only ever used after it has given the ids of `tokenizers` on a probe of the very corpus.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TokenizerError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TokenizerLibrary = Literal["tokenizers", "fastokens"]
+
+# Characters per call: `tokenizers` keeps about 100 bytes per token until a call returns.
+BATCH_CHARS = 1 << 20
+MAX_TEXT_CHARS = 1 << 20
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """All it takes to build an encoder in another process.
+
+    Attributes:
+        tokenizer_json: a tokenizer.json without truncation, padding and post-processor.
+        vocab_size: largest id + 1.
+        library: which library encodes.
+    """
+
+    tokenizer_json: str
+    vocab_size: int
+    library: TokenizerLibrary = "tokenizers"
+
+
+def encoder_spec(backend: Tokenizer, vocab_size: int) -> EncoderSpec:
+    """Take from a tokenizer what encoding plain text needs, and nothing that adds to it or cuts it."""
+    definition = json.loads(backend.to_str())
+    definition.update(truncation=None, padding=None, post_processor=None)
+    return EncoderSpec(json.dumps(definition, ensure_ascii=False), vocab_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Token ids of several texts.
+
+    Attributes:
+        token_ids: uint32 [tokens], of all texts, concatenated.
+        offsets: int64 [texts + 1].
+    """
+
+    token_ids: NDArray[np.uint32]
+    offsets: NDArray[np.int64]
+
+
+class Encoder(Protocol):
+    """Encodes texts as they are: special tokens in the text are recognised, none are added."""
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Encode one batch; the caller keeps batches small."""
+
+
+def name_and_version(library: TokenizerLibrary) -> str:
+    """Return the name and version of an installed library, for provenance."""
+    return f"{library} {version(library)}"
+
+
+def build_encoder(spec: EncoderSpec) -> Encoder:
+    """Build the encoder of a spec."""
+    return _Fastokens(spec.tokenizer_json) if spec.library == "fastokens" else _Tokenizers(spec.tokenizer_json)
+
+
+class _Tokenizers:
+    def __init__(self, tokenizer_json: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        offsets = np.zeros(len(encodings) + 1, np.int64)
+        # The quickest way from lists of int to memory: 8 ns per token, half of numpy's.
+        ids = array("I")
+        for position, encoding in enumerate(encodings, 1):
+            ids.extend(encoding.ids)
+            offsets[position] = len(ids)
+        return Encoded(np.frombuffer(ids, np.uint32), offsets)
+
+
+class _Fastokens:
+    def __init__(self, tokenizer_json: str) -> None:
+        try:
+            import fastokens
+        except ImportError as error:
+            raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
+        try:
+            self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
+        except Exception as error:  # fastokens raises bare exceptions from Rust
+            raise TokenizerError(f"fastokens cannot load this tokenizer: {error}") from error
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        ids, offsets = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
+        return Encoded(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).astype(np.int64))
+
+
+def encode_all(encoder: Encoder, texts: Sequence[str]) -> tuple[Encoded, NDArray[np.int64]]:
+    """Encode any number of texts of any length in bounded memory.
+
+    A text over MAX_TEXT_CHARS is encoded in parts, cut after a line end or before a space, so that at such a cut a
+    token may differ from those of the whole.
+
+    Returns:
+        The ids of all texts, and the number of cuts made in each, int64 [texts].
+    """
+    if not texts:
+        return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64)), np.zeros(0, np.int64)
+    if max(map(len, texts)) <= MAX_TEXT_CHARS:
+        return _join([encoder.encode(batch) for batch in _batches(texts)]), np.zeros(len(texts), np.int64)
+    parts = [_parts(text) for text in texts]
+    num_parts = np.array([len(part) for part in parts], np.int64)
+    encoded = _join([encoder.encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_parts)])
+    return Encoded(encoded.token_ids, encoded.offsets[starts]), num_parts - 1
+
+
+def _parts(text: str) -> list[str]:
+    parts = []
+    start = 0
+    while len(text) - start > MAX_TEXT_CHARS:
+        stop = start + MAX_TEXT_CHARS
+        cut = text.rfind("\n", start, stop) + 1
+        if cut <= start:
+            cut = text.rfind(" ", start + 1, stop)
+        cut = stop if cut <= start else cut
+        parts.append(text[start:cut])
+        start = cut
+    return [*parts, text[start:]]
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    start = size = 0
+    for position, text in enumerate(texts):
+        if size and size + len(text) > BATCH_CHARS:
+            yield texts[start:position]
+            start, size = position, 0
+        size += len(text)
+    yield texts[start:]
+
+
+def _join(parts: Sequence[Encoded]) -> Encoded:
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
+    offsets = [np.zeros(1, np.int64), *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))]
+    return Encoded(np.concatenate([part.token_ids for part in parts]), np.concatenate(offsets))
+
+
+class SpanEncoder:
+    """Ids of the tokens in given parts of a text, exactly as the whole text is tokenized."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+
+    def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
+        """Encode a text and keep the tokens that begin inside a span (start, stop)."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
+        inside = np.zeros(len(begins), bool)
+        for start, stop in spans:
+            inside |= (begins >= start) & (begins < stop)
+        kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[inside]
+        return kept
+
+
+def choose_library(
+    requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[object, str]]
+) -> tuple[TokenizerLibrary, str]:
+    """Decide which library encodes the corpus.
+
+    Args:
+        requested: a library, or "auto" for `fastokens` where it is installed and gives the right ids.
+        probe: (place, text) of some texts of the corpus, on which `fastokens` must give the ids of `tokenizers`.
+
+    Returns:
+        The library, and why (a sentence without its full stop).
+
+    Raises:
+        TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.
+    """
+    if requested == "tokenizers":
+        return "tokenizers", "as asked for"
+    try:
+        fast = build_encoder(EncoderSpec(spec.tokenizer_json, spec.vocab_size, "fastokens"))
+    except TokenizerError as error:
+        if requested == "fastokens":
+            raise
+        return "tokenizers", str(error)
+    places, texts = [], []
+    for where, text in probe:
+        places.append(where)
+        texts.append(text)
+    if not any(texts):
+        reason = "found no text in the corpus to compare fastokens with tokenizers on"
+    elif (difference := _first_difference(build_encoder(spec), fast, texts)) is not None:
+        position, expected, found = difference
+        reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
+    else:
+        num_texts = sum(map(bool, texts))
+        reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
+        return "fastokens", reason
+    if requested == "fastokens":
+        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", option="--tokenizer-library")
+    return "tokenizers", reason
+
+
+def _first_difference(expected: Encoder, found: Encoder, texts: Sequence[str]) -> tuple[int, str, str] | None:
+    """Return the first text with different ids: its position, and the ids of both libraries where they first differ."""
+    right, _ = encode_all(expected, texts)
+    try:
+        other, _ = encode_all(found, texts)
+    except Exception as error:  # any error at all: it cannot encode this corpus
+        return 0, "those of tokenizers", f"an error, {error}"
+    for position in range(len(texts)):
+        a = right.token_ids[right.offsets[position] : right.offsets[position + 1]]
+        b = other.token_ids[other.offsets[position] : other.offsets[position + 1]]
+        if not np.array_equal(a, b):
+            shared = min(len(a), len(b))
+            unequal = np.flatnonzero(a[:shared] != b[:shared])
+            at = int(unequal[0]) if len(unequal) else shared
+            return position, _excerpt(a, at), _excerpt(b, at)
+    return None
+
+
+def _excerpt(ids: NDArray[Any], at: int) -> str:
+    return f"{ids[at : at + 4].tolist()} (token {at} of {len(ids)})"

@@ -1,0 +1,189 @@
+"""The ids that every draft vocabulary must hold, each with the reason.
+
+A drafter that cannot propose the end of a turn, a tool marker or a single byte stalls there on every request, however
+rare the token was in the corpus. Reserved and unused added tokens are not forced unless asked: Gemma-3 has 6,415.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .chats import ChatError, ChatSpec, ChatTemplate
+from .errors import UsageError
+from .tokenizer import LoadedTokenizer
+
+# Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers without generation settings. The
+# same list as llama.cpp's end-of-generation detection, without its fill-in-the-middle markers.
+_END_OF_TURN = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_turn|>", "<|end_of_sentence|>",
+    "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "<EOD>",
+    "<end_of_utterance>", "<|eos|>",
+})  # fmt: skip
+# Markers that models emit inside a turn and that a template may never spell (Llama-3.1's code calls, gpt-oss's
+# channels, reasoning and tool calls of unknown templates).
+_IN_TURN = frozenset({
+    "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]",
+    "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
+})  # fmt: skip
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather at a place.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Bern"}}}
+_USER = {"role": "user", "content": "What is the weather?"}
+_ASSISTANT = {"role": "assistant", "content": "Sunny."}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_ROLES = ("system", "developer", "user", "assistant", "model", "tool", "ipython", "function", "observation", "context")
+
+
+@dataclass(frozen=True)
+class ForcedIds:
+    """Target ids that are forced into a draft vocabulary: ascending and unique, int64 [forced], with the reasons by id.
+
+    The warnings say what could not be found out.
+    """
+
+    ids: NDArray[np.int64]
+    reasons: Mapping[int, str]
+    warnings: tuple[str, ...] = ()
+
+
+def forced_ids(
+    tokenizer: LoadedTokenizer, force_added: Literal["chat", "all"] = "chat", extra: Iterable[int] = ()
+) -> ForcedIds:
+    """List the ids that must be in any draft vocabulary for this tokenizer.
+
+    They are: eos (one or several), bos and pad of generation_config.json and tokenizer_config.json; end-of-turn, tool
+    and reasoning markers of well-known names; every added token that a chat template can emit, found both in its source
+    and by rendering probe conversations with all roles, tools and reasoning; single-byte tokens; what the caller adds.
+
+    Args:
+        tokenizer: the target's tokenizer.
+        force_added: "all" forces every added token, reserved ones too.
+        extra: further ids, forced "by request".
+
+    Raises:
+        UsageError: an extra id that no token has.
+    """
+    reasons: dict[int, list[str]] = {}
+    warnings: list[str] = []
+    real = set(tokenizer.real_ids.tolist())
+
+    def force(token_id: int, reason: str) -> None:
+        known = reasons.setdefault(token_id, [])
+        if reason not in known:
+            known.append(reason)
+
+    for token_id, reason in tokenizer.configured_ids:
+        if token_id in real:
+            force(token_id, reason)
+        elif token_id >= 0:
+            warnings.append(f"{reason} is id {token_id}, but no token of {tokenizer.source} has it; it is not forced")
+    for token_id, text in tokenizer.added_tokens.items():
+        # Gemma-3 has the HTML tag </s> among its tokens; only a special one ends a turn.
+        if text in _END_OF_TURN and token_id in tokenizer.special_ids:
+            force(token_id, "end of turn")
+        if text in _IN_TURN:
+            force(token_id, "tool or reasoning marker")
+        if force_added == "all":
+            force(token_id, "added token")
+    if not tokenizer.chat_templates:
+        warnings.append(
+            f"{tokenizer.source} has no chat template: role and tool markers are unknown and not forced "
+            "(--force-added all forces every added token, --force-id single ones)"
+        )
+    for name, template in tokenizer.chat_templates.items():
+        label = "chat template" if name == "default" else f"chat template '{name}'"
+        for token_id in sorted(_template_tokens(tokenizer, template)):
+            force(token_id, label)
+    for token_id, byte in tokenizer.byte_of_id.items():
+        force(token_id, f"byte 0x{byte:02X}")
+    for token_id in extra:
+        if token_id not in real:
+            raise UsageError(f"Forced id {token_id}: {tokenizer.source} has no such token.", option="--force-id")
+        force(token_id, "by request")
+    return ForcedIds(
+        ids=np.array(sorted(reasons), np.int64),
+        reasons={token_id: ", ".join(reasons[token_id]) for token_id in sorted(reasons)},
+        warnings=tuple(warnings),
+    )
+
+
+def _template_tokens(tokenizer: LoadedTokenizer, template: str) -> set[int]:
+    """Return the added tokens that a chat template can emit: those in its source, and those that probes make it emit.
+
+    The source alone misses markers put together from a role (`'<|' + message.role + '|>'`); probes alone miss branches
+    that no probe enters.
+    """
+    added = tokenizer.added_tokens.keys()
+    compiled = ChatTemplate(ChatSpec(template, tokenizer.special_tokens))
+    texts = [*_literals(compiled, tokenizer.special_tokens), *_probe(compiled)]
+    encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+    return {token_id for encoding in encodings for token_id in encoding.ids if token_id in added}
+
+
+def _literals(template: ChatTemplate, special_tokens: Mapping[str, str]) -> list[str]:
+    """Return every text that a template's source spells: literal strings, constant concatenations, known variables."""
+    from jinja2 import nodes
+
+    def text_of(node: nodes.Node) -> str | None:
+        """Return the text of a constant expression, special-token variables included; None when it is not one."""
+        if isinstance(node, nodes.TemplateData):
+            return node.data
+        if isinstance(node, nodes.Const):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, nodes.Name):
+            return special_tokens.get(node.name)
+        parts: Sequence[nodes.Node]
+        if isinstance(node, nodes.Add):
+            parts = [node.left, node.right]
+        elif isinstance(node, nodes.Concat):
+            parts = node.nodes
+        else:
+            return None
+        texts = [text_of(part) for part in parts]
+        return None if any(text is None for text in texts) else "".join(text for text in texts if text is not None)
+
+    found: dict[str, None] = {}
+    kinds = (nodes.TemplateData, nodes.Const, nodes.Name, nodes.Add, nodes.Concat)
+    for node in template.syntax_tree.find_all(kinds):
+        text = text_of(node)
+        if text:
+            found.setdefault(text)
+    return list(found)
+
+
+def _probe(template: ChatTemplate) -> Iterator[str]:
+    """Render conversations that reach a template's branches; conversations that it refuses are left out."""
+    reasoning = {**_ASSISTANT, "reasoning_content": "Thinking.", "thinking": "Thinking."}
+    result = {"content": "22 C", "tool_call_id": "call12345", "name": "get_weather"}
+    parts: list[dict[str, str]] = [{"type": "text", "text": "Hello"}, {"type": "image"}]
+    conversations: list[list[dict[str, Any]]] = [
+        [_USER],
+        [{"role": "system", "content": "Be brief."}, _USER, _ASSISTANT],
+        [_USER, _ASSISTANT, _USER, reasoning],
+        [{"role": "user", "content": parts}, _ASSISTANT],
+        [_USER, {**_CALLING, "content": None}],
+    ]
+    for role in _ROLES:
+        conversations.append([_USER, _CALLING, {"role": role, **result}, _ASSISTANT])
+        conversations.append([_USER, {"role": role, "content": "Hello"}])
+        conversations.append([{"role": role, "content": "Hello"}])
+    variables: Sequence[dict[str, Any]] = ({}, {"enable_thinking": False}, {"enable_thinking": True, "thinking": True})
+    for messages in conversations:
+        for tools in (None, [_TOOL]):
+            for extra in variables:
+                with contextlib.suppress(ChatError):
+                    yield template.render(messages, add_generation_prompt=True, tools=tools, **extra)

@@ -1,0 +1,539 @@
+"""Sources of text: as a user names them, and opened.
+
+    "[NAME=]LOCATION[,KEY=VALUE...]"  → CorpusSource   `parse_source`
+    CorpusSource                      → OpenSource     `open_source`: its files or dataset, the column, what it holds
+    OpenSource                        → Block          `OpenSource.blocks`, which records.py reads
+
+Text and JSON lines are read by records.py, here and on the Hub; tables of the Hub are streamed by `datasets`, shard by
+shard and never downloaded whole. HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE work as usual.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from .chats import kind_of, messages_in_text
+from .errors import CorpusError, EagleSlimError, UsageError
+from .files import expand_home, regular_file
+from .hub import keep_limit, plain, trouble_of
+from .records import PACKED, BadRecord, Block, parquet_blocks, parquet_rows, plain_blocks, rows_blocks, stream_blocks
+
+Roles = Literal["assistant", "all"]
+Kind = Literal["text", "chat"]
+
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+TEXT_COLUMNS = ("text", "content")
+LINES = (".jsonl", ".ndjson", ".json")
+FORMATS = (*LINES, ".txt", ".parquet")
+READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), and .parquet"
+
+_HUB_SETTINGS = ("config", "split", "revision")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
+_COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
+# Records in which a column's kind is looked for.
+_ROWS_LOOKED_AT = 1000
+_BATCH_ROWS = 100
+_NETWORK = ("huggingface_hub", "httpx", "httpx2", "requests", "aiohttp")
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """One source of text.
+
+    Attributes:
+        location: id of a Hub dataset, or a local file, folder or glob.
+        name: how counts and reports call it; empty: made from the location.
+        weight: its share when sources are mixed, relative to the others.
+        config: configuration ("subset") of a Hub dataset.
+        split: split of a Hub dataset; None: the only one, or "train".
+        revision: branch, tag or commit of a Hub dataset.
+        column: the column with the text or the chat; None: found by looking at the first records.
+        roles: of chats, what is counted: "assistant" turns with their end-of-turn token, or "all" the rendered text.
+        max_documents: stop after this many documents.
+        max_tokens: stop with the document that reaches this many tokens.
+        sample: share of the documents to take, drawn by the seed; None: all.
+        shuffle: take the files or shards in an order drawn by the seed.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    location: str
+    name: str = ""
+    weight: float = 1.0
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    column: str | None = None
+    roles: Roles = "assistant"
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    sample: float | None = None
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "location", os.fspath(self.location))
+        if self.location in ("", "-"):
+            raise UsageError(
+                "A source is a dataset id, file, folder or glob; standard input is not read. Write its text to a file."
+            )
+        if not self.name:
+            object.__setattr__(self, "name", _default_name(self.location))
+        rules = (
+            ("weight", 0 < self.weight < float("inf"), "a number above 0"),
+            ("roles", self.roles in ("assistant", "all"), "`assistant` or `all`"),
+            ("max_documents", self.max_documents is None or self.max_documents >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("sample", self.sample is None or 0 < self.sample <= 1, "a number above 0 and at most 1"),
+        )
+        for setting, holds, expected in rules:
+            if not holds:
+                found = getattr(self, setting)
+                raise UsageError(f"source {self.name}: {setting}: expected {expected}, found {found!r}.")
+
+
+def _default_name(location: str) -> str:
+    name = Path(location).name if looks_local(location) else location.rsplit("/", 1)[-1]
+    for suffix in (*PACKED, *FORMATS):
+        name = name.removesuffix(suffix)
+    # What is left of a glob; a file may well be called a[1].jsonl.
+    if not os.path.exists(expand_home(location)):
+        name = name.strip("*?[]. ")
+    return name or "corpus"
+
+
+def amount(text: str) -> int:
+    """Read a whole number above 0, or one with a unit: 500k, 10M, 1.5B.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    found = _AMOUNT.fullmatch(text.strip().replace("_", ""))
+    number = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    if number < 1 or number != int(number):
+        raise ValueError(f"{text!r} is not a number above 0 such as 5000, 500k, 10M or 1.5B")
+    return int(number)
+
+
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_CONVERTERS: Mapping[str, Any] = {
+    "weight": float,
+    "max_documents": amount,
+    "max_tokens": amount,
+    "sample": float,
+    "shuffle": _TRUTH.__getitem__,
+}
+_KEYS = tuple(item.name for item in fields(CorpusSource) if item.name not in ("location", "name"))
+
+
+def parse_source(spec: str) -> CorpusSource:
+    """Parse `[NAME=]LOCATION[,KEY=VALUE...]`.
+
+    Example: `chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3` or `code=src/*.jsonl,column=content`.
+    Keys are the fields of `CorpusSource`; a hyphen may stand for an underscore.
+
+    Raises:
+        UsageError: an unknown key, a key that is given twice, or a value of the wrong kind.
+    """
+    location, *settings = spec.split(",")
+    # A comma may belong to the path: take settings from the right only.
+    while settings and "=" not in settings[0]:
+        location = f"{location},{settings.pop(0)}"
+    name, equals, rest = location.partition("=")
+    if equals and "/" not in name and not Path(location).exists():
+        location = rest
+    else:
+        name = ""
+    chosen: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in _KEYS:
+            raise UsageError(f"source {spec!r}: unknown key {key!r}. Known keys: {', '.join(_KEYS)}.")
+        if key in chosen:
+            raise UsageError(f"source {spec!r}: {key} is given twice.")
+        try:
+            chosen[key] = _CONVERTERS.get(key, str)(value.strip())
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"source {spec!r}: {value!r} is not a value for {key}.") from error
+    return CorpusSource(location=location.strip(), name=name.strip(), **chosen)
+
+
+def with_unique_names(sources: Sequence[CorpusSource]) -> list[CorpusSource]:
+    """Number the names that sources share: `data`, `data-2`, ..."""
+    taken: dict[str, int] = {}
+    renamed = []
+    for source in sources:
+        taken[source.name] = taken.get(source.name, 0) + 1
+        number = taken[source.name]
+        renamed.append(source if number == 1 else replace(source, name=f"{source.name}-{number}"))
+    return renamed
+
+
+# Files
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file: its path, or its address on the Hub; its name in provenance; size and time where it is local."""
+
+    path: str
+    name: str
+    size: int | None = None
+    modified_ns: int | None = None
+
+    @property
+    def format(self) -> str:
+        """End of its name, without that of a packed file: one of FORMATS."""
+        return _format_of(self.path) or ""
+
+
+def looks_local(location: str) -> bool:
+    """Whether a location is a path or a glob rather than the id of a Hub dataset."""
+    if location.startswith((".", "/", "~")) or glob.has_magic(location):
+        return True
+    return _format_of(location) is not None or expand_home(location).exists()
+
+
+def _format_of(path: str) -> str | None:
+    stem, suffix = os.path.splitext(path.lower())
+    if suffix in PACKED:
+        suffix = os.path.splitext(stem)[1]
+        return None if suffix == ".parquet" else _format_of(f"x{suffix}")
+    return suffix if suffix in FORMATS else None
+
+
+def find_files(location: str) -> tuple[SourceFile, ...]:
+    """List the files of a path, folder (searched through) or glob, by name.
+
+    Raises:
+        CorpusError: there are none, one cannot be read, or a file has an unknown format.
+    """
+    path = expand_home(location)
+    base = path if path.is_dir() else path.parent
+    if path.is_dir():
+        # Hidden files, and other formats, do not belong to the corpus.
+        names = glob.glob("**/*", root_dir=path, recursive=True)
+        found = [path / name for name in names if _format_of(name) is not None and not (path / name).is_dir()]
+    elif path.exists():
+        found = [path]
+    elif glob.has_magic(location):
+        found = [Path(name) for name in glob.glob(str(path), recursive=True) if not Path(name).is_dir()]
+        while glob.has_magic(str(base)):
+            base = base.parent
+    else:
+        raise CorpusError(f"{location}: no such file or folder.")
+    if not found:
+        raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
+    unique = set(found)
+    twice = next((file for file in found if file.suffix.lower() in PACKED and file.with_suffix("") in unique), None)
+    if twice is not None:
+        raise CorpusError.at(
+            twice,
+            f"{twice.stem} is there too, so the same text would count twice. Remove one of them, or name the "
+            "files by a glob that leaves it out.",
+        )
+    return tuple(_looked_at(file, file.relative_to(base).as_posix()) for file in sorted(unique))
+
+
+def _looked_at(path: Path, name: str) -> SourceFile:
+    if _format_of(path.name) is None:
+        raise CorpusError.at(path, f"unknown kind of file. Readable: {READABLE}.")
+    state = regular_file(path, CorpusError).stat()
+    return SourceFile(str(path.absolute()), name, state.st_size, state.st_mtime_ns)
+
+
+# Opened
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source that was looked at: what it holds, and how to read it.
+
+    Attributes:
+        source: as asked for.
+        kind: "text", or "chat" where the column holds messages.
+        column: column read; "" for plain text.
+        origin: JSON for provenance, without paths or times.
+        files: the files to read, in order; none for a table of the Hub.
+        order: the shards, in the order in which they are read.
+        table: a table of the Hub, as `datasets` streams it.
+    """
+
+    source: CorpusSource
+    kind: Kind
+    column: str
+    origin: dict[str, Any]
+    files: tuple[SourceFile, ...]
+    order: tuple[int, ...]
+    table: Any = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int | None:
+        """Sum of the sizes of all blocks (bytes on disk), None when not known."""
+        sizes = [file.size for file in self.files]
+        return None if self.table is not None or None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is read from the Hub."""
+        return "dataset" in self.origin
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks in the source's order; raises CorpusError."""
+        for shard in self.order:
+            yield from self.shard_blocks(shard)
+
+    def shard_blocks(self, shard: int) -> Iterator[Block]:
+        """Yield the blocks of one shard."""
+        if not self.is_remote:
+            return _file_blocks(self.files[shard], shard, self.column)
+        return self._remote_blocks(shard)
+
+    def _remote_blocks(self, shard: int) -> Iterator[Block]:
+        location = self.source.location
+        with hub_errors(location):
+            if self.table is None:
+                yield from _file_blocks(self.files[shard], shard, self.column)
+                return
+            stream = self.table.shard(num_shards=self.table.num_shards, index=shard)
+            if self.column in (stream.column_names or ()):
+                stream = stream.select_columns([self.column])
+            where = f"{location}, split {self.origin['split']}, shard {shard}"
+            yield from rows_blocks(stream.with_format("arrow").iter(_BATCH_ROWS), self.column, shard, where)
+
+    def is_cheap_to_cut(self, shard: int) -> bool:
+        """Whether the blocks of a shard are found without reading it; they hold no data then."""
+        return self.table is None and _is_plain(self.files[shard])
+
+    def probe(self, num_blocks: int) -> list[Block]:
+        """Return a few blocks from all over the files, or the first where each further one would be fetched."""
+        if self.is_remote:
+            return list(itertools.islice(self.blocks(), 1))
+        shards = sorted({self.order[len(self.order) * step // num_blocks] for step in range(num_blocks)})
+        if len(shards) == 1 and self.is_cheap_to_cut(shards[0]):
+            blocks = list(self.shard_blocks(shards[0]))
+            return [blocks[at] for at in sorted({len(blocks) * step // num_blocks for step in range(num_blocks)})]
+        return [block for shard in shards for block in itertools.islice(self.shard_blocks(shard), 1)]
+
+    def check_unchanged(self) -> None:
+        """Raise CorpusError where a local file is not what it was when the source was opened."""
+        for file in self.files if not self.is_remote else ():
+            now = _looked_at(Path(file.path), file.name)
+            if now != file:
+                raise CorpusError.at(
+                    file.path, "changed while it was being counted. Start again when nothing writes to it any more."
+                )
+
+
+def _is_plain(file: SourceFile) -> bool:
+    return file.size is not None and file.path.lower().endswith((".jsonl", ".ndjson", ".txt"))
+
+
+def _file_blocks(file: SourceFile, shard: int, column: str) -> Iterator[Block]:
+    is_text = file.format == ".txt"
+    if file.size is not None and file.format == ".parquet":
+        return parquet_blocks(file.path, shard, file.size, column)
+    if file.size is not None and _is_plain(file):
+        return plain_blocks(file.path, shard, file.size, is_text)
+    return stream_blocks(file.path, shard, is_text)
+
+
+def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
+    """Look at a source: its files or its dataset, and the column to read.
+
+    Raises:
+        UsageError: a setting that does not fit, or no column stands out.
+        CorpusError: nothing is there, or it cannot be read.
+    """
+    opened = _open_files(source) if looks_local(source.location) else _open_dataset(source)
+    num_shards = opened.table.num_shards if opened.table is not None else len(opened.files)
+    order = list(range(num_shards))
+    if source.shuffle:
+        random.Random(f"{seed} {source.name}").shuffle(order)
+    opened = replace(opened, order=tuple(order))
+    if opened.table is None and all(file.format == ".txt" for file in opened.files):
+        if source.column is not None:
+            raise UsageError(f"{source.location}: plain text has no columns; leave out column={source.column}.")
+        return opened
+    column, kind = _choose_column(source, _first_row(opened))
+    return replace(opened, column=column, kind=kind, origin={**opened.origin, "column": column})
+
+
+def refuse_repeated_inputs(sources: Sequence[OpenSource]) -> None:
+    """Refuse text that is read twice, which would count twice; another column of a file is other text.
+
+    Raises:
+        UsageError: a file or split is read twice.
+    """
+    seen: dict[tuple[str, str], str] = {}
+    for opened in sources:
+        inputs = [os.path.realpath(file.path) for file in opened.files]
+        if opened.is_remote:
+            # The Hub finds its datasets in upper and lower case.
+            inputs = [f"{opened.source.location.lower()}, {opened.origin['config']}, split {opened.origin['split']}"]
+        for name in inputs:
+            first = seen.setdefault((name, opened.column), opened.source.name)
+            if first != opened.source.name or inputs.count(name) > 1:
+                raise UsageError(
+                    f"{name}: read by source {first} and by source {opened.source.name}. Its text would count twice. "
+                    "Leave one out; weight=2 gives a source more weight."
+                )
+
+
+def _open_files(source: CorpusSource) -> OpenSource:
+    for setting in _HUB_SETTINGS:
+        if getattr(source, setting) is not None:
+            raise UsageError(f"{source.location}: these are local files, and {setting} is for Hub datasets only.")
+    files = find_files(source.location)
+    formats = {file.format for file in files}
+    if ".txt" in formats and len(formats) > 1:
+        raise UsageError.at(
+            source.location,
+            ".txt files have no columns, the others have. Give them as two sources, each with a glob of its own.",
+        )
+    return OpenSource(source, "text", "", {"column": None}, files, ())
+
+
+# Datasets of the Hub
+
+
+def _open_dataset(source: CorpusSource) -> OpenSource:
+    import datasets
+
+    location, offline = source.location, bool(datasets.config.HF_HUB_OFFLINE)
+    with hub_errors(location):
+        builder = datasets.load_dataset_builder(location, source.config, revision=source.revision)
+        commit = _COMMIT.search(str(builder.base_path or "")) or _COMMIT.search(str(builder.config.data_files))
+        revision = commit[1] if commit else source.revision
+        origin = {"dataset": location, "config": builder.config.name, "revision": revision}
+        kind = type(builder).__module__.rpartition(".")[2]
+        # Read line by line: see records.py. A field of one large object is left to the builder.
+        if kind in ("json", "text") and getattr(builder.config, "field", None) is None and not offline:
+            data_files = builder.config.data_files
+            split = _choose_split(location, source.split, list(map(str, data_files)))
+            files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in map(str, data_files[split]))
+            if all(file.format for file in files):
+                return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files, ())
+        # The commit, not the branch: what is streamed later is then what was looked at now.
+        loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)
+        split = _choose_split(location, source.split, list(loaded))
+        table = loaded[split].to_iterable_dataset() if offline else loaded[split]
+    return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, (), (), table)
+
+
+def _choose_split(location: str, split: str | None, present: list[str]) -> str:
+    chosen = split or (present[0] if len(present) == 1 else "train")
+    if chosen in present:
+        return chosen
+    if split is None:
+        raise UsageError(f"{location}: name a split, one of {', '.join(present)}.")
+    raise UsageError(f"{location}: there is no split {split!r}; it has {', '.join(present)}.")
+
+
+@contextmanager
+def hub_errors(location: str) -> Iterator[None]:
+    """Turn what `datasets` and the network raise into errors a user can act on."""
+    keep_limit()
+    try:
+        yield
+    except EagleSlimError:
+        raise
+    except Exception as error:
+        raise _readable(location, error) from error
+
+
+def _readable(location: str, error: Exception) -> EagleSlimError:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes):
+        return CorpusError(f"{trouble_of(error, location)}\nLocal files always work.")
+    if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
+        return UsageError(f"{location}: {plain(error, 1000)}. Name one with ,config=NAME behind the source.")
+    advice = ""
+    if isinstance(error, ConnectionError):
+        advice = " Without the network, or with HF_HUB_OFFLINE set, only what is in the cache already can be read."
+    elif isinstance(error, FileNotFoundError):
+        advice = " Check the spelling; a private or gated dataset needs access, and HF_TOKEN or `hf auth login`."
+    return CorpusError(f"{location}: cannot be read as a dataset: {plain(error)}.{advice} Local files always work.")
+
+
+# Columns
+
+
+def _first_row(opened: OpenSource) -> dict[str, Any]:
+    """Return the first row, its nulls filled in from the next rows until no column that decides is null.
+
+    A null does not show what its column holds, and real tables begin with nulls.
+    """
+    source = opened.source
+    wanted = (*CHAT_COLUMNS, *TEXT_COLUMNS) if source.column is None else (source.column,)
+    found: dict[str, Any] | None = None
+    fault = ""
+    for row in itertools.islice(_rows(opened), _ROWS_LOOKED_AT):
+        if isinstance(row, str):
+            fault = fault or row
+            continue
+        known = {} if found is None else {column: value for column, value in found.items() if value is not None}
+        found = {**row, **known}
+        if all(found[column] is not None for column in wanted if column in found):
+            break
+    if found is None:
+        raise CorpusError.at(source.location, f"no record can be read. {fault or 'It is empty.'}")
+    return found
+
+
+def _rows(opened: OpenSource) -> Iterator[dict[str, Any] | str]:
+    """Yield rows from the first on, with all their columns, or what is wrong with one."""
+    if opened.table is not None:
+        with hub_errors(opened.source.location):
+            for table in opened.table.with_format("arrow").iter(1):
+                yield table.to_pylist()[0]
+    for shard, file in enumerate(opened.files):
+        if file.format == ".parquet":
+            yield from parquet_rows(file.path)
+            continue
+        for block in opened.shard_blocks(shard):
+            for number, row in block.records(None):
+                yield f"{block.place(number)}: {row.reason}." if isinstance(row, BadRecord) else row
+
+
+def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:
+    """Choose the column to read, which the source may name, by a row of `_first_row`; and say what it holds."""
+    has = f"The records have {', '.join(row)}."
+    if source.column is not None:
+        if source.column not in row:
+            raise UsageError(f"{source.location}: there is no column {source.column!r}. {has}")
+        return source.column, _kind(row[source.column])
+    for column in CHAT_COLUMNS:
+        if _kind(row.get(column)) == "chat":
+            return column, "chat"
+    for column in TEXT_COLUMNS:
+        if isinstance(row.get(column), str):
+            return column, "text"
+    for column in (*CHAT_COLUMNS, *TEXT_COLUMNS):
+        if not isinstance(row.get(column, ""), str):
+            raise CorpusError(
+                f"{source.location}: column {column!r} holds {kind_of(row[column])} in the first records."
+            )
+    strings = [column for column, value in row.items() if isinstance(value, str)]
+    # Beside a null or a list, which may be the text, a lone string is as likely the id of the record.
+    if len(strings) == 1 and not any(value is None or isinstance(value, (list, dict)) for value in row.values()):
+        return strings[0], _kind(row[strings[0]])
+    raise UsageError(f"{source.location}: say which column holds the text, with ,column=NAME behind the source. {has}")
+
+
+def _kind(value: Any) -> Kind:
+    is_chat = isinstance(value, list) or (isinstance(value, str) and messages_in_text(value) is not None)
+    return "chat" if is_chat else "text"

@@ -1,0 +1,451 @@
+"""A tokenizer: Hub id, folder or tokenizer.json → which ids are real, what they say, its chat templates, its hash.
+
+The hash names a vocabulary, not a folder: it is over the canonical (id, token, special) list, the normaliser and the
+pre-tokeniser. The chat template has a hash of its own, because a changed template changes no id.
+
+Of a repository of the Hub only the small text files are fetched, never weights, and none of its code is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TokenizerError
+from .files import expand_home, read_json, regular_file
+from .hub import fetch_file, is_offline, keep_limit, list_model, not_cached, transfer_errors, trouble_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_TOKENIZER = "tokenizer.json"
+_SIDE_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TEMPLATE_FOLDER = "additional_chat_templates"
+
+_WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id."
+
+
+def _sha256(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def bytes_of_symbols() -> dict[str, int]:
+    """Return the byte that each symbol of a byte-level vocabulary stands for, 256 entries.
+
+    The table is GPT-2's: printable Latin-1 characters stand for themselves, the other bytes for the code points from
+    256 on (`bytes_to_unicode` in openai/gpt-2, `src/encoder.py`).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    shifted = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(256 + position): byte for position, byte in enumerate(shifted)})
+    return table
+
+
+_BYTE_OF_SYMBOL = bytes_of_symbols()
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedTokenizer:
+    """A fast tokenizer with the small files beside it.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer`, truncation and padding switched off.
+        source: Hub id or path it came from, as the user gave it.
+        revision: commit of the Hub repository, or None for local files.
+        chat_templates: Jinja sources by name; the usual single one is called "default".
+        special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
+        generation_config: generation_config.json; without that file, the token ids that config.json names.
+    """
+
+    backend: Tokenizer
+    source: str
+    revision: str | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token text to id, added tokens included."""
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Added tokens by id: markers, reserved slots, and in some vocabularies white space or HTML tags."""
+        return {token_id: token.content for token_id, token in self._added.items()}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the added tokens that the tokenizer itself calls special."""
+        return frozenset(token_id for token_id, token in self._added.items() if token.special)
+
+    @cached_property
+    def ending_ids(self) -> frozenset[int]:
+        """Ids of the tokens that may end a turn: the special ones, and what the configuration calls eos."""
+        return self.special_ids | {token_id for token_id, role in self.configured_ids if role == "eos"}
+
+    @cached_property
+    def configured_ids(self) -> tuple[tuple[int, str], ...]:
+        """The ids that the configuration files call eos, bos or pad, with that name; some may be of no token."""
+        found: list[tuple[int, str]] = []
+        for role in ("eos", "bos", "pad"):
+            value = self.generation_config.get(f"{role}_token_id")
+            values = value if isinstance(value, list) else [value]
+            found += [(token_id, role) for token_id in values if type(token_id) is int]
+            token_id = self.backend.token_to_id(self.special_tokens.get(f"{role}_token", ""))
+            if token_id is not None:
+                found.append((token_id, role))
+        return tuple(found)
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return dict(sorted(self.backend.get_added_tokens_decoder().items()))
+
+    @cached_property
+    def real_ids(self) -> NDArray[np.int64]:
+        """Ids that some token has, ascending, int64 [tokens]. A model's padding rows are not among them."""
+        return np.unique(np.fromiter(self.vocab.values(), np.int64, len(self.vocab)))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Largest id + 1: the length of a count per id."""
+        return int(self.real_ids[-1]) + 1
+
+    @cached_property
+    def token_texts(self) -> list[str | None]:
+        """Token text by id as the vocabulary spells it, None where no token has the id; [vocab_size] entries."""
+        texts: list[str | None] = [None] * self.vocab_size
+        for text, token_id in self.vocab.items():
+            texts[token_id] = text
+        for token_id, text in self.added_tokens.items():
+            texts[token_id] = text
+        return texts
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Hash of the canonical (id, token, special) list, the normaliser and the pre-tokeniser."""
+        special = self.special_ids
+        tokens = [
+            [token_id, text, token_id in special] for token_id, text in enumerate(self.token_texts) if text is not None
+        ]
+        return _sha256([tokens, self._component("normalizer"), self._component("pre_tokenizer")])
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the default chat template, or None."""
+        return self.chat_templates.get("default")
+
+    @cached_property
+    def chat_template_hash(self) -> str | None:
+        """Hash of all chat templates, or None without any."""
+        return _sha256(dict(self.chat_templates)) if self.chat_templates else None
+
+    @cached_property
+    def byte_level(self) -> bool:
+        """Whether tokens are spelled in GPT-2's byte alphabet."""
+        components = [self._component(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+        return any('"ByteLevel"' in json.dumps(component) for component in components)
+
+    @cached_property
+    def byte_of_id(self) -> dict[int, int]:
+        """The tokens that stand for one byte: id to byte value, spelled in the byte alphabet or as `<0xNN>`."""
+        found: dict[int, int] = {}
+        added = self.added_tokens
+        for text, token_id in self.vocab.items():
+            if token_id in added:
+                continue
+            fallback = _BYTE_FALLBACK.fullmatch(text)
+            if self.byte_level and len(text) == 1 and text in _BYTE_OF_SYMBOL:
+                found[token_id] = _BYTE_OF_SYMBOL[text]
+            elif fallback:
+                found[token_id] = int(fallback.group(1), 16)
+        return dict(sorted(found.items()))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes a token adds to the text (a SentencePiece "▁" is a space); b"" for an unknown id."""
+        text = self.token_texts[token_id] if 0 <= token_id < self.vocab_size else None
+        if text is None:
+            return b""
+        # Gemma-3's runs of spaces are added tokens, spelled with "▁"; special markers are never spelled in it.
+        if token_id in self.special_ids or (self.byte_level and token_id in self.added_tokens):
+            return text.encode()
+        if token_id in self.byte_of_id:
+            return bytes([self.byte_of_id[token_id]])
+        if self.byte_level and all(symbol in _BYTE_OF_SYMBOL for symbol in text):
+            return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in text)
+        return text.replace("▁", " ").encode()
+
+    def _component(self, name: str) -> Any:
+        component = getattr(self.backend, name)
+        return None if component is None else json.loads(component.__getstate__())
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
+    """Load a fast tokenizer with its chat template and generation settings.
+
+    Args:
+        source: a Hub id, a folder that holds a tokenizer, or a tokenizer.json file.
+        revision: branch, tag or commit on the Hub.
+        offline: use the local cache only.
+
+    Raises:
+        TokenizerError: missing, gated, unreadable, or a tokenizer without a fast (`tokenizers`) form.
+    """
+    path = expand_home(source)
+    if not str(source):
+        raise TokenizerError(f"The tokenizer's name is empty. {_WHAT_TO_GIVE}", option="--tokenizer")
+    if path.is_file():
+        return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
+    if path.is_dir():
+        file = path / _TOKENIZER
+        return _load(str(source), file if file.is_file() else None, _side_files_of(path), None, folder=path)
+    if path.exists():
+        regular_file(path, TokenizerError)
+    # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
+    if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
+        raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}", option="--tokenizer")
+    return _load_from_hub(str(source), revision, offline)
+
+
+def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
+    """Check that a tokenizer is the one that some data, named by `where`, was made with; returns warnings to show.
+
+    None for a hash that the data does not record passes with a warning.
+
+    Raises:
+        TokenizerError: the hashes differ.
+    """
+    if tokenizer_hash is None:
+        return [f"{where}: no tokenizer is recorded; the ids are taken to be those of {tokenizer.source}"]
+    if tokenizer_hash != tokenizer.tokenizer_hash:
+        raise TokenizerError(
+            f"{where}: made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
+            f"{tokenizer.tokenizer_hash}. Name the tokenizer that was used then, or count again with this one.",
+            option="--tokenizer",
+        )
+    return []
+
+
+def _side_files_of(folder: Path) -> dict[str, Path]:
+    found = {name: folder / name for name in _SIDE_FILES if (folder / name).is_file()}
+    for template in sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja")):
+        found[f"{_TEMPLATE_FOLDER}/{template.stem}"] = template
+    return found
+
+
+def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
+    """Fetch the small files of a repository; where the Hub is out of reach, those in the cache do."""
+    keep_limit()
+    only_cache = offline or is_offline()
+    trouble = not_cached(source)
+    wanted = [_TOKENIZER, *_SIDE_FILES]
+    try:
+        if not only_cache:
+            _, names = list_model(source, revision)
+            wanted = [name for name in names if name in wanted or _is_extra_template(name)]
+    except transfer_errors() as error:
+        trouble = trouble_of(error, source, revision)
+        if not trouble.is_unreachable:
+            raise TokenizerError(str(trouble)) from error
+        only_cache = True
+    found: dict[str, Path] = {}
+    for name in wanted:
+        try:
+            file = fetch_file(source, name, revision, only_cache)
+        except transfer_errors() as error:
+            broken = trouble_of(error, source, revision)
+            file = fetch_file(source, name, revision, only_cache=True) if broken.is_unreachable else None
+            if file is None:
+                raise TokenizerError(f"{name} of {broken}") from error
+        if file is not None:
+            found[name] = file
+    if only_cache and not found:
+        raise TokenizerError(str(trouble))
+    if only_cache:
+        found.update(_side_files_of(next(iter(found.values())).parent))
+    commits = {file.parts[file.parts.index("snapshots") + 1] for file in found.values()}
+    if len(commits) > 1:
+        raise TokenizerError(f"{source}: the repository changed while it was read. Run the same command again.")
+    side = {name.removesuffix(".jinja") if _is_extra_template(name) else name: file for name, file in found.items()}
+    tokenizer_file = side.pop(_TOKENIZER, None)
+    commit = commits.pop() if commits else None
+    return _load(source, tokenizer_file, side, commit, revision=revision, offline=only_cache)
+
+
+def _is_extra_template(name: str) -> bool:
+    return name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")
+
+
+def _load(
+    source: str,
+    tokenizer_file: Path | None,
+    side: Mapping[str, Path],
+    commit: str | None,
+    *,
+    folder: Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+) -> LoadedTokenizer:
+    config = _read_json(side.get("tokenizer_config.json"))
+    if tokenizer_file is not None:
+        backend = _read_backend(tokenizer_file)
+        _add_missing_tokens(backend, config, side.get("tokenizer_config.json"))
+    else:
+        backend = _build_backend(str(folder) if folder else source, config, revision, offline)
+    backend.no_truncation()
+    backend.no_padding()
+    return LoadedTokenizer(
+        backend=backend,
+        source=source,
+        revision=commit,
+        chat_templates=_chat_templates(config, side),
+        special_tokens=_special_tokens(config, _read_json(side.get("special_tokens_map.json"))),
+        generation_config=_generation_config(side),
+    )
+
+
+def _read_json(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    value = read_json(file, TokenizerError)
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _read_backend(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception from Rust
+        raise TokenizerError(f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.") from error
+    if backend.get_vocab_size(with_added_tokens=True) == 0:
+        raise TokenizerError(f"{file}: the tokenizer has no tokens.")
+    return backend
+
+
+def _build_backend(source: str, config: Mapping[str, Any], revision: str | None, offline: bool) -> Tokenizer:
+    """Let transformers build a tokenizer from other files than tokenizer.json; code of the repository is never run."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    to_convert = (
+        "Convert it with transformers, where you trust it: "
+        f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give FOLDER."
+    )
+    try:
+        built = AutoTokenizer.from_pretrained(
+            source, revision=revision, local_files_only=offline, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        why = f"transformers cannot build a tokenizer from the other files: {error}"
+        if "auto_map" in config:
+            why = f"its tokenizer is Python code of its own (auto_map), which is not run. {to_convert}"
+        raise TokenizerError(f"{source}: no {_TOKENIZER}, and {why}", option="--tokenizer") from error
+    backend = getattr(built, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TokenizerError(
+            f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a {_TOKENIZER} is needed. {to_convert}",
+            option="--tokenizer",
+        )
+    return backend
+
+
+def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path | None) -> None:
+    """Add the tokens that only tokenizer_config.json knows, as transformers does on loading."""
+    from tokenizers import AddedToken
+
+    known = set(backend.get_vocab(with_added_tokens=True).values())
+    entries = config.get("added_tokens_decoder") or {}
+    form = 'ids with tokens, as in {"2": {"content": "</s>"}}'
+    if not isinstance(entries, dict) or not all(
+        key.isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)
+        for key, entry in entries.items()
+    ):
+        raise TokenizerError(f"{file}: added_tokens_decoder: expected {form}.")
+    for token_id, entry in sorted((int(key), entry) for key, entry in entries.items()):
+        if token_id in known:
+            continue
+        options = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
+        token = AddedToken(
+            entry["content"], normalized=bool(entry.get("normalized", not options["special"])), **options
+        )
+        (backend.add_special_tokens if options["special"] else backend.add_tokens)([token])
+        found = backend.token_to_id(entry["content"])
+        if found != token_id:
+            raise TokenizerError(
+                f"{file}: added token {entry['content']!r} should have id {token_id}, but tokenizer.json makes it "
+                f"{found}. The two files belong to different tokenizers; fetch both from one revision."
+            )
+
+
+def _chat_templates(config: Mapping[str, Any], side: Mapping[str, Path]) -> dict[str, str]:
+    """Return the templates by name: a text, or several as {name: text} or [{"name": name, "template": text}]."""
+    templates: dict[str, str] = {}
+    in_json = _read_json(side.get("chat_template.json"))
+    for name, value in (("tokenizer_config.json", config), ("chat_template.json", in_json)):
+        found = value.get("chat_template")
+        if isinstance(found, list):
+            named = [entry for entry in found if isinstance(entry, dict)]
+            found = {entry.get("name"): entry.get("template") for entry in named} if len(named) == len(found) else None
+        elif isinstance(found, str):
+            found = {"default": found}
+        elif found is None:
+            found = {}
+        if not isinstance(found, dict) or not all(isinstance(text, str) for item in found.items() for text in item):
+            raise TokenizerError(
+                f"{side[name]}: chat_template: expected a text, or several with their names, as in "
+                '[{"name": "default", "template": "..."}].'
+            )
+        templates.update(found)
+    for name, file in side.items():
+        if file.suffix == ".jinja":
+            try:
+                source = regular_file(file, TokenizerError, "chat template").read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{file}: the chat template cannot be read: {error}.") from error
+            templates["default" if name == "chat_template.jinja" else file.stem] = source
+    return templates
+
+
+def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    extra = config.get("extra_special_tokens")
+    named = {**special_map, **config, **(extra if isinstance(extra, dict) else {})}
+    tokens: dict[str, str] = {}
+    for key, value in named.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            tokens[key] = content
+    return tokens
+
+
+def _generation_config(side: Mapping[str, Path]) -> dict[str, Any]:
+    generation = _read_json(side.get("generation_config.json"))
+    config = _read_json(side.get("config.json"))
+    text_config = config.get("text_config")
+    for source in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in _TOKEN_ID_KEYS:
+            if generation.get(key) is None and source.get(key) is not None:
+                generation[key] = source[key]
+    return generation

@@ -1,0 +1,375 @@
+"""Workers: the blocks of a source in, what they hold out, in any process and any order.
+
+    Block → Documents   encoded
+    Documents → Tally   counts and held-out documents; `Tally.add` is associative
+
+A document is held out, and never counted, by a hash of its text (of a chat, its messages): the same document always,
+whatever stands beside it, so that counts of parts add up to the counts of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
+from .encoding import EncoderSpec, SpanEncoder, build_encoder, encode_all
+from .errors import EagleSlimError, TokenizerError
+from .records import BadRecord, Block
+from .sources import OpenSource
+
+MAX_REPORTS = 10
+"""Bad records of a block that are told one by one; the others are only counted."""
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """How the documents of one source are read: as `CorpusSource` says, `exact` as in `ChatRenderer`."""
+
+    kind: Literal["text", "chat"]
+    column: str
+    roles: Literal["assistant", "all"]
+    sample: float | None
+    is_limited: bool
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class CountPlan:
+    """Everything a worker needs; picklable. `chat` is None where no source holds chats.
+
+    `skip_bad` leaves out bad records rather than stop at the first of a block.
+    """
+
+    encoder: EncoderSpec
+    chat: ChatSpec | None
+    sources: tuple[SourcePlan, ...]
+    skip_bad: bool
+    seed: int
+    held_out: float
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The encoded documents of a block.
+
+    Attributes:
+        token_ids: uint32 [tokens], of all documents, concatenated.
+        offsets: int64 [documents + 1].
+        hashes: uint64 [documents].
+        cuts: cuts made in a text too long to be tokenized whole, int64 [documents].
+        apart: texts of a chat that are in no turn of the template and were encoded by themselves, int64 [documents].
+        bad: number in the block and reason of the first bad records.
+        bad_after: how many documents stand before each bad record, int64 [bad records].
+    """
+
+    token_ids: NDArray[np.uint32]
+    offsets: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    cuts: NDArray[np.int64]
+    apart: NDArray[np.int64]
+    bad: tuple[tuple[int, str], ...]
+    bad_after: NDArray[np.int64]
+
+    def first(self, num_documents: int) -> Documents:
+        """Return the first documents that have tokens, and what lies before the last of them."""
+        stop = int(np.flatnonzero(np.diff(self.offsets))[num_documents - 1]) + 1
+        ids, num_bad = self.token_ids[: self.offsets[stop]], int((self.bad_after < stop).sum())
+        bad, bad_after = self.bad[:num_bad], self.bad_after[:num_bad]
+        cuts, apart = self.cuts[:stop], self.apart[:stop]
+        return Documents(ids, self.offsets[: stop + 1], self.hashes[:stop], cuts, apart, bad, bad_after)
+
+
+@dataclass(eq=False)
+class Tally:
+    """Counts of a part of a source.
+
+    Attributes:
+        counts: int64 [vocab], held-out documents left out.
+        held_out: token ids of each held-out document, int32 [tokens].
+        documents, tokens: with the held-out ones; documents are those with a token.
+        empty: documents without a token.
+        skipped: bad records.
+        cuts, apart: sums of those of `Documents`.
+        digest: sum of the hashes of all documents, modulo 2^64.
+        bad: as in `Documents`.
+    """
+
+    counts: NDArray[np.int64]
+    held_out: list[NDArray[np.int32]] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    skipped: int = 0
+    cuts: int = 0
+    apart: int = 0
+    digest: int = 0
+    bad: tuple[tuple[int, str], ...] = ()
+
+    def add(self, other: Tally) -> None:
+        """Add another part of the same source; `bad` stays as it is."""
+        self.counts += other.counts
+        self.held_out += other.held_out
+        self.digest = (self.digest + other.digest) % 2**64
+        for name in ("documents", "tokens", "empty", "skipped", "cuts", "apart"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
+    """Return a number from 0 to 1 for each hash, others for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    x = hashes + np.uint64(stream * 0x9E3779B97F4A7C15 % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64
+
+
+def tally(found: Documents, plan: CountPlan) -> Tally:
+    """Count the documents of a block, and hold out a share of them.
+
+    Raises:
+        TokenizerError: the tokenizer gives ids beyond its vocabulary.
+    """
+    lengths, vocab_size = np.diff(found.offsets), plan.encoder.vocab_size
+    counts = np.bincount(found.token_ids, minlength=vocab_size)
+    if len(counts) > vocab_size:
+        raise TokenizerError(
+            f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {vocab_size - 1}."
+        )
+    chosen = np.flatnonzero((draws(found.hashes, 2 * plan.seed) < plan.held_out) & (lengths > 0))
+    documents = [found.token_ids[found.offsets[at] : found.offsets[at + 1]].astype(np.int32) for at in chosen]
+    if documents:
+        counts -= np.bincount(np.concatenate(documents), minlength=vocab_size)
+    present = int((lengths > 0).sum())
+    return Tally(
+        counts,
+        documents,
+        documents=present,
+        tokens=len(found.token_ids),
+        empty=len(lengths) - present,
+        skipped=len(found.bad_after),
+        cuts=int(found.cuts.sum()),
+        apart=int(found.apart.sum()),
+        digest=int(found.hashes.sum(dtype=np.uint64)),
+        bad=found.bad,
+    )
+
+
+class BlockCounter:
+    """Counts blocks; holds the tokenizer and the chat template, so one per process."""
+
+    def __init__(self, plan: CountPlan) -> None:
+        self._plan = plan
+        self._encoder = build_encoder(plan.encoder)
+        self._renderer = lru_cache(self._make_renderer)
+        # Templates have few headers; the bound is for one that writes something new each time.
+        self._header_ids = lru_cache(4096)(lambda header: self._encoder.encode([header]).token_ids)
+
+    def count(self, source: int, block: Block) -> Documents | Tally:
+        """Count one block of a source; where the source has a limit, return its documents.
+
+        Raises:
+            TokenizerError: the tokenizer gives ids beyond its vocabulary.
+            CorpusError: the input cannot be read.
+        """
+        found = self.encode(source, block)
+        if self._plan.sources[source].is_limited:
+            return found
+        return tally(found, self._plan)
+
+    def encode(self, source: int, block: Block) -> Documents:
+        """Read and encode one block."""
+        documents: list[Any] = []
+        hashes: list[int] = []
+        bad: list[tuple[int, str]] = []
+        bad_after: list[int] = []
+        for number, document, key in self.documents(source, block):
+            if isinstance(document, BadRecord):
+                bad_after.append(len(hashes))
+                if len(bad) < MAX_REPORTS:
+                    bad.append((number, document.reason))
+                if not self._plan.skip_bad:
+                    break
+            else:
+                documents.append(document)
+                hashes.append(key)
+        if self._plan.sources[source].kind == "text":
+            encoded, cuts = encode_all(self._encoder, documents)
+            token_ids, offsets, apart = encoded.token_ids, encoded.offsets, np.zeros(len(documents), np.int64)
+        else:
+            token_ids, offsets, cuts = self.encode_chats(documents)
+            apart = np.array([sum(not piece.is_turn for piece in chat) for chat in documents], np.int64)
+        keys, after = np.array(hashes, np.uint64), np.array(bad_after, np.int64)
+        return Documents(token_ids, offsets, keys, cuts, apart, tuple(bad), after)
+
+    def documents(self, source: int, block: Block) -> Iterator[tuple[int, str | list[Piece] | BadRecord, int]]:
+        """Yield the number of each sampled record, its text or the pieces of its chat, and its hash; or a BadRecord."""
+        from xxhash import xxh3_64_intdigest
+
+        plan = self._plan.sources[source]
+        pieces_of = None
+        if plan.kind == "chat":
+            renderer = self._renderer(plan.exact)
+            pieces_of = renderer.all_pieces if plan.roles == "all" else renderer.assistant_pieces
+        for number, value in block.records(plan.column):
+            if isinstance(value, BadRecord):
+                yield number, value, 0
+                continue
+            document: str | list[Piece]
+            try:
+                if pieces_of is not None:
+                    messages = normalise_messages(value)
+                    told = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
+                    key = xxh3_64_intdigest(told.encode())
+                    document = pieces_of(messages) if self._is_sampled(plan, key) else []
+                elif isinstance(value, str):
+                    document, key = value, xxh3_64_intdigest(value.encode())
+                else:
+                    raise ChatError(f"expected a string, found {kind_of(value)}")
+            except UnicodeEncodeError:
+                yield number, BadRecord("half of a surrogate pair (\\ud800 to \\udfff) is not a character"), 0
+            except ChatError as error:
+                yield number, BadRecord(f"column {plan.column!r}: {error}"), 0
+            else:
+                if self._is_sampled(plan, key):
+                    yield number, document, key
+
+    def _is_sampled(self, plan: SourcePlan, key: int) -> bool:
+        return plan.sample is None or draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < plan.sample
+
+    def encode_chats(
+        self, chats: Sequence[list[Piece]]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids of all chats that count, their offsets int64 [chats + 1], and the cuts in each chat."""
+        pieces = [piece for chat in chats for piece in chat]
+        encoded, cuts = encode_all(self._encoder, ["" if piece.spans else piece.text for piece in pieces])
+        offsets, token_ids = encoded.offsets, encoded.token_ids
+        if any(piece.header_chars or piece.spans for piece in pieces):
+            parts = [
+                self._counted_part(piece, token_ids[start:stop])
+                for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True)
+            ]
+            token_ids = np.concatenate(parts)
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts], dtype=np.int64)])
+        pieces_before = np.cumsum([0, *map(len, chats)])
+        cuts_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(cuts)])
+        return token_ids, offsets[pieces_before], np.diff(cuts_before[pieces_before])
+
+    def _counted_part(self, piece: Piece, token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        if piece.spans:
+            return self._spans.encode(piece.text, piece.spans)
+        if not piece.header_chars:
+            return token_ids
+        header_ids = self._header_ids(piece.text[: piece.header_chars])
+        if np.array_equal(token_ids[: len(header_ids)], header_ids):
+            return token_ids[len(header_ids) :]
+        # A token reaches across the beginning of the turn.
+        return self._spans.encode(piece.text, [(piece.header_chars, len(piece.text))])
+
+    @cached_property
+    def _spans(self) -> SpanEncoder:
+        return SpanEncoder(self._plan.encoder.tokenizer_json)
+
+    def _make_renderer(self, exact: bool) -> ChatRenderer:
+        assert self._plan.chat is not None
+        return ChatRenderer(self._plan.chat, exact)
+
+
+# Workers
+
+Counted = tuple[Block, Documents | Tally]
+
+
+class Workers:
+    """Counts the blocks of a source and gives the results in their order; these do it in this process."""
+
+    def __init__(self, plan: CountPlan) -> None:
+        self._counter = BlockCounter(plan)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
+        """Yield each block, its data aside, and what `BlockCounter.count` gives for it."""
+        for block in opened.blocks():
+            yield block, self._counter.count(source, block)
+
+
+class Processes(Workers):
+    """Counts in worker processes, each with one tokenizer thread."""
+
+    def __init__(self, plan: CountPlan, num_workers: int) -> None:
+        self._in_flight = 2 * num_workers + 1
+        self._pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
+        """See `Workers`."""
+        waiting: deque[tuple[Block, Future[Documents | Tally]]] = deque()
+        blocks = opened.blocks()
+        try:
+            while True:
+                for block in islice(blocks, self._in_flight - len(waiting)):
+                    waiting.append((block.without_data(), self._pool.submit(_work, source, block)))
+                if not waiting:
+                    return
+                block, future = waiting.popleft()
+                yield block, future.result()
+        except BrokenProcessPool as error:
+            raise EagleSlimError(
+                "A worker process died, perhaps because memory ran out; fewer --workers need less memory."
+            ) from error
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def use_one_tokenizer_thread() -> None:
+    """Let the tokenizer of this process encode in one thread; before it first encodes, when rayon reads this."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+_counter: BlockCounter | None = None
+
+
+def _start_worker(plan: CountPlan) -> None:
+    """Prepare a worker process: one tokenizer thread, no Ctrl-C of its own, and it ends when its parent does."""
+    import signal
+
+    use_one_tokenizer_thread()
+    # A terminal sends these to the whole group; the parent process ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
+    global _counter
+    _counter = BlockCounter(plan)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(source: int, block: Block) -> Documents | Tally:
+    assert _counter is not None
+    return _counter.count(source, block)
