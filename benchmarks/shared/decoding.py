@@ -154,9 +154,9 @@ def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
 
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
-    """Have steps with the rules `SAMPLED` sample so, from random numbers that stay."""
+    """Have steps with the rules `SAMPLED` sample so, from keys that stay."""
     decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0]))
-    decoder.choice.uniforms.uniform_()
+    decoder.choice.keys.random_()
 
 
 def filled_phases(decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY) -> Iterator[Phase]:

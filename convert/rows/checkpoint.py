@@ -42,6 +42,7 @@ class Checkpoint:
         self.where = where
         self._file_of = dict(file_of)
         self._reads: dict[Path, list[ReadRecord]] = {}
+        self._unchecked: dict[str, str] = {}
 
     @classmethod
     def of(cls, file: WeightsFile, where: str | None = None) -> Checkpoint:
@@ -52,7 +53,23 @@ class Checkpoint:
         """Return the same open files under a record of their own, which begins with what was read so far."""
         other = Checkpoint(self.where, self._file_of)
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
+        other._unchecked = dict(self._unchecked)
         return other
+
+    def expect(self, header_sha256: str, tensors: Mapping[str, str]) -> None:
+        """Hold the one safetensors file against checksums: its header now, each tensor before it is first taken.
+
+        `tensors` has the SHA-256 of each by name.
+
+        Raises:
+            CheckpointError: the header is not that one; later, from whatever reads a tensor, that its bytes are not.
+        """
+        (file,) = set(self._file_of.values())
+        with file.path.open("rb") as opened:
+            header = opened.read(file.data_offset if isinstance(file, SafetensorsFile) else 0)
+        if sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
+            raise damaged(file.path, "the header is not as the manifest beside it records")
+        self._unchecked = dict(tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +112,12 @@ class Checkpoint:
     def array(self, name: str) -> Bytes:
         """Return a whole tensor as uint8 [rows, row_bytes], read-only where it is mapped; a scalar is one row."""
         self._long_name(name)
-        return self.file_of(name).array(name)
+        found = self.file_of(name).array(name)
+        if (expected := self._unchecked.get(name)) is not None:
+            if sha256_of(found.reshape(-1).data) != expected:
+                raise damaged(self.where, f"{shorten(name)} is not as the manifest beside it records")
+            del self._unchecked[name]
+        return found
 
     def raw(self, name: str) -> Bytes:
         """Return a tensor as `array` does, and record that it was read."""

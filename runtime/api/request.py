@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
-from .sampling import Processors, uniform_stream
+from .sampling import Processors, noise_keys
 from .stats import GenerationStats, MissedTokens, most_missed_first
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class RunningRequest:
     """A request in progress."""
 
     request: Request
-    stream: Tensor | None
-    """float64 [at least max_new_tokens]: this request's random numbers; None when greedy."""
+    keys: Tensor | None
+    """int64 [at least max_new_tokens]: of the noise that chooses each new token; None when greedy."""
     on_tokens: OnTokens | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -177,16 +177,16 @@ def start(
     ``head``: what drafts, so that what it cannot propose is counted; None where drafting was not asked for.
     """
 
-    def stream_of(request: Request) -> Tensor | None:
-        # No more numbers than the context has room for, whatever was asked, and a path: a pass counts in full what it
+    def keys_of(request: Request) -> Tensor | None:
+        # No more keys than the context has room for, whatever was asked, and a path: a pass counts in full what it
         # accepts beyond the answer's end.
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
-        return None if sampling.is_greedy else uniform_stream(*request.stream, room)
+        return None if sampling.is_greedy else noise_keys(*request.stream, room)
 
     return [
         RunningRequest(
             request,
-            stream_of(request),
+            keys_of(request),
             on_tokens,
             missed=None if head is None else MissedTokens(head, request.prompt_ids),
         )

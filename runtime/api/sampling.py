@@ -1,10 +1,9 @@
-"""How a request's tokens are chosen: its random numbers, and the logits processors that options ask for.
+"""How a request's tokens are chosen: the keys of its noise, and the logits processors that options ask for.
 
-Every request has one stream of uniform numbers, drawn from its own generator (seed, and place in the call, or among the
-answers to its prompt where that has a seed of its own). The token at new position i is chosen with number i of the
-stream (`step.kernels.choose_tokens`). So a request's sampled text depends on neither the drafter, the tree, nor the
-rest of the batch: speculative and plain decoding give the same tokens for the same seed, and the distribution is
-exactly the target's.
+Every request has one stream of keys, drawn from its own generator (seed, and place in the call, or among the answers to
+its prompt where that has a seed of its own). The token at new position i is chosen by the noise that key i gives each
+id (`step.kernels.token_noise`). So a request's sampled text depends on neither the drafter, the tree, nor the rest of
+the batch: speculative and plain decoding give the same tokens for the same seed, and the distribution is the target's.
 
 A processor changes the target's logits at a position, given the tokens before it. It is applied wherever the target
 chooses a token, at the nodes of a tree as in plain decoding, so drafting does not change the answer. Processors must
@@ -32,14 +31,14 @@ PENALTIES = (
 """Fields of a `GenerationConfig` that act on greedy decoding too, in transformers' order."""
 
 
-def uniform_stream(seed: int, request_index: int, length: int) -> Tensor:
-    """Return the first ``length`` numbers of a request's stream: float64 [length] in [0, 1).
+def noise_keys(seed: int, request_index: int, length: int) -> Tensor:
+    """Return the first ``length`` keys of a request's stream: int64 [length], none negative.
 
     Different pairs of seed and index give unrelated streams.
     """
     digest = hashlib.sha256(f"{seed}/{request_index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.rand(length, dtype=torch.float64, generator=generator)
+    return torch.empty(length, dtype=torch.int64).random_(generator=generator)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class _Tensors:
         return cls(
             bufs, state,
             Trees(state.active_slots, state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids),
-            # A number for every depth of a tree, drawn again for each tree.
+            # A key for every depth of a tree, drawn again for each tree.
             ChoiceState.allocate(1, tree.path_width, vocab, device),
             torch.zeros((1, nodes), dtype=torch.int32, device=device),
             choice_scratch(1, nodes, vocab, device),
@@ -111,8 +111,8 @@ class StepPatch:
         """The forward that verifies, and why."""
         self._target = fuse(self.model, self.ops) if self.backend.name == "fused" else None
         self._forward: TreeForward | None = None
-        # Packing has made views of some weights: looked at afterwards.
-        self._watch = Watch(self.model.base_model)
+        # Packing has made views of some weights: looked at afterwards. What upstream's loops set is no change.
+        self._watch = Watch(self.model.base_model, ("tree_mask", "tree_mode"))
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
@@ -218,7 +218,7 @@ class StepPatch:
                 if numbers != self._numbers:
                     tensors.choice.numbers.copy_(torch.tensor(numbers))
                     self._numbers = numbers
-                tensors.choice.uniforms.uniform_()
+                tensors.choice.keys.random_()
             self.ops(choose_tokens)(
                 scores.contiguous(), tensors.trees, rules, tensors.choice, tensors.choices, tensors.scratch
             )
@@ -243,9 +243,9 @@ class StepPatch:
         with torch.inference_mode(), current(bufs.keys.device):
             for data in past_key_values_data_list:
                 self.ops(commit_kv)(state, data[0::2], data[1::2])
-            self.ops(commit_features)(
-                state, hidden_state_new[0], session.tree.total_tokens, tensors.first_row, drafter.features
-            )
+            # Of another type than the head's under autocast.
+            features = hidden_state_new[0].to(drafter.features.dtype)
+            self.ops(commit_features)(state, features, session.tree.total_tokens, tensors.first_row, drafter.features)
         with self._buffers():
             tensors.record.copy_(state.record, non_blocking=True)
             done = torch.cuda.Event() if state.record.is_cuda else None

@@ -58,7 +58,7 @@ class HostChoice:
         if not self.rules.sampled:
             # The lowest id among equals, whatever the device.
             return int((scores == scores.max()).int().argmax())
-        assert state.stream is not None
+        assert state.keys is not None
         number = len(state.token_ids) + len(walked)
-        uniform = float(state.stream[number]) if number < len(state.stream) else 0.0
-        return choose_token(scores.cpu(), self.rules, self.numbers, uniform)
+        key = int(state.keys[number]) if number < len(state.keys) else 0
+        return choose_token(scores.cpu(), self.rules, self.numbers, key)

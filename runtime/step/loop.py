@@ -155,9 +155,9 @@ class GenerationLoop:
         self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused)
         self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
-        if state.stream is not None:
-            numbers = state.stream[: decoder.choice.uniforms.shape[1]]
-            self._upload(decoder.choice.uniforms[slot, : len(numbers)], numbers, torch.float64)
+        if state.keys is not None:
+            keys = state.keys[: decoder.choice.keys.shape[1]]
+            self._upload(decoder.choice.keys[slot, : len(keys)], keys, torch.int64)
         if self.rules.has_penalty:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:

@@ -16,6 +16,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     token_bits,
 )
 from eagle_slim.runtime.tree import Trees
+from support.noise import first_in_race
 from support.warping import warp
 from torch import Tensor
 
@@ -69,14 +70,14 @@ def random_case(
     vocab: int, slots: int = 2, parents: Iterable[int] = CHAIN_AND_FORK, active: Iterable[int] | None = None,
     dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 3.0,
 ) -> Case:  # fmt: skip
-    """Random logits, trees of one shape, uniforms, and texts; all numbers neutral."""
+    """Random logits, trees of one shape, keys, and texts; all numbers neutral."""
     parents, active = list(parents), list(range(slots) if active is None else active)
     nodes = len(parents)
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     state = ChoiceState.allocate(slots, 16 + max(depths), vocab, device)
-    state.uniforms.copy_(torch.rand(state.uniforms.shape, dtype=torch.float64))
+    state.keys.copy_(torch.empty(state.keys.shape, dtype=torch.int64).random_())
     state.num_generated.copy_(torch.arange(slots) * 3 % 7)
     for slot in range(slots):
         state.seen[slot] = token_bits(torch.randint(vocab, (20,)), vocab).to(device)
@@ -97,21 +98,19 @@ def random_case(
     )
 
 
-def row_case(logits: Tensor, uniforms: Tensor) -> Case:
-    """Each row of float [rows, vocab] a slot of its own with one node and one uniform number: float64 [rows]."""
+def row_case(logits: Tensor, keys: Tensor) -> Case:
+    """Each row of float [rows, vocab] a slot of its own with one node and one key: int64 [rows]."""
     rows, vocab = logits.shape
     case = random_case(vocab, slots=rows, parents=[-1])
     case.logits = logits
     case.state.num_generated.zero_()
-    case.state.uniforms[:, 0] = uniforms
+    case.state.keys[:, 0] = keys
     return case
 
 
-def expected_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Tensor:
-    """One token per row by transformers' warpers in float64: float [rows, vocab], float64 [rows] to int64 [rows]."""
+def expected_tokens(logits: Tensor, keys: Tensor, sampling: SamplingConfig) -> Tensor:
+    """One token per row by transformers' warpers and a race in float64: float [rows, vocab], int64 [rows] to [rows]."""
     if sampling.is_greedy:
         return logits.argmax(-1)
-    cumulative = warp(logits, sampling).softmax(-1, dtype=torch.float64).cumsum(-1)
-    # Scaled by the total, so that rounding cannot leave a draw beyond the last token.
-    points = uniforms[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    rows = zip(warp(logits, sampling), keys.tolist(), strict=True)
+    return torch.tensor([first_in_race(scores, key) for scores, key in rows])

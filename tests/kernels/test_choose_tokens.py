@@ -8,7 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from eagle_slim.runtime.api.options import build_processors
+import triton
+import triton.language as tl
+from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
@@ -20,8 +22,12 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     mark_seen_ref,
     token_bits,
 )
+from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise_ref
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
+from eagle_slim.runtime.target.kernels.machine import NO_FUSION
 from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
+from scipy import stats
+from support.noise import exponentials, splitmix
 from support.raising import raises
 
 # The interpreter runs on numpy, where infinities that meet warn.
@@ -40,18 +46,56 @@ def _stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
+PUBLISHED = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
+"""The first outputs of SplitMix64 seeded with 0, as its authors' programs print them."""
+
+
+def test_noise_by_hand() -> None:
+    """v = 0.8833, 0.4315, 0.0264, 0.9709; -ln(1 - v) = 2.1482, 0.5648, 0.0268, 3.5364."""
+    ids = torch.arange(4)
+    assert tuple(int(bits) for bits in splitmix(0, ids)) == PUBLISHED
+    exponential = torch.tensor([2.1482, 0.5648, 0.0268, 3.5364])
+    torch.testing.assert_close(exponentials(0, ids).float(), exponential, atol=1e-4, rtol=0)
+    noise = token_noise_ref(0, ids) / 2**24
+    torch.testing.assert_close(noise, exponential.log(), atol=2e-3, rtol=0)
+
+
+def test_noise_is_exponential_to_the_last_but_a_few_bits(device: str) -> None:
+    """The kernel's noise is the twin's, that within a millionth of the logarithm's, and exponentially distributed."""
+    size, noise = 1 << 14, []
+    for key in (0, 1, -1, -(2**63), 2**63 - 1, 123456789012345678):
+        out = torch.empty(size, dtype=torch.int32, device=device)
+        _noise_kernel[(1,)](torch.tensor([key], device=device), out, SIZE=size, **NO_FUSION)
+        twin = token_noise_ref(key, torch.arange(size, device=device))
+        assert torch.equal(out.long(), twin)
+        exact = exponentials(key, torch.arange(size)).log() * 2**24
+        error = (twin.cpu() - exact).abs()
+        assert error.max() <= 8
+        noise.append(twin.double().cpu() / 2**24)
+    arrivals = torch.cat(noise).exp()
+    assert stats.kstest(arrivals.numpy(), "expon").pvalue > 0.001
+
+
+@triton.jit
+def _noise_kernel(key_ptr, out_ptr, SIZE: tl.constexpr):
+    ids = tl.arange(0, SIZE)
+    tl.store(out_ptr + ids, token_noise(tl.load(key_ptr), ids))
+
+
 def test_by_hand() -> None:
-    """Probabilities 1/7, 2/7, 4/7, 0; top-k 2 leaves 1/3 and 2/3 of ids 1 and 2; top-p 0.5 leaves id 2."""
+    """Probabilities 1/7, 2/7, 4/7, 0; -ln(1 - v) over them, by key: the smallest wins of what the cuts leave.
+
+    Key 0: 15.04, 1.98, 0.05. Key 1: 5.85, 4.79, 6.20. Key 3: 0.84, 4.22, 1.66.
+    """
     logits = torch.tensor([0.0, math.log(2), math.log(4), float("-inf")])
-    uniforms = torch.tensor([0.0, 0.14, 0.15, 0.42, 0.43, 0.999], dtype=torch.float64)
-    case = row_case(logits.repeat(6, 1), uniforms)
+    case = row_case(logits.repeat(3, 1), torch.tensor([0, 1, 3]))
     case.set_numbers(top_k=2, top_p=0.5, min_p=0.4)
     for choose in (case.choose, case.choose_ref):
-        assert choose(GREEDY).flatten().tolist() == [2] * 6
-        assert choose(SAMPLED).flatten().tolist() == [0, 0, 1, 1, 2, 2]
-        assert choose(replace(SAMPLED, has_top_k=True)).flatten().tolist() == [1, 1, 1, 2, 2, 2]
-        assert choose(replace(SAMPLED, has_top_p=True)).flatten().tolist() == [2] * 6
-        assert choose(replace(SAMPLED, has_min_p=True)).flatten().tolist() == [1, 1, 1, 2, 2, 2]
+        assert choose(GREEDY).flatten().tolist() == [2] * 3
+        assert choose(SAMPLED).flatten().tolist() == [2, 1, 0]
+        assert choose(replace(SAMPLED, has_top_k=True)).flatten().tolist() == [2, 1, 2]
+        assert choose(replace(SAMPLED, has_top_p=True)).flatten().tolist() == [2] * 3
+        assert choose(replace(SAMPLED, has_min_p=True)).flatten().tolist() == [2, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +153,10 @@ def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: 
     for vocab in (3, 100, 3000):
         logits = torch.randn(64, vocab) * 4
         logits = logits.bfloat16() if rounded else logits
-        uniforms = torch.rand(64, dtype=torch.float64)
-        case = row_case(logits, uniforms)
+        keys = torch.empty(64, dtype=torch.int64).random_()
+        case = row_case(logits, keys)
         case.set_numbers(config.temperature, config.top_k, config.top_p, config.min_p)
-        assert torch.equal(case.choose_ref(rules_of(config))[:, 0].long(), expected_tokens(logits, uniforms, config))
+        assert torch.equal(case.choose_ref(rules_of(config))[:, 0].long(), expected_tokens(logits, keys, config))
 
 
 def extreme_rows() -> torch.Tensor:
@@ -144,13 +188,13 @@ def extreme_rows() -> torch.Tensor:
 )
 def test_extremes(config: SamplingConfig, device: str) -> None:
     logits = extreme_rows().repeat(2, 1)
-    uniforms = torch.linspace(0, 1 - 1e-9, 12, dtype=torch.float64)
-    case = row_case(logits, uniforms)
+    keys = torch.arange(12)
+    case = row_case(logits, keys)
     case.set_numbers(config.temperature, config.top_k, config.top_p, config.min_p)
     twin = case.choose_ref(rules_of(config))
     assert torch.equal(case.choose(rules_of(config), part=32), twin)
     # Of the tiny ones the cuts make no difference: they count as equal.
-    same = twin[:, 0].long() == expected_tokens(logits, uniforms, config)
+    same = twin[:, 0].long() == expected_tokens(logits, keys, config)
     assert same[torch.arange(12) % 6 < 5].all()
 
 
@@ -199,7 +243,7 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
         text = torch.randint(vocab, (30,)).tolist()
         case.state.seen[slot] = token_bits(torch.tensor([*text, int(case.trees.draft_tokens[slot, 0])]), vocab)
         # ``generated`` tokens are new, the root the last of them.
-        processors = build_processors(options, len(text) + 1 - generated, 100, eos, vocab)
+        processors = build_processors(options, len(text) + 1 - generated, eos, vocab)
         for node in range(case.nodes):
             path = [node]
             while (parent := CHAIN_AND_FORK[path[0]]) >= 0:
@@ -208,7 +252,7 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
             row = case.logits[slot * case.nodes + node : slot * case.nodes + node + 1].float().cpu()
             number = generated + len(path) - 1
             scores = processors(ids, row)
-            wanted.append(int(expected_tokens(scores, case.state.uniforms[slot, number : number + 1], config)))
+            wanted.append(int(expected_tokens(scores, case.state.keys[slot, number : number + 1], config)))
     rules = replace(rules_of(config), has_penalty=True, has_suppressed=True, has_minimum=True)
     assert case.choose(rules).flatten().tolist() == wanted
     assert case.choose_ref(rules).flatten().tolist() == wanted
@@ -241,7 +285,7 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
         seen = bit_mask(case.state.seen[slot], 500)
         seen[tokens] = True
         alone.state = case.state._replace(
-            uniforms=case.state.uniforms[slot : slot + 1].contiguous(),
+            keys=case.state.keys[slot : slot + 1].contiguous(),
             num_generated=case.state.num_generated[slot : slot + 1] + 2,
             seen=token_bits(seen.nonzero()[:, 0], 500)[None],
         )
@@ -250,11 +294,13 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
         assert alone.choose(ALL_RULES, 512).item() == drafted[place, 3].item()
 
 
-def test_a_stream_that_has_ended_gives_zero(device: str) -> None:
+def test_behind_the_last_key_comes_a_key_of_zero(device: str) -> None:
     case = random_case(50, slots=1, device=device)
     case.state.num_generated.fill_(1000)
-    assert torch.equal(case.choose(SAMPLED, 64), case.choose_ref(SAMPLED))
-    assert (case.choose(SAMPLED, 64) == 0).all()
+    chosen = case.choose(SAMPLED, 64)
+    assert torch.equal(chosen, case.choose_ref(SAMPLED))
+    wanted = expected_tokens(case.logits, torch.zeros(case.nodes, dtype=torch.int64), SamplingConfig(1.0))
+    assert chosen.flatten().tolist() == wanted.tolist()
 
 
 def test_bits_there_and_back() -> None:

@@ -27,7 +27,7 @@ def test_kernels_equal_the_twin(vocab: int, rules: ChoiceRules) -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("rules", [ChoiceRules(), ALL_RULES], ids=["greedy", "everything"])
 def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
-    """Replays follow logits, numbers, uniforms and active slots; nothing is allocated and nothing waits."""
+    """Replays follow logits, numbers, keys and active slots; nothing is allocated and nothing waits."""
     vocab = 49152
     case = random_case(vocab, slots=2, parents=TREE, dtype=torch.bfloat16, device="cuda")
     case.set_numbers(0.7, 20, 0.9, 0.01, 1.1, 4)
@@ -52,6 +52,6 @@ def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
         case.trees.active_count.fill_(len(active))
         case.set_numbers(*numbers)
         case.logits.copy_(torch.randn(case.logits.shape) * 3)
-        case.state.uniforms.copy_(torch.rand(case.state.uniforms.shape))
+        case.state.keys.random_()
         graph()
         assert torch.equal(out, case.choose_ref(rules))

@@ -3,8 +3,8 @@
     penalise   a bit for each id that a row's repetition penalty falls on       one program per row and piece
     best       largest score and its lowest id                                  one per row and part
     (cuts)     where top-k and top-p cut: `cut_search`
-    mass       weight of what is left                                           one per row and part
-    draw       the part, then the token, in which the uniform number falls      one per row
+    race       the smallest mark of what the cuts leave (`token_noise`)         one per row and part
+    draw       the id of the smallest of all                                    one per row
 
 Greedy needs the second and a reduction of it, `pick`. A part is PART neighbouring ids. Scores are made from the logits
 anew by each: they are read from the L2, and no buffer of theirs grows with nodes times vocabulary.
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .token_noise import NOBODY, token_marks
 from .token_weights import FAR, ONE, distance_weight, score_distance
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for place in range(6))
@@ -35,8 +36,8 @@ class ChoiceState(NamedTuple):
 
     numbers: Tensor
     """float32 [6]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens."""
-    uniforms: Tensor
-    """float64 [slots, stream], in [0, 1): number i chooses new token i of the slot's request; 0 beyond the end."""
+    keys: Tensor
+    """int64 [slots, stream]: number i is the key of the noise that chooses new token i of the slot's request."""
     num_generated: Tensor
     """int32 [slots]: new tokens so far. A node at depth d chooses number ``num_generated + d``."""
     seen: Tensor
@@ -48,12 +49,12 @@ class ChoiceState(NamedTuple):
 
     @classmethod
     def allocate(cls, slots: int, stream: int, vocab: int, device: torch.device | str) -> ChoiceState:
-        """Allocate with every rule neutral, nothing seen, and uniforms of 0."""
+        """Allocate with every rule neutral, nothing seen, and keys of 0."""
         words = -(-vocab // WORD_BITS)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         numbers = torch.tensor([1.0, vocab, 1.0, 0.0, 1.0, 0.0], dtype=torch.float32, device=device)
         return cls(
-            numbers, torch.zeros(slots, stream, dtype=torch.float64, device=device), torch.zeros(slots, **int32),
+            numbers, torch.zeros(slots, stream, dtype=torch.int64, device=device), torch.zeros(slots, **int32),
             torch.zeros(slots, words, **int32), torch.zeros(words, **int32), torch.zeros(words, **int32),
         )  # fmt: skip
 
@@ -73,12 +74,16 @@ class ChoiceScratch(NamedTuple):
     """int64 [rows, 4]: in which the cut lies, see `cut_search`."""
     counts: Tensor
     """int32 [rows, parts, 64]: tokens in the bins of the interval."""
-    goal: Tensor
-    """int64 [rows]: weight that top-p keeps at least."""
+    needed: Tensor
+    """int32 [rows]: tokens at the threshold that top-p keeps."""
     mass: Tensor
-    """int64 [rows, parts]: weight nearer than the interval, in the end nearer than the threshold."""
+    """int64 [rows, parts]: weight, or number of tokens, nearer than the interval."""
     num_tied: Tensor
     """int32 [rows, parts]: tokens at the threshold."""
+    best_mark: Tensor
+    """int64 [rows, parts]: smallest mark of the tokens that the cuts leave, but for those at top-p's threshold."""
+    best_tied: Tensor
+    """int64 [rows, parts]: smallest mark of those, where there are any."""
     penalised: Tensor
     """int32 [rows, ceil(vocab / 32)]: seen, or on the node's path."""
     listed: Tensor
@@ -122,7 +127,7 @@ class ChoiceShape:
     block_parts: int
     """``parts`` to a power of two."""
     stream: int
-    """Uniform numbers of a slot."""
+    """Keys of a slot."""
     capacity: int
     """Tokens that a search may list."""
     few: int
@@ -274,75 +279,74 @@ def least_weight(numbers_ptr):
 
 
 @triton.jit
-def weight_of(distance, threshold, state, SHAPE: tl.constexpr):
-    """Weights of the distances nearer than the threshold, those that min-p cuts being 0."""
-    weight = tl.where(distance < threshold, distance_weight(distance), 0)
+def takes_part(distance, state, SHAPE: tl.constexpr):
+    """Whether min-p leaves the distances."""
+    kept = distance < FAR
     if SHAPE.has_min_p:
-        weight = tl.where(weight >= least_weight(state.numbers), weight, 0)
-    return weight
+        kept = kept & (distance_weight(distance) >= least_weight(state.numbers))
+    return kept
 
 
 @triton.jit
-def mass_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Weight of a part's tokens nearer than the threshold, and how many lie at it."""
+def load_key(at, state, SHAPE: tl.constexpr):
+    """Key of a row's noise: int64."""
+    return tl.load(state.keys + at.slot * SHAPE.stream + at.number, mask=at.number < SHAPE.stream, other=0)
+
+
+@triton.jit
+def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+    """Smallest mark of a part; with top-p apart from it that of the ids at the threshold, and how many they are."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
-    distance = load_part(logits_ptr, at, state, scratch, SHAPE)
     to = at.row * SHAPE.parts + tl.program_id(1)
-    threshold = FAR
+    threshold = tl.full([], FAR - 1, tl.int32)
     if SHAPE.has_cut:
         threshold = tl.load(scratch.threshold + at.row)
-    tl.store(scratch.mass + to, tl.sum(weight_of(distance, threshold, state, SHAPE), axis=0))
-    if SHAPE.has_cut:
-        tl.store(scratch.num_tied + to, tl.sum((distance == threshold).to(tl.int32), axis=0))
+    if score_distance(tl.load(scratch.best_score + to), largest_of(scratch, at, SHAPE)) > threshold:
+        tl.store(scratch.best_mark + to, NOBODY)
+        if SHAPE.has_top_p:
+            tl.store(scratch.num_tied + to, 0)
+        return
+    ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
+    distance = load_part(logits_ptr, at, state, scratch, SHAPE)
+    marks = token_marks(distance, load_key(at, state, SHAPE), ids, takes_part(distance, state, SHAPE))
+    if SHAPE.has_top_p:
+        tied = distance == threshold
+        tl.store(scratch.num_tied + to, tl.sum(tied.to(tl.int32), axis=0))
+        tl.store(scratch.best_tied + to, tl.min(tl.where(tied, marks, NOBODY), axis=0))
+        threshold -= 1
+    tl.store(scratch.best_mark + to, tl.min(tl.where(distance <= threshold, marks, NOBODY), axis=0))
 
 
 @triton.jit
 def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr):
-    """First token at which the weights kept, in id order, exceed the uniform number's share of their sum."""
+    """The id of the smallest mark of all parts, and of the ids at top-p's threshold that stay: the last ones."""
     if is_skipped(trees, SHAPE):
         tl.store(out_ptr + tl.program_id(0), -1)
         return
     at = this_row(trees, state, SHAPE)
     parts = tl.arange(0, SHAPE.block_parts)
     mask = parts < SHAPE.parts
-    mass = tl.load(scratch.mass + at.row * SHAPE.parts + parts, mask=mask, other=0)
-    cut_before = tl.full([SHAPE.block_parts], 0, tl.int32)
-    threshold = FAR
-    tied_weight = tl.full([], 0, tl.int64)
-    if SHAPE.has_cut:
-        threshold = tl.load(scratch.threshold + at.row)
-        tied_weight = distance_weight(threshold)
+    best = tl.min(tl.load(scratch.best_mark + at.row * SHAPE.parts + parts, mask=mask, other=NOBODY), axis=0)
+    if SHAPE.has_top_p:
         num_tied = tl.load(scratch.num_tied + at.row * SHAPE.parts + parts, mask=mask, other=0)
-        if SHAPE.has_top_p:
-            # Of those at the threshold the last ids stay, as many as are needed.
-            missing = tl.load(scratch.goal + at.row) - tl.sum(mass, axis=0)
-            needed = (missing + tied_weight - 1) // tl.maximum(tied_weight, 1)
-            num_cut = tl.maximum(tl.sum(num_tied, axis=0) - needed, 0).to(tl.int32)
-            tied_before = tl.cumsum(num_tied, axis=0) - num_tied
-            cut_before = tl.minimum(tl.maximum(num_cut - tied_before, 0), num_tied)
-        if SHAPE.has_min_p:
-            tied_weight = tl.where(tied_weight >= least_weight(state.numbers), tied_weight, 0)
-        mass += (num_tied - cut_before) * tied_weight
-    reached = tl.cumsum(mass, axis=0)
-    total = tl.sum(mass, axis=0)
-    in_stream = at.number < SHAPE.stream
-    uniform = tl.load(state.uniforms + at.slot * SHAPE.stream + at.number, mask=in_stream, other=0.0)
-    # Rounding must not leave the point beyond the last token.
-    point = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-    part = tl.sum((reached <= point).to(tl.int32), axis=0)
-    point -= tl.sum(tl.where(parts < part, mass, 0), axis=0)
-
-    ids = part * SHAPE.part + tl.arange(0, SHAPE.part)
-    distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
-    weight = weight_of(distance, threshold, state, SHAPE)
-    if SHAPE.has_cut:
-        tied = distance == threshold
-        stays = tl.cumsum(tied.to(tl.int32), axis=0) > tl.sum(tl.where(parts == part, cut_before, 0), axis=0)
-        weight = tl.where(tied & stays, tied_weight, weight)
-    offset = tl.sum((tl.cumsum(weight, axis=0) <= point).to(tl.int32), axis=0)
-    tl.store(out_ptr + at.row, part * SHAPE.part + offset)
+        num_cut = tl.maximum(tl.sum(num_tied, axis=0) - tl.load(scratch.needed + at.row), 0)
+        before = tl.cumsum(num_tied, axis=0) - num_tied
+        stays = (num_tied > 0) & (before >= num_cut)
+        best_tied = tl.load(scratch.best_tied + at.row * SHAPE.parts + parts, mask=stays, other=NOBODY)
+        best = tl.minimum(best, tl.min(best_tied, axis=0))
+        # Of one part some may go and some stay.
+        is_cut = (before < num_cut) & (before + num_tied > num_cut)
+        if tl.sum(is_cut.to(tl.int32), axis=0) > 0:
+            num_cut -= tl.sum(tl.where(is_cut, before, 0), axis=0)
+            ids = tl.sum(tl.where(is_cut, parts, 0), axis=0) * SHAPE.part + tl.arange(0, SHAPE.part)
+            distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
+            tied = distance == tl.load(scratch.threshold + at.row)
+            stays_here = tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, state, SHAPE)
+            marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
+            best = tl.minimum(best, tl.min(marks, axis=0))
+    tl.store(out_ptr + at.row, (best & 0xFFFFFFFF).to(tl.int32))
 
 
 @triton.jit

@@ -3,16 +3,16 @@
     score[i]  = warped and processed logit of token i, as transformers has it (repetition penalty, min_new_tokens,
                 suppress_tokens; temperature, top-k, top-p, min-p)
     greedy    = lowest i among the largest scores
-    sampled   = first i with weight[0] + .. + weight[i] > floor(uniform * sum of all weights)
+    sampled   = lowest i with the smallest score distance plus noise of i (`token_noise`), of those that the cuts leave
 
-The weight of a score is a whole number (`token_weights`), so nothing here depends on the order of additions: a row's
-token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is sorted: the
-cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
+Distances, noise and the weights that cuts add up are whole numbers, so nothing here depends on the order of additions:
+a row's token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is
+sorted: the cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
 
-Bytes read: the logits once for greedy, three times for sampled, and two or three times more from the L2 for top-k and
+Bytes read: the logits once for greedy, twice for sampled, and two or three times more from the L2 for top-k and
 top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
 logits without NaN. Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest,
-count as equal in the cuts; of equal ones top-p keeps the last ids.
+count as equal in the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below the largest never win.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import triton
 from torch import Tensor
 
 from ...errors import UsageError
+from ...target.kernels.machine import NO_FUSION
 from ...tensor_checks import check_tensors
 from ...tree import Trees
 from . import choice_kernels as kernels
 from . import cut_search
 from .choice_kernels import WORD_BITS, ChoiceRules, ChoiceScratch, ChoiceShape, ChoiceState
-from .token_weights import MAX_VOCAB, ONE, distance_weight_ref, score_distance_ref
+from .token_noise import race_ref
+from .token_weights import FAR, MAX_VOCAB, ONE, distance_weight_ref, score_distance_ref
 
 _PENALISE_BLOCK = 4096
 _FEW = 1024
@@ -51,8 +53,9 @@ def choice_scratch(
     return ChoiceScratch(
         part, torch.empty(rows, parts, dtype=torch.float32, device=device), torch.empty(rows, parts, **int32),
         torch.empty(rows, **int32), torch.empty(rows, 4, **int64),
-        torch.empty(rows, parts, cut_search.BINS.value, **int32), torch.empty(rows, **int64),
-        torch.empty(rows, parts, **int64), torch.empty(rows, parts, **int32),
+        torch.empty(rows, parts, cut_search.BINS.value, **int32), torch.empty(rows, **int32),
+        torch.empty(rows, parts, **int64), torch.empty(rows, parts, **int32), torch.empty(rows, parts, **int64),
+        torch.empty(rows, parts, **int64),
         torch.empty(rows, num_words(vocab), **int32), torch.empty(rows, capacity, **int32), torch.empty(rows, **int32),
     )  # fmt: skip
 
@@ -98,9 +101,10 @@ def choose_tokens_ref(
                 ancestor = int(trees.parents[slot, ancestor])
             scores = rows[place, node].float()
             scores = _process(scores, trees.draft_tokens[slot, path], slot, number, rules, state)
-            stream = state.uniforms[slot]
-            uniform = float(stream[number]) if number < len(stream) else 0.0
-            out[place, node] = choose_token(scores, rules, state.numbers, uniform)
+            keys = state.keys[slot]
+            out[place, node] = choose_token(
+                scores, rules, state.numbers, int(keys[number]) if number < len(keys) else 0
+            )
 
 
 def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: ChoiceRules, state: ChoiceState) -> Tensor:
@@ -118,30 +122,29 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     return scores
 
 
-def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, uniform: float) -> int:
+def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) -> int:
     """Choose from processed scores, float32 [vocab]: the rule that all choices follow.
 
-    ``numbers`` as in `ChoiceState`, ``uniform`` in [0, 1). Waits for the device.
+    ``numbers`` and ``key`` as in `ChoiceState`. Waits for the device.
     """
     if not rules.sampled:
         return int((scores == scores.max()).nonzero()[0, 0])
     scores = scores / numbers[0].clamp(min=kernels.COLDEST.value)
     distances = score_distance_ref(scores)
-    weights = distance_weight_ref(distances)
+    kept = distances < int(FAR.value)
     if rules.has_top_k:
         kth = min(int(numbers[1]), len(scores))
-        weights = weights.masked_fill(distances > distances.sort().values[kth - 1], 0)
+        kept &= distances <= distances.sort().values[kth - 1]
     if rules.has_top_p:
+        weights = distance_weight_ref(distances).masked_fill(~kept, 0)
         least_probable_first = distances.sort(descending=True, stable=True).indices
         total = int(weights.sum())
         cut = min(int((1.0 - float(numbers[2])) * total), total - 1)
         is_cut = weights[least_probable_first].cumsum(0) <= cut
-        weights = weights.masked_fill(torch.zeros_like(is_cut).scatter(0, least_probable_first, is_cut), 0)
+        kept &= ~torch.zeros_like(is_cut).scatter(0, least_probable_first, is_cut)
     if rules.has_min_p:
-        weights = weights.masked_fill(weights < float(numbers[3]) * ONE.value, 0)
-    reached = weights.cumsum(0)
-    total = int(reached[-1])
-    return int((reached <= min(int(uniform * total), total - 1)).sum())
+        kept &= distance_weight_ref(distances) >= float(numbers[3]) * ONE.value
+    return race_ref(distances, key, kept)
 
 
 def choose_tokens(
@@ -181,8 +184,8 @@ def choose_tokens(
             cut_search.narrow_kernel[(rows,)](trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=4)
         cut_search.collect_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
         cut_search.cut_kernel[(rows,)](logits, trees, state, scratch, SHAPE=shape, num_warps=16)
-    kernels.mass_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
-    kernels.draw_kernel[(rows,)](logits, trees, state, scratch, out, SHAPE=shape, num_warps=8)
+    kernels.race_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8, **NO_FUSION)
+    kernels.draw_kernel[(rows,)](logits, trees, state, scratch, out, SHAPE=shape, num_warps=8, **NO_FUSION)
 
 
 def _shape_of(
@@ -195,7 +198,7 @@ def _shape_of(
         flags |= {"has_top_k": False, "has_top_p": False, "has_min_p": False}
     return ChoiceShape(
         out.shape[1], vocab, num_words(vocab), scratch.part, parts, triton.next_power_of_2(parts),
-        state.uniforms.shape[1], capacity, min(_FEW, capacity), **flags,
+        state.keys.shape[1], capacity, min(_FEW, capacity), **flags,
     )  # fmt: skip
 
 
@@ -219,7 +222,7 @@ def _check(logits: Tensor, trees: Trees, state: ChoiceState, out: Tensor, scratc
         active_count=(trees.active_count, torch.int32, (1,)),
         draft_tokens=(trees.draft_tokens, *nodes_of_slots), parents=(trees.parents, *nodes_of_slots),
         positions=(trees.positions, *nodes_of_slots),
-        numbers=(state.numbers, torch.float32, (6,)), uniforms=(state.uniforms, torch.float64, (slots, None)),
+        numbers=(state.numbers, torch.float32, (6,)), keys=(state.keys, torch.int64, (slots, None)),
         num_generated=(state.num_generated, torch.int32, (slots,)), seen=(state.seen, torch.int32, (slots, words)),
         suppressed=(state.suppressed, torch.int32, (words,)), eos=(state.eos, torch.int32, (words,)),
         best_score=(scratch.best_score, torch.float32, (rows, triton.cdiv(vocab, scratch.part))),

@@ -214,7 +214,7 @@ def find_cut(
 
 @triton.jit
 def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Largest distance that top-k and top-p keep, and with top-p the weight that is to be kept."""
+    """Largest distance that top-k and top-p keep, and with top-p how many tokens at it are to be kept."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
@@ -232,11 +232,16 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
             before = tl.sum(mass, axis=0)
     threshold, goal = find_cut(
         logits_ptr, at, largest, num_listed, before, low, high, goal, state, scratch, SHAPE, SHAPE.weighted
-    )
+    )  # fmt: skip
     if SHAPE.has_top_k and SHAPE.has_top_p:
         threshold, goal = find_cut(
             logits_ptr, at, largest, num_listed, before, tl.full([], 0, tl.int32), threshold,
             tl.full([], -1, tl.int64), state, scratch, SHAPE, True,
         )  # fmt: skip
-    tl.store(scratch.goal + at.row, goal)
     tl.store(scratch.threshold + at.row, threshold)
+    if SHAPE.has_top_p:
+        nearer, _, _ = scan_row(
+            logits_ptr, at, largest, num_listed, threshold, threshold, threshold, state, scratch, SHAPE, True
+        )  # fmt: skip
+        weight = tl.maximum(distance_weight(threshold), 1)
+        tl.store(scratch.needed + at.row, ((goal - nearer - before + weight - 1) // weight).to(tl.int32))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.api.sampling import uniform_stream
+from eagle_slim.runtime.api.sampling import noise_keys
 from eagle_slim.runtime.api.stats import GenerationStats, PhaseTimer, StepTimes
 from eagle_slim.runtime.target.attention import masked_attention, tree_attention_mask
 from eagle_slim.runtime.target.cache import KVCache, LayerShape
@@ -57,11 +57,12 @@ def test_grouped_attention_equals_the_formula(softcap: float | None, with_sinks:
 
 
 def test_streams_depend_on_seed_and_request_alone() -> None:
-    assert torch.equal(uniform_stream(3, 1, 10), uniform_stream(3, 1, 20)[:10])
-    firsts = {float(uniform_stream(seed, request, 1)) for seed in range(8) for request in range(8)}
+    assert torch.equal(noise_keys(3, 1, 10), noise_keys(3, 1, 20)[:10])
+    firsts = {int(noise_keys(seed, request, 1)) for seed in range(8) for request in range(8)}
     assert len(firsts) == 64
-    draws = uniform_stream(0, 0, 20000)
-    assert abs(float(draws.mean()) - 0.5) < 4 / math.sqrt(12 * 20000)
+    keys = noise_keys(0, 0, 20000)
+    assert len(keys.unique()) == 20000
+    assert abs(float(keys.double().mean()) / 2**63 - 0.5) < 4 / math.sqrt(12 * 20000)
 
 
 class TwoKinds:

@@ -1,0 +1,32 @@
+"""The race that chooses sampled tokens, in float64: what every implementation is held to."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def splitmix(key: int, ids: Tensor) -> np.ndarray:
+    """Outputs number id + 1 of SplitMix64 seeded with a key: uint64, one for each id."""
+    with np.errstate(over="ignore"):
+        bits = np.uint64(key % (1 << 64)) + (ids.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return bits ^ (bits >> np.uint64(31))
+
+
+def exponentials(key: int, ids: Tensor) -> Tensor:
+    """Exponential variables of ids: float64."""
+    bits = (splitmix(key, ids) >> np.uint64(11)).astype(np.float64)
+    return torch.from_numpy(-np.log1p(-np.maximum(bits, 1) / 2**53))
+
+
+def first_in_race(scores: Tensor, key: int) -> int:
+    """The id whose exponential variable over its probability is smallest; ``scores`` float [vocab], -inf left out."""
+    ids = (scores > -torch.inf).nonzero()[:, 0]
+    left = scores[ids].double().cpu()
+    arrivals = exponentials(key, ids.cpu()).log() + (left.max() - left)
+    return int(ids[int(arrivals.argmin())])
