@@ -176,7 +176,7 @@ def _resolve(
             found="file" if is_file else None,
         )
     try:
-        found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
+        found = find_snapshot(repo_id, revision, offline, choose, inside)
     except HubError as error:
         if error.trouble.reason not in ("silent", "unreachable"):
             raise
