@@ -313,13 +313,13 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     separately: their counts are added and their held-out documents joined. Parts that were counted with the same
     settings give what one count of the whole gives, byte for byte; others are listed in the provenance under "parts".
 
-    `weights`, by source name, replace the stored ones.
+    `weights`, by source name, replace the stored ones, and 0 leaves a source out.
 
     Raises:
         TokenizerError: the tokenizers differ.
         VocabularyError: the vocabulary sizes differ, or the very same part is given twice.
-        UsageError: nothing to merge, an unknown name in `weights`, a weight that is not above 0, or parts of one name
-            with different weights.
+        UsageError: nothing to merge, an unknown name in `weights`, a negative weight or 0 for all, or parts of
+            one name with different weights.
     """
     if not items:
         raise UsageError("Nothing to merge: name at least one counts file.", missing="counts")
@@ -334,13 +334,12 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     for item in items:
         for source in item.sources:
             parts.setdefault(source.name, []).append(source)
-    for name, weight in (weights or {}).items():
-        if name not in parts:
-            raise _unknown_source(name, parts)
-        _check_weight(name, weight, UsageError)
+    mixed_weights({name: same_name[0].weight for name, same_name in parts.items()}, weights)
     sources = []
     for name, same_name in parts.items():
         given = (weights or {}).get(name)
+        if given == 0:
+            continue
         stored = sorted({source.weight for source in same_name})
         if given is None and len(stored) > 1:
             raise UsageError(

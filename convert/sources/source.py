@@ -174,7 +174,7 @@ def _resolve(
             f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.",
         )
     try:
-        found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
+        found = find_snapshot(repo_id, revision, offline, choose, inside)
     except HubError as error:
         if error.trouble.reason not in ("silent", "unreachable"):
             raise

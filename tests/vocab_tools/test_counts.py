@@ -119,6 +119,16 @@ def test_counts_of_before_are_listed_as_parts() -> None:
     assert merge_counts([of("a"), of("b")]).to_bytes() == merge_counts([of("b"), of("a")]).to_bytes()
 
 
+def test_a_weight_of_0_leaves_a_source_out_as_in_a_ranking() -> None:
+    both = TokenCounts((source([8, 0], name="chat"), source([0, 1], name="code")), None)
+    merged = merge_counts([both], {"chat": 0})
+    assert [each.name for each in merged.sources] == ["code"]
+    assert (merged.weighted() > 0).tolist() == (both.weighted({"chat": 0}) > 0).tolist() == [False, True]
+    for weights in ({"chat": 0, "code": 0}, {"chat": -1}):
+        with pytest.raises(UsageError, match="above 0"):
+            merge_counts([both], weights)
+
+
 def test_merging_what_does_not_belong_together_is_refused() -> None:
     one = token_counts([1, 2], tokenizer_hash="a")
     with raises(TokenizerError, hashes={"a", "b"}):
