@@ -9,7 +9,8 @@ decoding of several sequences) over a draft vocabulary, with a cache of its own 
 several, 16, and more than there are slots, so that slots are taken over and ever fewer are active; then the next turn
 of one of these, after rows that a slot still holds. Questions are chats, and real text and random ids that end at
 multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an end. Every
-answer is compared with plain decoding of that question alone. An episode depends on ``--seed`` and its number only;
+answer is compared with plain decoding of that question alone. One call in four follows a call that was broken off:
+its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode depends on ``--seed`` and its number only;
 each seed begins five variants further, so that several short runs go through all of them.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
@@ -51,6 +52,24 @@ from benchmarks.shared.timing import machine
 
 CALLS = ((1, SHORT), (16, SHORT), (0, 2100), (24, 2100), (20, 8192), (1, 8192))
 """Of an episode: how many questions, 0 for 2 to 15 of them, and how long a prompt may be, which lets the cache grow."""
+BROKEN_OFF = 0.25
+"""Share of the calls that follow one which ended early."""
+
+
+class BreakingStreamer:
+    """Raises ``error`` when it is given more than ``most`` times."""
+
+    def __init__(self, most: int, error: BaseException) -> None:
+        self.left, self.error = most, error
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then new tokens."""
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+
+    def end(self) -> None:
+        """Nothing more comes."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,7 @@ class Fuzz:
         self.variants = [*drafted, Variant(next(iter(models)), None)]
         self.tokens = self.reused = self.differing = 0
         self.counts: Counter[str] = Counter()
+        self.broken_off: Counter[str] = Counter()
         self.differences: list[dict[str, Any]] = []
         self.paths: set[str] = set()
         self.exactness: set[str] = set()
@@ -107,12 +127,25 @@ class Fuzz:
             slots = 16 if rng.random() < 0.5 else rng.randint(1, 16)
             where = {"seed": self.seed, "episode": number, "call": place, "rows": variant.rows, "tree": variant.name}
             reuse, new = rng.random() < 0.5, rng.choice((1, *[self.pool.new_tokens] * 4))
+            if rng.random() < BROKEN_OFF:
+                self._break_off(model, variant, questions[0], rng)
             self._call(model, variant, questions, where, max_slots=slots, reuse_prefix=reuse, new_tokens=new)
             if count == 1:
                 self._call(model, variant, [self.pool.next_turn(questions[0], rng)], where, max_slots=slots,
                            reuse_prefix=True, new_tokens=self.pool.new_tokens)  # fmt: skip
             if is_over():
                 break
+
+    def _break_off(self, model: SpeculativeModel, variant: Variant, question: Question, rng: random.Random) -> None:
+        """Make a call that its streamer ends early, unless the answer is over before."""
+        error = rng.choice((RuntimeError("the streamer's own"), KeyboardInterrupt()))
+        streamer = BreakingStreamer(rng.randint(0, self.pool.new_tokens // 2), error)
+        try:
+            generate(model, [question], self.pool.new_tokens, streamer=streamer, speculative=variant.tree is not None)
+        except (RuntimeError, KeyboardInterrupt) as raised:
+            if raised is not error:
+                raise
+            self.broken_off[type(error).__name__] += 1
 
     def _call(self, model: SpeculativeModel, variant: Variant, questions: Sequence[Question], where: dict[str, Any],
               **options: Any) -> None:  # fmt: skip
@@ -145,7 +178,8 @@ class Fuzz:
         """What was compared, by kind of case; each kind is of all tokens."""
         return {
             "seed": self.seed, "tokens": self.tokens, "answers_that_differ": self.differing,
-            "reused_prompt_tokens": self.reused, "tokens_by_kind": dict(sorted(self.counts.items())),
+            "reused_prompt_tokens": self.reused, "calls_broken_off": dict(self.broken_off),
+            "tokens_by_kind": dict(sorted(self.counts.items())),
             "differences": self.differences, "exactness": sorted(self.exactness),
             "paths": sorted(self.paths),
         }  # fmt: skip

@@ -20,6 +20,7 @@ from eagle_slim.vocab_tools.common_cli import (
     whole_numbers,
 )
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, parse_sources
+from eagle_slim.vocab_tools.errors import printable
 
 if TYPE_CHECKING:
     from .pipeline import Conversion
@@ -171,12 +172,13 @@ def _print(conversion: Conversion, verb: str) -> None:
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
+        name = printable(entry["source"])
         interval = ""
         if entry["interval"] is not None:
             low, high = entry["interval"]
             interval = f", 95% interval {low:.2%} to {high:.2%}"
         click.echo(
-            f"  coverage of {entry['source']}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
+            f"  coverage of {name}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
             f"tokens{interval}; the first ids would cover {entry['first_ids_instead']:.2%}"
         )
 

@@ -345,7 +345,11 @@ def _llama_cpp(head: HeadFacts) -> Iterator[Found]:
         yield "error", "it has no EAGLE-1/2 heads", _BY_TOKEN_MAP
         return
     if head.kind == "dflash":
-        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving/dflash.md"
+        # Executed: `convert_hf_to_gguf.py` of b11434.
+        if names.MARKOV_OUT in head.tensor_names:
+            yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving/dflash.md"
+        else:
+            yield "error", "its converter refuses the map of a DFlash draft; it takes the draft as published", ""
         return
     if head.has_gguf is False:
         yield "error", "it reads GGUF alone, and there is none here", "convert with --gguf bf16"

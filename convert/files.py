@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -38,7 +39,9 @@ def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[
     Raises `error_type` where it is missing or holds anything else; messages begin with `where`.
     """
     try:
-        value = json.loads(read_regular(path), parse_constant=_refuse_constant)
+        value = json.loads(
+            read_regular(path), parse_constant=_refuse_constant, parse_int=_whole_number, parse_float=_finite
+        )
     except FileNotFoundError:
         advice = "Expected the folder that has it beside the weights."
         if (path.parent / "params.json").is_file():
@@ -56,3 +59,17 @@ def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
+
+
+def _whole_number(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{text[:24]}… does not fit 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:24]} is no finite number")
+    return value

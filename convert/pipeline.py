@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -25,14 +26,12 @@ from .artifact import dflash, eagle1, eagle3
 from .artifact.card import model_card
 from .artifact.format import (
     CARD_NAME,
-    CONFIG_NAME,
     METADATA,
-    WEIGHTS_NAME,
     freq_bytes,
     freq_name,
     record_of_bytes,
 )
-from .artifact.manifest import MANIFEST_NAME, Manifest
+from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from .artifact.provenance import (
     describe_dropped,
     describe_head,
@@ -335,6 +334,9 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
             "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out.",
             option="--for",
         )
+    stored = {name.rpartition(".")[2] for name in head.tensors.source.names}
+    if options.d2t_form != "auto" and "d2t" not in stored:
+        raise UsageError.at(head.location, "has no map.\nLeave --d2t-form out.", option="--d2t-form")
     if head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes):
         raise UsageError.at(
             head.location,
@@ -490,7 +492,7 @@ def _manifest(
         tap_layers=head.taps(None if inputs.target is None else inputs.target.num_layers),
         coverage=coverage,
         dropped=describe_dropped(head),
-        warnings=(*warnings, *of_engines),
+        warnings=_without_paths([*warnings, *of_engines], inputs),
     )
 
 
@@ -502,7 +504,19 @@ def _describe_target(inputs: Inputs) -> dict[str, Any]:
     if inputs.choice is not None and inputs.choice.reason == targets.RECORDED:
         assert inputs.source.manifest is not None
         return {key: value for key, value in inputs.source.manifest.target.items() if key != "files"}
-    return {"repo_id": None if inputs.choice is None else inputs.choice.name, "revision": None}
+    name = None if inputs.choice is None else inputs.choice.name
+    if name is not None and expand_home(name).is_dir():
+        return {"repo_id": None, "revision": None, "name": expand_home(name).resolve().name}
+    return {"repo_id": name, "revision": None}
+
+
+def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
+    """Call local folders by their own names: an upload publishes what the manifest says."""
+    opened = (inputs.target and inputs.target.name, inputs.tokenizer and inputs.tokenizer.source, inputs.head.location)
+    local = {place for place in opened if place and expand_home(place).exists()}
+    for place in sorted(local, key=len, reverse=True):
+        warnings = [warning.replace(place, expand_home(place).resolve().name) for warning in warnings]
+    return tuple(warnings)
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:

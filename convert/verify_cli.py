@@ -12,6 +12,7 @@ from eagle_slim.vocab_tools.common_cli import (
     run_cli,
     version_option,
 )
+from eagle_slim.vocab_tools.errors import printable
 
 
 @click.command(
@@ -70,7 +71,9 @@ def verify(
         colours = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "bright_black"}
         for check in result.checks:
             status = click.style(f"{check.status:<7}", fg=colours[check.status])
-            click.echo(f"{status}  {check.name:<{width}}  {check.detail}")
+            # A name with a line end in it must not look like a check of its own.
+            detail = ("\n" + " " * (width + 11)).join(map(printable, check.detail.split("\n")))
+            click.echo(f"{status}  {check.name:<{width}}  {detail}")
         counted = {status: sum(check.status == status for check in result.checks) for status in colours}
         click.echo(f"{folder}: " + ", ".join(f"{number} {status}" for status, number in counted.items()))
     return 0 if result.ok else 1

@@ -198,6 +198,11 @@ def make_ranking(
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
+        if request.weights:
+            raise UsageError(
+                "--weights gives sources of counts a share, and an artifact is cut by its own ranks.\nGive --counts.",
+                option="--weights",
+            )
         say("vocabulary: the rank order in the head's own manifest")
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)

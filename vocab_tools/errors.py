@@ -36,7 +36,7 @@ class EagleSlimError(Exception):
     @classmethod
     def at(cls, where: str | Path, problem: str, /, **facts: Any) -> Self:
         """The error about something at a place: a file, a folder, a repository."""
-        return cls(f"{where}: {problem}", **{"path": str(where), **facts})
+        return cls(f"{printable(str(where))}: {problem}", **{"path": str(where), **facts})
 
 
 class UsageError(EagleSlimError):

@@ -22,10 +22,8 @@ from ..errors import ArtifactError
 from ..heads.open import DraftHead, open_head
 from ..sources.source import ResolvedSource, open_head_source
 from .checksums import sha256_of
-from .manifest import Manifest
+from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 
-WEIGHTS_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
 CARD_NAME = "README.md"
 METADATA = {"format": "pt"}
 """What loaders ask of the metadata of a safetensors file."""

@@ -16,11 +16,13 @@ from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
-from ..files import read_regular
+from ..files import read_object
 from ..heads.names import HeadKind
 from .checksums import decode_checksums, encode_checksums
 
 MANIFEST_NAME = "eagle_slim.json"
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
 FORMAT_NAME = "eagle-slim artifact"
 FORMAT_VERSION = 1
 
@@ -129,17 +131,12 @@ class Manifest:
             ArtifactError: missing, not JSON, of another or a newer format, or a key of a wrong type.
         """
         path = folder / MANIFEST_NAME
-        try:
-            value = json.loads(read_regular(path))
-        except FileNotFoundError:
-            raise ArtifactError.at(
-                folder,
-                f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first.",
-            ) from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise _broken(str(path), f"cannot be read as JSON ({error})") from error
+        if not path.exists():
+            problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
+            raise ArtifactError.at(folder, problem)
+        value = read_object(path, ArtifactError, str(folder))
         where = str(path)
-        if not isinstance(value, Mapping) or value.get("format") != FORMAT_NAME:
+        if value.get("format") != FORMAT_NAME:
             raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
         version = value.get("format_version")
         if version != FORMAT_VERSION:
@@ -159,6 +156,8 @@ class Manifest:
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
             raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         draft_vocab = value["draft_vocab"]
+        if not 0 < draft_vocab <= value["target_vocab"] < 2**31:
+            raise _broken(where, f"draft_vocab is {draft_vocab} of a target_vocab of {value['target_vocab']}")
         ranked = value["rank_order_ids"]
         ids = None if ranked is None else _ids(ranked, draft_vocab, where, "rank_order_ids")
         if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
@@ -229,10 +228,7 @@ def _are_integers(values: Any) -> bool:
 def _ids(values: list[Any], count: int, where: str, key: str) -> NDArray[np.int64]:
     if not _are_integers(values) or len(values) != count:
         raise _broken(where, f"{key}: expected {count} integers, found {len(values)} entries")
-    try:
-        return np.array(values, dtype=np.int64)
-    except OverflowError as error:
-        raise _broken(where, f"{key}: an id does not fit 64 bits") from error
+    return np.array(values, dtype=np.int64)
 
 
 def _checksums(text: str, count: int, where: str, key: str) -> NDArray[np.uint8]:

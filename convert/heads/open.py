@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..artifact.checksums import sha256_file
+from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..files import read_object
 from ..rows.checkpoint import Checkpoint, open_checkpoint
@@ -59,10 +61,14 @@ def open_head(
     if not isinstance(source, ResolvedSource):
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
     # A draft of another kind is called by its name even where its weights have unusual ones.
-    config = read_config(source.folder, source.name)
+    config = read_config(source.folder, source.name, source.manifest)
     head_config.refuse_foreign(config, source.name)
+    checkpoint = open_checkpoint(source.folder, weights_file=source.weights_file)
+    if source.manifest is not None and source.weights_file in ("", WEIGHTS_NAME):
+        recorded = source.manifest.files.get(WEIGHTS_NAME, {})
+        checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
     head = head_from_checkpoint(
-        open_checkpoint(source.folder, weights_file=source.weights_file),
+        checkpoint,
         config,
         location=source.name,
         source=source,
@@ -73,9 +79,16 @@ def open_head(
     return replace(head, warnings=(*doubts, *head.warnings))
 
 
-def read_config(folder: Path, where: str) -> dict[str, Any]:
-    """The head's config.json, with a quantisation that ModelOpt keeps in a file of its own put where others keep it."""
-    config = read_object(folder / "config.json", CheckpointError, where)
+def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Read a head's config.json, held against the manifest beside it, if there is one.
+
+    A quantisation that ModelOpt keeps in a file of its own is put where others keep it.
+    """
+    path = folder / CONFIG_NAME
+    config = read_object(path, CheckpointError, where)
+    if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
+        problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
+        raise CheckpointError.at(where, problem)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
         found = read_object(quantised, CheckpointError, where)

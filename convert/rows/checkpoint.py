@@ -42,6 +42,7 @@ class Checkpoint:
         self.where = where
         self._file_of = dict(file_of)
         self._reads: dict[Path, list[ReadRecord]] = {}
+        self._unchecked: dict[str, str] = {}
 
     @classmethod
     def of(cls, file: WeightsFile, where: str | None = None) -> Checkpoint:
@@ -52,7 +53,23 @@ class Checkpoint:
         """Return the same open files under a record of their own, which begins with what was read so far."""
         other = Checkpoint(self.where, self._file_of)
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
+        other._unchecked = dict(self._unchecked)
         return other
+
+    def expect(self, header_sha256: str, tensors: Mapping[str, str]) -> None:
+        """Hold the one safetensors file against checksums: its header now, each tensor before it is first taken.
+
+        `tensors` has the SHA-256 of each by name.
+
+        Raises:
+            CheckpointError: the header is not that one; later, from whatever reads a tensor, that its bytes are not.
+        """
+        (file,) = set(self._file_of.values())
+        with file.path.open("rb") as opened:
+            header = opened.read(file.data_offset if isinstance(file, SafetensorsFile) else 0)
+        if sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
+            raise damaged(file.path, "the header is not as the manifest beside it records")
+        self._unchecked = dict(tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,14 +112,19 @@ class Checkpoint:
     def array(self, name: str) -> Bytes:
         """Return a whole tensor as uint8 [rows, row_bytes], read-only where it is mapped; a scalar is one row."""
         self._long_name(name)
-        return self.file_of(name).array(name)
+        found = self.file_of(name).array(name)
+        if (expected := self._unchecked.get(name)) is not None:
+            if sha256_of(found.reshape(-1).data) != expected:
+                raise damaged(self.where, f"{shorten(name)} is not as the manifest beside it records")
+            del self._unchecked[name]
+        return found
 
     def raw(self, name: str) -> Bytes:
         """Return a tensor as `array` does, and record that it was read."""
         found, info = self.array(name), self.info(name)
         if info.dtype == "BOOL" and found.size and (largest := int(found.max())) > 1:
             problem = f"tensor {shorten(name)}: booleans must be 0 or 1, found {largest}"
-            raise damaged(self.where, problem, tensor=name, found=largest)
+            raise damaged(self.where, problem)
         self._begin(name, None).sha256 = sha256_of(found.reshape(-1).data)
         return found
 
@@ -138,7 +160,6 @@ class Checkpoint:
                 self.where,
                 f"no tensor {shorten(name)}; it holds {len(self._file_of)}: "
                 f"{shorten(sorted(self._file_of)[:12], 400)}.",
-                tensor=name,
             ) from None
 
     def _tensor(self, name: str, array: Bytes, shape: tuple[int, ...]) -> torch.Tensor:
@@ -158,8 +179,6 @@ class Checkpoint:
                 self.where,
                 f"rows of {shorten(name)}: expected a list of integers and a tensor with rows, found {wanted.dtype} of "
                 f"shape {wanted.shape} and a tensor of shape {info.shape}.",
-                tensor=name,
-                found=str(wanted.dtype),
             )
         outside = wanted[(wanted < 0) | (wanted >= info.num_rows)]
         if len(outside):
@@ -167,9 +186,6 @@ class Checkpoint:
                 self.where,
                 f"tensor {shorten(name)}: row {outside[0]} was asked for, of {info.num_rows}.\n"
                 "The vocabulary and this checkpoint do not belong together.",
-                tensor=name,
-                row=int(outside[0]),
-                rows=info.num_rows,
             )
         return wanted.astype(np.int64)
 
@@ -242,7 +258,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     for name, shard in wanted.items():
         if name not in shards[shard].tensors:
             problem = f"says that {shard} holds {shorten(name)}, but it does not.\nThey come from different versions"
-            raise damaged(path / chosen, problem, tensor=name, shard=shard)
+            raise damaged(path / chosen, problem)
     return Checkpoint(str(path), {name: shards[shard] for name, shard in wanted.items()})
 
 

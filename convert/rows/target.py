@@ -53,12 +53,19 @@ EMBEDDING_NAMES = (
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 
 
-def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> str:
+def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
 
     Raises:
-        CheckpointError: there is neither under any known name.
+        CheckpointError: there is neither under any known name; or no LM head, and `tied` False says that the embedding
+            is none.
     """
+    if tied is False and not any(name in names for name in LM_HEAD_NAMES):
+        raise CheckpointError.at(
+            where,
+            f"no LM head: config.json says {_TIE}: false, and the weights hold none.\n"
+            f"Fetch all of the target's weights, or correct {_TIE} in a copy of it.",
+        )
     spellings = EMBEDDING_NAMES + LM_HEAD_NAMES if tied else LM_HEAD_NAMES + EMBEDDING_NAMES
     if (found := next((name for name in spellings if name in names), None)) is not None:
         return found
@@ -68,7 +75,6 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> str:
         f"no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
         "Expected a causal language model in the Hugging Face layout.",
-        found=near,
     )
 
 
@@ -77,18 +83,19 @@ def unused_lm_head(names: Collection[str], chosen: str) -> str | None:
     return next((name for name in LM_HEAD_NAMES if name in names), None) if chosen in EMBEDDING_NAMES else None
 
 
-def ties_embedding(folder: Path) -> bool:
-    """Whether the config.json in `folder` ties the LM head to the input embedding.
+def ties_embedding(folder: Path) -> bool | None:
+    """Whether the config.json in `folder` ties the LM head to the input embedding; None where it does not say.
 
-    A multimodal target must not say otherwise in one of its two places; engines differ in which of them they read.
+    A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
     try:
         config = read_object(folder / "config.json", CheckpointError, str(folder))
     except CheckpointError:
-        return False
+        return None
     parts = (config, config.get("text_config"))
     said = [part[_TIE] for part in parts if isinstance(part, dict) and part.get(_TIE) is not None]
-    return bool(said) and all(value is True for value in said)
+    agreed = [value for value in (True, False) if said and all(found is value for found in said)]
+    return agreed[0] if agreed else None
 
 
 def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead:
@@ -145,8 +152,6 @@ def _checked(lm_head: LmHead) -> LmHead:
             lm_head.where,
             f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} "
             f"{list(info.shape)}.\nGive the unquantised target with --target.",
-            tensor=lm_head.name,
-            found=info.dtype,
         )
     return lm_head
 
@@ -174,8 +179,6 @@ def _fetch(target: ResolvedSource) -> LmHead:
             target.label,
             f"the index says that {chosen} holds {name}, but it does not.\n"
             "Index and shards come from different versions: give another --revision, or tell the author.",
-            tensor=name,
-            shard=chosen,
         )
     fetch_tensor(file, header, name)
     note = {"etag": file.etag, "file": chosen, "tensor": name, "unused": unused_lm_head(stored, name)}

@@ -12,8 +12,7 @@ from eagle_slim.vocab_tools.errors import EagleSlimError
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t
 from numpy.typing import NDArray
 
-from ..artifact.format import CONFIG_NAME, WEIGHTS_NAME
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
 from ..files import read_object
 from ..heads.draft_head import DraftHead

@@ -14,8 +14,8 @@ from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 
 from ..artifact.checksums import row_checksums, sha256_file, sha256_of
 from ..artifact.eagle3 import layer_class
-from ..artifact.format import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
-from ..artifact.manifest import MANIFEST_NAME, Manifest
+from ..artifact.format import CARD_NAME, freq_name
+from ..artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
 from ..heads import names
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite

@@ -33,9 +33,9 @@ from ..drafter.launch import timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
-from ..step.kernels.acceptance import SlotState, commit_features, commit_kv, walk
+from ..step.kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
-from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
+from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch
@@ -111,8 +111,8 @@ class StepPatch:
         """The forward that verifies, and why."""
         self._target = fuse(self.model, self.ops) if self.backend.name == "fused" else None
         self._forward: TreeForward | None = None
-        # Packing has made views of some weights: looked at afterwards.
-        self._watch = Watch(self.model.base_model)
+        # Packing has made views of some weights: looked at afterwards. What upstream's loops set is no change.
+        self._watch = Watch(self.model.base_model, ("tree_mask", "tree_mode"))
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
@@ -224,6 +224,8 @@ class StepPatch:
             )
             width = self.session.tree.path_width
             self.ops(walk)(tensors.choices, tensors.trees, width, tensors.state, self.session.drafter.error)
+            # A token that is none must not be drafted from; its record raises when it is read.
+            tensors.state.new_tokens.clamp_(min=0)
         return None, None, None
 
     def update_inference_inputs(
@@ -243,9 +245,9 @@ class StepPatch:
         with torch.inference_mode(), current(bufs.keys.device):
             for data in past_key_values_data_list:
                 self.ops(commit_kv)(state, data[0::2], data[1::2])
-            self.ops(commit_features)(
-                state, hidden_state_new[0], session.tree.total_tokens, tensors.first_row, drafter.features
-            )
+            # Of another type than the head's under autocast.
+            features = hidden_state_new[0].to(drafter.features.dtype)
+            self.ops(commit_features)(state, features, session.tree.total_tokens, tensors.first_row, drafter.features)
         with self._buffers():
             tensors.record.copy_(state.record, non_blocking=True)
             done = torch.cuda.Event() if state.record.is_cuda else None
@@ -257,7 +259,9 @@ class StepPatch:
             record = tensors.record.tolist()
             if record[-1][0]:
                 raise timed_out(bufs)
-            count = record[0][0]
+            count, _, ended = record[0][:RECORD_HEAD]
+            if ended == ENDED_BY_FAULT:
+                raise no_distribution(record[0][RECORD_HEAD + count - 1], 0, new_token + count - 1)
             session.length += count
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])

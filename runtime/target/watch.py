@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import chain
 from operator import itemgetter
 from types import FunctionType
@@ -34,12 +34,14 @@ _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 class Watch:
-    """What a model is made of, at the time it was built."""
+    """What a model is made of, at the time it was built; ``unread``: names of attributes that do not matter."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, unread: Iterable[str] = ()) -> None:
         self._modules = list(model.modules())
         self._attributes = [vars(module) for module in self._modules]
-        names = [_names(attributes) for attributes in self._attributes]
+        self._unread = _UNREAD.union(unread)
+        names = [_names(attributes, self._unread) for attributes in self._attributes]
+        self._names = names
         getters = {each: itemgetter(*each) for each in set(names)}
         self._getters = [getters[each] for each in names]
         self._values = [_frozen(get(each)) for get, each in zip(self._getters, self._attributes, strict=True)]
@@ -71,7 +73,7 @@ class Watch:
                 len(tensors) != len(self._tensors)
                 or not all(tensor is before() for tensor, before in zip(tensors, self._tensors, strict=True))
                 or _states(tensors) != self._states
-                or list(map(len, self._attributes)) != self._sizes
+                or (list(map(len, self._attributes)) != self._sizes and self._has_other_names())
                 or list(map(type, self._modules)) != self._types
                 or [get(each) for get, each in zip(self._getters, self._attributes, strict=True)] != self._values
                 or list(map(vars, self._configs)) != self._settings
@@ -81,6 +83,11 @@ class Watch:
         except (KeyError, RuntimeError, TypeError, ValueError):
             # An attribute went, or values of a kind that cannot be compared took the place of others.
             return True
+
+    def _has_other_names(self) -> bool:
+        """Whether a module has other attributes than it had, beside those that do not matter."""
+        before = zip(self._attributes, self._names, strict=True)
+        return any(_names(attributes, self._unread) != names for attributes, names in before)
 
     def _read_tensors(self) -> list[Tensor]:
         return [each for each in chain.from_iterable(map(dict.values, self._holders)) if each is not None]
@@ -102,8 +109,8 @@ def autocast_of(place: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
 
 
-def _names(attributes: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name, value in attributes.items() if name not in _UNREAD and not isinstance(value, Tensor))
+def _names(attributes: dict[str, Any], unread: Set[str]) -> tuple[str, ...]:
+    return tuple(name for name, value in attributes.items() if name not in unread and not isinstance(value, Tensor))
 
 
 def _frozen(value: Any) -> Any:

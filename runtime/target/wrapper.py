@@ -86,12 +86,9 @@ class TargetModel:
         backend: str = "transformers",
         fused_on: Collection[str] = ("cuda",),
     ) -> None:
-        check_supported(model)
         attention.register(self)
         self.model = model
         self.lock = lock_of(model)
-        self.config: Any = model.config
-        self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
         self._asked, self._fused_on = backend, tuple(fused_on)
         self._warned: set[str] = set()
@@ -200,6 +197,16 @@ class TargetModel:
             "with_tree or with_drafter.",
             option="model",
         )
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def text_config(self) -> Any:
+        """That of its decoder."""
+        return self.config.get_text_config()
 
     @property
     def generation_config(self) -> Any:

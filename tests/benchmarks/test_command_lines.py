@@ -11,7 +11,6 @@ MISTAKES = {
     "answers": (["--new", "1"], ["--limit", "0"], ["--nodes", "1"], ["--out", "/"]),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--questions", "3"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
-    "soak": (["--tokens", "0"], ["--longest", "8"], ["--out", "/"]),
     "step": (["--dims", "gpt"],),
     "trace": (["--dims", "gpt"],),
 }

@@ -41,6 +41,7 @@ def test_every_kind_of_case_is_compared(fuzz: exact.Fuzz) -> None:
         assert 0 < kinds[name] < result["tokens"]
     assert sum(kinds[name] for name in {variant.name for variant in fuzz.variants}) == result["tokens"]
     assert result["reused_prompt_tokens"] > 0
+    assert set(result["calls_broken_off"]) == {"RuntimeError", "KeyboardInterrupt"}
     assert any("trees of 20 nodes" in path for path in result["paths"])
     assert result["exactness"] == ["None"]
     json.dumps(result)
@@ -67,6 +68,17 @@ def test_a_wrong_token_is_found_and_told(fuzz: exact.Fuzz, monkeypatch: pytest.M
     again = exact.Fuzz(fuzz.models, fuzz.pool, TREES, 0, CALLS)
     again.run(lambda: False, episode=1)
     assert again.result() == fuzz.result()
+
+
+def test_an_error_of_another_is_no_call_broken_off(fuzz: exact.Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("another")
+
+    question = fuzz.pool.questions["greedy"][0]
+    monkeypatch.setattr(exact, "generate", fails)
+    with pytest.raises(RuntimeError, match="another"):
+        fuzz._break_off(fuzz.pool.model, fuzz.variants[0], question, exact.random.Random(0))
+    assert not fuzz.broken_off
 
 
 def test_a_missing_end_is_a_difference() -> None:

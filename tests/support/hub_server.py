@@ -111,7 +111,6 @@ class Fault:
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
     status: this status and no content.
     bytes_per_s: slow.
-    retry_after_s: what a `status` or `any_status` asks to wait; as a text, it is sent as it is.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -131,7 +130,6 @@ class Fault:
     extra_bytes: int = 0
     status: int | None = None
     bytes_per_s: int | None = None
-    retry_after_s: int | str = 0
     unanswered: bool = False
     silent: bool = False
     portal: bool = False
@@ -143,8 +141,8 @@ class Fault:
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        early = self.unanswered or self.silent or self.portal or self.circle or self.answer is not None
-        return early or self.any_status is not None or self.head_status is not None
+        fields = ("unanswered", "silent", "portal", "circle", "answer", "any_status", "head_status")
+        return any(getattr(self, name) not in (None, False) for name in fields)
 
 
 @dataclass
@@ -349,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             status = early.any_status or (early.head_status if self.command == "HEAD" else None)
             if status is not None:
-                self.send(status, {"error": "as asked for"}, {"Retry-After": str(early.retry_after_s)})
+                self.send(status, {"error": "as asked for"})
                 return
             for pattern, method in _ROUTES:
                 if (match := pattern.fullmatch(path)) and (
@@ -509,7 +507,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
         if fault.status is not None:
-            self.send(fault.status, {"error": "as asked for"}, {"Retry-After": str(fault.retry_after_s)})
+            self.send(fault.status, {"error": "as asked for"})
             return
         start, end, status = 0, blob.size, 200
         asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")

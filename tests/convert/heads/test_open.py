@@ -391,6 +391,7 @@ def ones(*shape):
             ("rope_scaling.low_freq_factor", "None"),
         ),
         ({"rope_theta": float("inf")}, CheckpointError, ()),
+        ({"max_position_embeddings": 10**30}, CheckpointError, ()),
         ({"rope_theta": -1.0}, MismatchError, ("rope_theta", "-1.0")),
         ({"rms_norm_eps": "1e-05"}, MismatchError, ("rms_norm_eps", "1e-05")),
         ({"hidden_act": 3}, MismatchError, ("hidden_act", "3")),

@@ -77,7 +77,6 @@ def test_one_layer_that_is_the_last_ones_output(tmp_path):
         (3, {AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}),
         (3, {"eagle_config": {AUX: [1, 3, 6], "layer_ids": [2, 4, 6]}}),
         (3, {AUX: [5, 4, 2]}),
-        (3, {AUX: [10**30, 10**31, 10**32]}),
         (3, {"target_layer_ids": [-2, 1, 3]}),
         (3, {"eagle_config": {AUX: 3}}),
         (3, {AUX: [1, "3", 6]}),
@@ -167,7 +166,7 @@ def test_a_dflash_draft_without_its_layers_is_opened_only_with_layers_given(tmp_
 
 
 @pytest.mark.parametrize("form", ["z-lab", "speculators", "dspark"])
-@pytest.mark.parametrize("mask", [VOCAB, -1, "mask", 10**30])
+@pytest.mark.parametrize("mask", [VOCAB, -1, "mask"])
 def test_a_mask_token_beyond_the_vocabulary(tmp_path, form, mask):
     folder = write_dflash(tmp_path / "draft", form)
     config = json.loads((folder / "config.json").read_text())

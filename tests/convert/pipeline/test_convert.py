@@ -1,5 +1,6 @@
 """Conversion: rows bit for bit, maps composed, configuration, repeatability, and every refusal."""
 
+import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -725,6 +726,60 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
     for name in names:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
         assert str(tmp_path).encode() not in (first / name).read_bytes()
+
+
+def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
+    home = tmp_path / "a-home"
+    target = write_target(home / "target", tied=True)
+    tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+    head = write_eagle3(home / "head", lm_head=False)
+    done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert any("target has no chat template" in warning for warning in done.warnings)
+    assert any("target stores lm_head.weight beside" in warning for warning in done.warnings)
+    # A folder that the head names itself, and that is not opened.
+    named = write_eagle3(home / "named", spelling="speculators")
+    config = json.loads((named / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(target)
+    (named / "config.json").write_text(json.dumps(config))
+    other = convert(named, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "other")
+    assert other.manifest.target["name"] == "target"
+    for path in (*done.folder.iterdir(), *other.folder.iterdir()):
+        assert b"a-home" not in path.read_bytes(), path
+
+
+def test_a_target_that_says_it_has_an_lm_head_and_has_none_is_refused(tmp_path):
+    target = write_target(tmp_path / "target", tied=True)
+    config = json.loads((target / "config.json").read_text())
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    for said, is_refused in ((False, True), (None, False)):
+        (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": said}))
+        with pytest.raises(CheckpointError, match="tie_word_embeddings") if is_refused else contextlib.nullcontext():
+            convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+        assert (tmp_path / "out").exists() != is_refused
+
+
+def test_default_tap_layers_that_the_target_has_not_are_refused(tmp_path, target):
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with raises(MismatchError, option="--tap-layers"):
+        convert(write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o")
+
+
+def test_options_that_would_change_nothing_are_refused(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    common = {"draft_vocab": 300, "target": target, "vocabulary": BY_ID}
+    with raises(UsageError, option="--d2t-form"):
+        convert(head, d2t_form="offset", out=tmp_path / "out", **common)
+    first = convert(head, out=tmp_path / "first", **common)
+    with raises(UsageError, option="--weights"):
+        convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(weights={"chat": 2.0}), out=tmp_path / "out")
+    with pytest.raises(SourceError, match="has no revision"):
+        convert(head, target_revision="main", out=tmp_path / "out", **common)
 
 
 def test_defaults_are_named(tmp_path, target, monkeypatch):

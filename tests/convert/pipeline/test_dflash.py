@@ -130,7 +130,7 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
     refuses(UnsupportedHeadError, "quantised", quantization_config={"quant_method": "fp8"})
     refuses(MismatchError, "num_hidden_layers is 3", num_hidden_layers=3)
     for key in ("num_hidden_layers", "intermediate_size", "hidden_size"):
-        for value in (None, 10**30, "2"):
+        for value in (None, "2"):
             refuses(MismatchError, f"{key}: expected a positive integer", **{key: value})
     refuses(MismatchError, "captured layers", dflash_config={"target_layer_ids": [1, 2]})
     refuses(MismatchError, "target_layer_ids", dflash_config={"target_layer_ids": "all"})

@@ -5,7 +5,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import Artifact, ArtifactError, verify_artifact
+from eagle_slim.convert import Artifact, ArtifactError, CheckpointError, open_head, verify_artifact
+from eagle_slim.convert.rows.safetensors_file import SafetensorsFile
+from eagle_slim.convert.verify_cli import main as verify_command
 from support.conversion import BY_ID, convert, convert_all
 from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target
 from support.tampering import change_config, change_manifest, change_tensors, sign_file
@@ -311,6 +313,37 @@ def test_a_folder_that_is_not_there(tmp_path):
         verify_artifact(tmp_path / "nothing")
 
 
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damaged", ["a row", "a layer", "the header", "config.json"])
+def test_what_reads_an_artifact_checks_the_bytes_that_it_takes(slim, made, tmp_path, damaged):
+    weights = SafetensorsFile(slim / "model.safetensors")
+    names = {"a row": "lm_head.weight", "a layer": "midlayer.mlp.up_proj.weight"}
+    if damaged == "config.json":
+        change = (slim / "config.json").read_text().replace("10000.0", "20000.0")
+        (slim / "config.json").write_text(change)
+    else:
+        flip(weights.path, weights.offset(names[damaged]) if damaged in names else weights.data_offset - 1)
+    with pytest.raises(CheckpointError, match=r"(manifest beside it records|not a sound safetensors file)"):
+        convert(slim, draft_vocab=300, out=tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(CheckpointError):
+        open_head(slim).tensors.get(names.get(damaged, "lm_head.weight"))
+
+
+def test_names_that_would_command_a_terminal_are_escaped(slim, run):
+    (slim / "a\n\x1b[2Jok       all checks").write_text("")
+    code, out, _ = run(verify_command, slim, "--offline")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "\\x1b[2Jok" in out
+    assert not any(line.startswith("\\x1b") or line.startswith("ok       all") for line in out.splitlines())
+
+
 class TestLoading:
     def test_parts_that_disagree(self, slim):
         change_manifest(slim, lambda manifest: manifest.update(target_vocab=VOCAB + 1))
@@ -345,11 +378,14 @@ class TestLoading:
             ("draft_vocab", "320", "draft_vocab: .* found str"),
             ("draft_vocab", 319, "rank_order_ids: .* found 320"),
             ("rank_order_ids", [1.5] * 320, "rank_order_ids"),
-            ("rank_order_ids", [2**70] * 320, "rank_order_ids"),
+            ("rank_order_ids", [2**70] * 320, "does not fit 64 bits"),
             ("row_checksums", "!!", "row_checksums"),
             ("row_checksums", "AAAA", "row_checksums"),
             ("num_forced", 321, "num_forced"),
             ("kind", "medusa", "kind"),
+            ("draft_vocab", -1, "draft_vocab is -1"),
+            ("target_vocab", 2**40, "target_vocab of 1099511627776"),
+            ("coverage", {"sizes": float("inf")}, "Infinity is no JSON value"),
         ],
     )
     def test_bad_manifests(self, slim, key, value, named):

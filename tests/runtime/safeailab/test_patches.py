@@ -176,13 +176,17 @@ def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str
     "name", ["stand-in eagle3", *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in ("llama eagle3", "qwen2 eagle"))]
 )
 def test_a_base_model_that_changes_while_patched_counts_from_the_next_call(name: str, tmp_path: Path) -> None:
-    """Other weights are fused again; a hook, a subclass and autocast are upstream's; "fused" by name is refused."""
+    """Other weights are fused again; with a hook they are upstream's; "fused" by name is refused."""
     models = [build(name, tmp_path / each) for each in ("patched", "asked", "plain")]
     patched, asked, plain = models
     ids = [prompt(plain, 9)]
     patch_eagle_model(patched, drafter="reference", target_backend="fused")
     step_of(patched)._asked = "auto"  # as on a GPU, where that is what chose it
     patch_eagle_model(asked, drafter="reference", target_backend="fused")
+    first = step_of(patched)._target
+    for _ in range(3):
+        assert_same_texts(texts(patched, ids * 2), texts(plain, ids * 2))
+    assert step_of(patched)._target is first, "what upstream's loops set is no change"
     choose_forward = forward.choose_forward
     for change in (double_weights, assign_weights, negate_by_hook, lambda _: None):
         for model in models:
