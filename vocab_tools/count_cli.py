@@ -171,8 +171,7 @@ def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
     for row in rows:
         held_out = row["held_out"]
         skipped = f"; records skipped: {row['skipped_records']:,}" if row["skipped_records"] else ""
-        click.echo(
-            f"{printable(row['name'])}: {row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} "
-            f"distinct ids; held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents{skipped}"
-        )
+        counted = f"{row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} distinct ids"
+        kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
+        click.echo(f"{printable(row['name'])}: {counted}; {kept}{skipped}")
     click.echo(f"wrote {path}")
