@@ -83,13 +83,12 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
     if not out.is_dir():
         problem = "is a file; a folder is to be written here.\nChoose another name."
-        raise OutputExistsError.at(out, problem, found="file")
+        raise OutputExistsError.at(out, problem)
     if marker is not None and not (out / marker).is_file():
         raise OutputExistsError.at(
             out,
             f"not replaced: it holds files but no {marker}, so this program did not write it.\n"
             "Choose another name, or remove the folder yourself.",
-            marker=marker,
         )
 
 
@@ -100,8 +99,6 @@ def require_space(folder: Path | str, size_bytes: int) -> None:
             folder,
             f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
             "Free some space, or write to another disk.",
-            needed=size_bytes,
-            free=free,
         )
 
 
@@ -193,4 +190,4 @@ def _explained(out: Path, new: Path | None = None) -> Iterator[None]:
 
 def _refusal(error: OSError, out: Path) -> OutputError:
     problem = f"cannot be written: {error.strerror} ({error.filename or out}).\nWrite to another place with --out."
-    return OutputError.at(out, problem, errno=error.errno)
+    return OutputError.at(out, problem)

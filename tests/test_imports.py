@@ -87,7 +87,7 @@ FLOORS = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/sources\.py",
-    "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\w*\.py",
+    "huggingface_hub": r"convert/hub/.*|convert/rows/hub_tensor\.py|vocab_tools/hub\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

@@ -283,31 +283,26 @@ class Piece:
     Attributes:
         text: tokenized as it is.
         header_chars: characters at the beginning that are context only.
-        spans: where given, only these (start, stop) stretches count; then `text` is a whole conversation.
-        is_turn: False for a message's own text, counted by itself because no turn of the template holds it.
+        is_apart: whether it begins what a message says, counted by itself because no turn of the template holds it.
     """
 
     text: str
     header_chars: int = 0
-    spans: tuple[tuple[int, int], ...] | None = None
-    is_turn: bool = True
+    is_apart: bool = False
 
 
 class ChatRenderer:
     """Renders conversations and finds the assistant's turns in them.
 
-    `exact` is for tokenizers where cutting at borders changes tokens: whole conversations are tokenized.
-
     Raises:
         TokenizerError: the template does not parse.
     """
 
-    def __init__(self, spec: ChatSpec, exact: bool = False) -> None:
+    def __init__(self, spec: ChatSpec) -> None:
         self._template = ChatTemplate(spec)
         self._border = _any_of(spec.borders)
         self._end = _any_of(spec.ends)
         self._longest = max(map(len, spec.borders), default=0)
-        self._exact = exact
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return the rendered conversation, in the first form of it in which no content is lost.
@@ -343,10 +338,8 @@ class ChatRenderer:
             if not missing:
                 break
         for position in missing:
-            spelled = [text for text in _own_texts(messages[position]) if text]
-            found[position] = [
-                Piece(text, spans=((0, len(text)),) if self._exact else None, is_turn=False) for text in spelled
-            ]
+            spoken = [text for text in _own_texts(messages[position]) if text]
+            found[position] = [Piece(text, is_apart=number == 0) for number, text in enumerate(spoken)]
         return [piece for position in sorted(found) for piece in found[position]]
 
     def _turn(self, messages: Sequence[Message], position: int) -> Piece | None:
@@ -364,8 +357,6 @@ class ChatRenderer:
             return None
         if place is None:
             return None
-        if self._exact:
-            return Piece(text[:place], spans=((start, place),))
         begin = self._last_border(text, start)
         return Piece(text[begin:place], start - begin)
 

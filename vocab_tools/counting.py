@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -33,7 +32,6 @@ _SMALL_BYTES = 4 << 20
 _PROBE_BLOCKS = 4
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 400_000
-_PROBE_CHATS = 50
 _Library = Literal["auto", "tokenizers", "fastokens"]
 
 
@@ -76,7 +74,6 @@ def open_for_counting(
     chat = chat_spec(tokenizer, chat_template) if has_chat else None
     encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
     plan = CountPlan(encoder, chat, plans, on_error == "skip", seed, held_out)
-    plan = replace(plan, sources=tuple(_probed(plan, at, source, say) for at, source in enumerate(opened)))
     library, reason = choose_library(tokenizer_library, encoder, _probe_texts(plan, opened))
     if tokenizer_library == "auto":
         say(f"tokenizing with {library}: {reason}")
@@ -107,27 +104,6 @@ class _Place:
 
     def __str__(self) -> str:
         return self.block.place(self.number)
-
-
-def _probed(plan: CountPlan, at: int, source: OpenSource, say: Callable[[str], None]) -> SourcePlan:
-    """Check on real chats that tokens do not change where texts are cut at the added tokens."""
-    chosen = plan.sources[at]
-    if chosen.kind == "text" or chosen.roles == "all":
-        return chosen
-    exact = replace(chosen, exact=True)
-    counter, whole = BlockCounter(plan), BlockCounter(replace(plan, sources=(exact,)))
-    for block in source.probe(_PROBE_BLOCKS):
-        pairs = zip(counter.documents(at, block), whole.documents(0, block), strict=False)
-        for (number, pieces, _), (_, expected, _) in islice(pairs, _PROBE_CHATS):
-            if not isinstance(pieces, list) or not isinstance(expected, list):
-                continue
-            if not np.array_equal(counter.encode_chats([pieces])[0], whole.encode_chats([expected])[0]):
-                say(
-                    f"{source.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives "
-                    f"other tokens when a text is cut at its added tokens (seen at {block.place(number)})"
-                )
-                return exact
-    return chosen
 
 
 # Counting
@@ -200,7 +176,8 @@ def count_tokens(
                 )
     if apart:
         say(
-            f"{apart:,} texts of assistant messages were counted by themselves: no turn of the chat template holds them"
+            f"{apart:,} messages of the assistant were counted by themselves, without an end of turn: the chat "
+            "template refuses them, or drops a part of them"
         )
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 

@@ -165,22 +165,19 @@ def _join(parts: Sequence[Encoded]) -> Encoded:
     return Encoded(np.concatenate([part.token_ids for part in parts]), np.concatenate(offsets))
 
 
-class SpanEncoder:
-    """Ids of the tokens in given parts of a text, exactly as the whole text is tokenized."""
+class TailEncoder:
+    """Ids of the tokens in the last part of a text, as the whole text is tokenized."""
 
     def __init__(self, tokenizer_json: str) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
 
-    def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
-        """Encode a text and keep the tokens that begin inside a span (start, stop)."""
+    def encode(self, text: str, start: int) -> NDArray[np.uint32]:
+        """Encode a text and keep the tokens that begin at or behind the character `start`, uint32 [tokens]."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-        inside = np.zeros(len(begins), bool)
-        for start, stop in spans:
-            inside |= (begins >= start) & (begins < stop)
-        kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[inside]
+        kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[begins >= start]
         return kept
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+LIBRARY_NAME = "eagle-slim"
 SILENCE_S = 60.0
 """Seconds without a byte after which a command gives up a request for which the library sets no limit."""
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
@@ -102,7 +102,7 @@ def fetch_file(repo_id: str, name: str, revision: str | None, only_cache: bool) 
     if only_cache:
         found = try_to_load_from_cache(repo_id, name, revision=revision)
         return Path(found) if isinstance(found, str) else None
-    return Path(hf_hub_download(repo_id, name, revision=revision))
+    return Path(hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME))
 
 
 def transfer_errors() -> tuple[type[Exception], ...]:
@@ -122,38 +122,59 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     found = [cause for cause in _causes(error) if isinstance(cause, known)] or [error]
     # That a file is not in the cache says least: what kept the library from fetching it is behind.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
-
-    def trouble(reason: str, what: str, advice: str) -> HubTrouble:
-        return HubTrouble(f"{repo_id}: {what}", advice, reason)
-
-    if isinstance(cause, errors.HfHubHTTPError):
-        return _refusal(cause, repo_id, revision, purpose)
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        return trouble("offline", "fetching is off: HF_HUB_OFFLINE is set", "Unset it.")
-    if isinstance(cause, errors.LocalEntryNotFoundError):
+    name, said, hub = type(cause).__name__, plain(getattr(cause, "server_message", None) or cause), endpoint()
+    page, status = f"{hub}/{repo_id}", getattr(getattr(cause, "response", None), "status_code", None)
+    at = f"revision {revision or 'main'!r}"
+    advice = f"See {page}."
+    if isinstance(cause, errors.GatedRepoError):
+        reason, what = "access", "a gated repository, and this account has no access to it"
+        advice = f"Ask for access at {page}. Then: {_LOGIN}"
+    elif isinstance(cause, errors.DisabledRepoError):
+        reason, what = "access", "the Hub has disabled this repository"
+    elif isinstance(cause, errors.RevisionNotFoundError):
+        reason, what, advice = "missing", f"has no {at}", "Give a branch, a tag or a whole commit hash."
+    elif isinstance(cause, errors.LocalEntryNotFoundError):
         return not_cached(repo_id)
-    if isinstance(cause, errors.HFValidationError):
+    elif isinstance(cause, errors.EntryNotFoundError):
+        reason, what = "missing", f"a file is missing at {at} ({said})"
+    elif purpose == "write" and status in (401, 403):
+        reason, what = "access", f"may not be written with this account ({said})"
+        advice = f"{_LOGIN} The token needs the right to write to this name."
+    elif isinstance(cause, errors.RepositoryNotFoundError):
+        reason, what = "missing", f"no such folder here, and no such repository at {hub}, or a private one"
+        advice = f"Check the spelling. For a private one: {_LOGIN}"
+    elif status == 401 or isinstance(cause, errors.LocalTokenNotFoundError):
+        reason, what, advice = "access", f"the token is missing or not accepted ({said})", _LOGIN
+    elif status == 429:
+        reason, what = "busy", f"the rate limit of {hub} is reached ({said})"
+        advice = f"Try again in a few minutes. The limit is higher for those who are logged in: {_LOGIN}"
+    elif status in _BUSY:
+        reason, what, advice = "busy", f"{hub} is in trouble ({said})", "Try again in a few minutes."
+    elif status is not None:
+        reason, what = "refused", f"the Hub refuses (status {status}: {said})"
+    elif isinstance(cause, errors.OfflineModeIsEnabled):
+        reason, what, advice = "offline", "fetching is off: HF_HUB_OFFLINE is set", "Unset it."
+    elif isinstance(cause, errors.HFValidationError):
+        reason, what = "missing", f"not the id of a repository ({said})"
         advice = "Expected a folder, or a repository such as name/model."
-        return trouble("missing", f"not the id of a repository ({plain(cause)})", advice)
-    if isinstance(cause, http_error):
-        name = type(cause).__name__
+    elif isinstance(cause, http_error):
         advice = "Check the connection, the proxy and HF_ENDPOINT, and try again."
+        reason, what = "unreachable", f"{hub} cannot be reached ({name}: {said})"
         if "Timeout" in name:
+            reason, what = "silent", f"{hub} does not answer ({name})"
             advice += " Where the network is only slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."
-            return trouble("silent", f"{endpoint()} does not answer ({name})", advice)
-        if name in _BROKEN:
-            return trouble("broken", f"the connection to {endpoint()} broke off ({plain(cause)})", advice)
-        return trouble("unreachable", f"{endpoint()} cannot be reached ({name}: {plain(cause)})", advice)
-    if isinstance(cause, errors.LocalTokenNotFoundError):
-        return trouble("access", "no token of the Hub is at hand", _LOGIN)
-    if "Consistency check failed" in str(cause):
+        elif name in _BROKEN:
+            reason, what = "broken", f"the connection to {hub} broke off ({said})"
+    elif "Consistency check failed" in str(cause):
+        reason, what = "broken", "a file did not come as it is on the Hub"
         advice = "It was cut off, or changed on the Hub meanwhile: run the same command again."
-        return trouble("broken", "a file did not come as it is on the Hub", advice)
-    if isinstance(cause, ValueError | errors.FileMetadataError):
+    elif isinstance(cause, ValueError | errors.FileMetadataError):
+        reason, what = "unreachable", f"what {hub} answers is not the Hub's ({said})"
         advice = "A network that wants a login first answers so: open a page in a browser, then try again."
-        return trouble("unreachable", f"what {endpoint()} answers is not the Hub's ({plain(cause)})", advice)
-    advice = "Try again; where the disk of the cache is the cause, set HF_HOME to a folder on another."
-    return trouble("disk", f"the transfer failed ({plain(cause)})", advice)
+    else:
+        reason, what = "disk", f"the transfer failed ({said})"
+        advice = "Try again; where the disk of the cache is the cause, set HF_HOME to a folder on another."
+    return HubTrouble(f"{repo_id}: {what}", advice, reason)
 
 
 def not_cached(repo_id: str, what: str = "") -> HubTrouble:
@@ -168,43 +189,6 @@ def plain(text: object, limit: int = 200) -> str:
     line = " ".join(str(text).split()).rstrip(".")
     line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> HubTrouble:
-    from huggingface_hub import errors
-
-    page, status = f"{endpoint()}/{repo_id}", error.response.status_code
-    said = f" ({plain(error.server_message)})" if error.server_message else ""
-
-    def trouble(reason: str, what: str, advice: str) -> HubTrouble:
-        return HubTrouble(f"{repo_id}: {what}", advice, reason)
-
-    if isinstance(error, errors.GatedRepoError):
-        advice = f"Ask for access at {page}. Then: {_LOGIN}"
-        return trouble("access", "a gated repository, and this account has no access to it", advice)
-    if isinstance(error, errors.DisabledRepoError):
-        return trouble("access", "the Hub has disabled this repository", f"See {page}.")
-    if isinstance(error, errors.RevisionNotFoundError):
-        what = f"has no revision {revision or 'main'!r}"
-        return trouble("missing", what, "Give a branch, a tag or a whole commit hash.")
-    if isinstance(error, errors.EntryNotFoundError):
-        return trouble("missing", f"a file is missing at revision {revision or 'main'!r}{said}", f"See {page}.")
-    if purpose == "write" and status in (401, 403):
-        advice = f"{_LOGIN} The token needs the right to write to this name."
-        return trouble("access", f"may not be written with this account{said}", advice)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        advice = f"Check the spelling. For a private one: {_LOGIN}"
-        return trouble(
-            "missing", f"no such folder here, and no such repository at {endpoint()}, or a private one", advice
-        )
-    if status == 401:
-        return trouble("access", f"the token is not accepted (status 401){said}", _LOGIN)
-    if status == 429:
-        advice = f"Try again in a few minutes. The limit is higher for those who are logged in: {_LOGIN}"
-        return trouble("busy", f"the rate limit of {endpoint()} is reached (status 429){said}", advice)
-    if status in _BUSY:
-        return trouble("busy", f"{endpoint()} is in trouble (status {status}){said}", "Try again in a few minutes.")
-    return trouble("refused", f"the Hub refuses (status {status}){said or f': {plain(error)}'}", f"See {page}.")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

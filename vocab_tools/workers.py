@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
-from .encoding import EncoderSpec, SpanEncoder, build_encoder, encode_all
+from .encoding import EncoderSpec, TailEncoder, build_encoder, encode_all
 from .errors import EagleSlimError, TokenizerError
 from .records import BadRecord, Block
 from .sources import OpenSource
@@ -37,14 +37,13 @@ MAX_REPORTS = 10
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """How the documents of one source are read: as `CorpusSource` says, `exact` as in `ChatRenderer`."""
+    """How the documents of one source are read, as `CorpusSource` says."""
 
     kind: Literal["text", "chat"]
     column: str
     roles: Literal["assistant", "all"]
     sample: float | None
     is_limited: bool
-    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Documents:
         offsets: int64 [documents + 1].
         hashes: uint64 [documents].
         cuts: cuts made in a text too long to be tokenized whole, int64 [documents].
-        apart: texts of a chat that are in no turn of the template and were encoded by themselves, int64 [documents].
+        apart: messages of the assistant that no turn of the template holds, encoded by themselves, int64 [documents].
         bad: number in the block and reason of the first bad records.
         bad_after: how many documents stand before each bad record, int64 [bad records].
     """
@@ -173,7 +172,6 @@ class BlockCounter:
     def __init__(self, plan: CountPlan) -> None:
         self._plan = plan
         self._encoder = build_encoder(plan.encoder)
-        self._renderer = lru_cache(self._make_renderer)
         # Templates have few headers; the bound is for one that writes something new each time.
         self._header_ids = lru_cache(4096)(lambda header: self._encoder.encode([header]).token_ids)
 
@@ -210,7 +208,7 @@ class BlockCounter:
             token_ids, offsets, apart = encoded.token_ids, encoded.offsets, np.zeros(len(documents), np.int64)
         else:
             token_ids, offsets, cuts = self.encode_chats(documents)
-            apart = np.array([sum(not piece.is_turn for piece in chat) for chat in documents], np.int64)
+            apart = np.array([sum(piece.is_apart for piece in chat) for chat in documents], np.int64)
         keys, after = np.array(hashes, np.uint64), np.array(bad_after, np.int64)
         return Documents(token_ids, offsets, keys, cuts, apart, tuple(bad), after)
 
@@ -221,8 +219,7 @@ class BlockCounter:
         plan = self._plan.sources[source]
         pieces_of = None
         if plan.kind == "chat":
-            renderer = self._renderer(plan.exact)
-            pieces_of = renderer.all_pieces if plan.roles == "all" else renderer.assistant_pieces
+            pieces_of = self._renderer.all_pieces if plan.roles == "all" else self._renderer.assistant_pieces
         for number, value in block.records(plan.column):
             if isinstance(value, BadRecord):
                 yield number, value, 0
@@ -254,9 +251,9 @@ class BlockCounter:
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of all chats that count, their offsets int64 [chats + 1], and the cuts in each chat."""
         pieces = [piece for chat in chats for piece in chat]
-        encoded, cuts = encode_all(self._encoder, ["" if piece.spans else piece.text for piece in pieces])
+        encoded, cuts = encode_all(self._encoder, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
-        if any(piece.header_chars or piece.spans for piece in pieces):
+        if any(piece.header_chars for piece in pieces):
             parts = [
                 self._counted_part(piece, token_ids[start:stop])
                 for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True)
@@ -268,23 +265,22 @@ class BlockCounter:
         return token_ids, offsets[pieces_before], np.diff(cuts_before[pieces_before])
 
     def _counted_part(self, piece: Piece, token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        if piece.spans:
-            return self._spans.encode(piece.text, piece.spans)
         if not piece.header_chars:
             return token_ids
         header_ids = self._header_ids(piece.text[: piece.header_chars])
         if np.array_equal(token_ids[: len(header_ids)], header_ids):
             return token_ids[len(header_ids) :]
         # A token reaches across the beginning of the turn.
-        return self._spans.encode(piece.text, [(piece.header_chars, len(piece.text))])
+        return self._tails.encode(piece.text, piece.header_chars)
 
     @cached_property
-    def _spans(self) -> SpanEncoder:
-        return SpanEncoder(self._plan.encoder.tokenizer_json)
+    def _tails(self) -> TailEncoder:
+        return TailEncoder(self._plan.encoder.tokenizer_json)
 
-    def _make_renderer(self, exact: bool) -> ChatRenderer:
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
         assert self._plan.chat is not None
-        return ChatRenderer(self._plan.chat, exact)
+        return ChatRenderer(self._plan.chat)
 
 
 # Workers
@@ -327,7 +323,7 @@ class Processes(Workers):
         try:
             while True:
                 for block in islice(blocks, self._in_flight - len(waiting)):
-                    waiting.append((block.without_data(), self._pool.submit(_work, source, block)))
+                    waiting.append((replace(block, data=None), self._pool.submit(_work, source, block)))
                 if not waiting:
                     return
                 block, future = waiting.popleft()

@@ -197,7 +197,7 @@ def _encoded(values: NDArray[np.float32], kind: GgufType, where: str) -> NDArray
     if kind == "q8_0":
         scales = np.ascontiguousarray(result.reshape(-1, _BLOCK_BYTES)[:, :2]).view(np.float16)
     if kind in ("f16", "q8_0") and not np.isfinite(scales).all():
-        raise MismatchError(f"{where} holds a value too large for {kind}.\nTake --gguf bf16.", found=where)
+        raise MismatchError(f"{where} holds a value too large for {kind}.\nTake --gguf bf16.")
     return result
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_slim.vocab_tools.hub import plain
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, plain
 
 from ..errors import SourceError
-from .snapshot import LIBRARY_NAME, check_repository_id, explained
+from .snapshot import check_repository_id, explained
 
 
 def check_push(repo_id: str) -> None:

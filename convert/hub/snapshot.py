@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from eagle_slim.vocab_tools.hub import (
     HubTrouble,
+    fetch_file,
     is_offline,
     keep_limit,
     list_model,
     not_cached,
     transfer_errors,
     trouble_of,
-)
+)  # fmt: skip
 
 from ..errors import CheckpointError, SourceError
 from ..rows.paths import list_names
 
-LIBRARY_NAME = "eagle-slim"
+# Files one of which is in the cache if anything of a head or a target is.
+_HINTS = ("config.json", "README.md", "model.safetensors", "tokenizer.json", "eagle_slim.json")
 
 Choose = Callable[[Sequence[str], str], list[str]]
 """From the names of all files of a repository, and how messages call it, the names of those that are wanted."""
@@ -69,14 +71,11 @@ def check_repository_id(text: str) -> None:
         validate_repo_id(text)
 
 
-def find_snapshot(
-    repo_id: str, revision: str | None, offline: bool, choose: Choose, hints: Sequence[str], inside: str
-) -> Snapshot:
+def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Choose, inside: str) -> Snapshot:
     """Return a snapshot with the files that `choose` wants: fetched, or from the cache where the Hub is out of reach.
 
     Args:
         offline: ask for nothing.
-        hints: names of files one of which is in the cache if the repository is.
         inside: the folder of the repository in question; "" for all of it.
 
     Raises:
@@ -84,13 +83,13 @@ def find_snapshot(
     """
     check_repository_id(repo_id)
     if offline or is_offline():
-        if (cached := _cached(repo_id, revision, choose, hints, inside)) is None:
+        if (cached := _cached(repo_id, revision, choose, inside)) is None:
             raise HubError(not_cached(f"{repo_id}/{inside}".rstrip("/")))
         return cached
     try:
         return _online(repo_id, revision, choose)
     except HubError as error:
-        cached = _cached(repo_id, revision, choose, hints, inside) if error.trouble.is_unreachable else None
+        cached = _cached(repo_id, revision, choose, inside) if error.trouble.is_unreachable else None
         if cached is None:
             raise
         found = f"{repo_id}@{cached.commit[:12]}"
@@ -131,26 +130,21 @@ def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
     return snapshot
 
 
-def _cached(repo_id: str, revision: str | None, choose: Choose, hints: Sequence[str], inside: str) -> Snapshot | None:
+def _cached(repo_id: str, revision: str | None, choose: Choose, inside: str) -> Snapshot | None:
     """Return the snapshot of a revision in the cache, if it has what `choose` wants; asks nobody."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for hint in hints:
+    for hint in _HINTS:
         name = f"{inside}/{hint}".lstrip("/")
-        found = try_to_load_from_cache(repo_id, name, revision=revision)
-        if isinstance(found, str):
+        if (found := fetch_file(repo_id, name, revision, only_cache=True)) is not None:
             folder = without(found, name)
             names = tuple(f"{inside}/{file}".lstrip("/") for file in list_names(folder / inside))
-            try:
-                complete = bool(choose(names, repo_id))
-            except CheckpointError:
-                complete = False
-            return Snapshot(folder, repo_id, folder.name, names) if complete else None
+            with suppress(CheckpointError):
+                return Snapshot(folder, repo_id, folder.name, names) if choose(names, repo_id) else None
+            return None
     return None
 
 
-def _download(repo_id: str, name: str, revision: str) -> str:
-    from huggingface_hub import hf_hub_download
-
+def _download(repo_id: str, name: str, revision: str) -> Path:
     with explained(repo_id, revision):
-        return hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME)
+        found = fetch_file(repo_id, name, revision, only_cache=False)
+    assert found is not None
+    return found

@@ -52,10 +52,10 @@ class TorchFile:
         size_bytes = tensor.numel() * tensor.element_size()
         if dtype is None:
             problem = f"tensor {shorten(name)} is of {tensor.dtype}, which safetensors does not have"
-            raise CheckpointError.at(self.path, f"{problem}.\nSave it in another dtype.", tensor=name)
+            raise CheckpointError.at(self.path, f"{problem}.\nSave it in another dtype.")
         if size_bytes > self.size_bytes:
             problem = f"tensor {shorten(name)} claims {size_bytes:,} bytes, the whole file has {self.size_bytes:,}"
-            raise damaged(self.path, problem, tensor=name, found=size_bytes)
+            raise damaged(self.path, problem)
         return TensorInfo(name, dtype, tuple(tensor.shape), size_bytes)
 
 
@@ -68,7 +68,7 @@ def _check_archive(path: Path) -> None:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, RuntimeError) as error:
         raise damaged(path, f"truncated or damaged zip archive ({shorten(str(error))})") from error
     if broken is not None:
-        raise damaged(path, f"the checksum of record {shorten(broken)} does not fit", record=broken)
+        raise damaged(path, f"the checksum of record {shorten(broken)} does not fit")
     if packed:
         raise damaged(path, f"record {shorten(packed[0])} is compressed, which torch.save never does")
 
@@ -89,7 +89,7 @@ def _load(path: Path, mapped: bool) -> dict[str, Any]:
     if not isinstance(loaded, Mapping) or not loaded:
         found = type(loaded).__name__
         advice = "Export the model's state_dict."
-        raise CheckpointError.at(path, f"expected tensors by name, found {found}.\n{advice}", found=found)
+        raise CheckpointError.at(path, f"expected tensors by name, found {found}.\n{advice}")
     return dict(loaded)
 
 
@@ -100,14 +100,12 @@ def _refused(path: Path, reason: str) -> CheckpointError:
             path,
             f"refused: expected tensors only, found a pickle that would call {shorten(code[1])} when it is loaded.\n"
             "Nothing of it was run. Ask its author for safetensors, or convert it on a machine where you trust it.",
-            found=code[1],
         )
     if operand := re.search(r"Unsupported operand (\d+)", reason):
         return CheckpointError.at(
             path,
             "its pickle is of a protocol (4 or 5) that torch's safe loader does not read, or no pickle at all "
             f"(operand {operand[1]}).\nWhere you trust it, load it with torch and save its tensors as safetensors.",
-            found=operand[1],
         )
     cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
     return damaged(path, f"not a pickle of tensors ({shorten(cause, 200)})")
@@ -122,14 +120,11 @@ def _dense(path: Path, name: object, value: object) -> torch.Tensor:
             path,
             f"expected tensors by name, found {shorten(name)} of type {type(value).__name__}.\n"
             "A training checkpoint must be exported first: save the model's state_dict alone.",
-            tensor=name,
-            found=type(value).__name__,
         )
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
         raise CheckpointError.at(
             path,
             f"tensor {shorten(name)}: expected a dense tensor, found {value.layout} {value.dtype} on {value.device}.\n"
             "Save the model with plain dense tensors.",
-            tensor=name,
         )
     return value.detach().resolve_conj().resolve_neg()

@@ -124,7 +124,7 @@ class Checkpoint:
         found, info = self.array(name), self.info(name)
         if info.dtype == "BOOL" and found.size and (largest := int(found.max())) > 1:
             problem = f"tensor {shorten(name)}: booleans must be 0 or 1, found {largest}"
-            raise damaged(self.where, problem, tensor=name, found=largest)
+            raise damaged(self.where, problem)
         self._begin(name, None).sha256 = sha256_of(found.reshape(-1).data)
         return found
 
@@ -160,7 +160,6 @@ class Checkpoint:
                 self.where,
                 f"no tensor {shorten(name)}; it holds {len(self._file_of)}: "
                 f"{shorten(sorted(self._file_of)[:12], 400)}.",
-                tensor=name,
             ) from None
 
     def _tensor(self, name: str, array: Bytes, shape: tuple[int, ...]) -> torch.Tensor:
@@ -180,8 +179,6 @@ class Checkpoint:
                 self.where,
                 f"rows of {shorten(name)}: expected a list of integers and a tensor with rows, found {wanted.dtype} of "
                 f"shape {wanted.shape} and a tensor of shape {info.shape}.",
-                tensor=name,
-                found=str(wanted.dtype),
             )
         outside = wanted[(wanted < 0) | (wanted >= info.num_rows)]
         if len(outside):
@@ -189,9 +186,6 @@ class Checkpoint:
                 self.where,
                 f"tensor {shorten(name)}: row {outside[0]} was asked for, of {info.num_rows}.\n"
                 "The vocabulary and this checkpoint do not belong together.",
-                tensor=name,
-                row=int(outside[0]),
-                rows=info.num_rows,
             )
         return wanted.astype(np.int64)
 
@@ -264,7 +258,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     for name, shard in wanted.items():
         if name not in shards[shard].tensors:
             problem = f"says that {shard} holds {shorten(name)}, but it does not.\nThey come from different versions"
-            raise damaged(path / chosen, problem, tensor=name, shard=shard)
+            raise damaged(path / chosen, problem)
     return Checkpoint(str(path), {name: shards[shard] for name, shard in wanted.items()})
 
 

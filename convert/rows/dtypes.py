@@ -38,7 +38,6 @@ def long_name(name: str, where: str) -> str:
             where,
             f"dtype {name} is packed below one byte and cannot be read as a tensor here.\n"
             "Use a checkpoint that stores this tensor in bf16, fp16, fp32 or an 8-bit type.",
-            found=name,
         )
     return LONG_NAMES[name]
 

@@ -78,9 +78,6 @@ class GatheredRows:
             raise MismatchError(
                 f"{self.where}: {self.name}: row of token {tokens[row]} holds a value too large for the head's "
                 f"{LONG_NAMES[self.dtype]}.\nConvert a head in the target's own dtype ({LONG_NAMES[found]}).",
-                tensor=self.name,
-                expected=LONG_NAMES[self.dtype],
-                found=LONG_NAMES[found],
             )
 
 
@@ -94,6 +91,4 @@ def refuse_nonfinite(
     place = f"row {first_row + row}" if token is None else f"row of token {token}"
     raise CheckpointError(
         f"{where}: {name}: {place} holds NaN or infinity.\nThe checkpoint is damaged: fetch it again.",
-        tensor=name,
-        row=first_row + row,
     )

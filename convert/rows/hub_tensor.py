@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME
+
 from ..atomic import require_space
 from ..errors import CheckpointError, SourceError
-from ..hub.snapshot import LIBRARY_NAME, HubError, explained
+from ..hub.snapshot import HubError, explained
 from .safetensors_file import SafetensorsFile
 from .types import TensorInfo, damaged
 

@@ -39,7 +39,6 @@ def choose_weights(names: list[str], where: str) -> str:
             where,
             f"holds shards such as {shards[0]} but no index: expected {SAFETENSORS_INDEX} or {TORCH_INDEX}.\n"
             "Fetch the index file as well.",
-            found=shards[0],
         )
     others = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     plain = [name for name in others if name != "consolidated.safetensors"] or others
@@ -51,13 +50,11 @@ def choose_weights(names: list[str], where: str) -> str:
             f"several files of weights and none with the usual name: {', '.join(plain[:5])}.\n"
             "Name a head's with --weights-file; of a target, give a folder with the one that is meant and its "
             "config.json.",
-            found=plain,
         )
     raise CheckpointError(
         f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}; of a head, --weights-file names "
         "another, --subfolder a sub-folder.\n"
         + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
-        found=sorted(names),
     )
 
 
@@ -88,7 +85,6 @@ def read_index(path: Path) -> dict[str, str]:
                 path,
                 f"shard of tensor {shorten(name)}: expected a file of weights in this folder, found {shorten(shard)}.\n"
                 "An index that points elsewhere is not to be trusted: fetch the repository from its author again.",
-                shard=shard,
             )
     return weight_map
 
@@ -114,7 +110,6 @@ def clean_subfolder(subfolder: object) -> str:
             f"subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
             "such as eagle3 or heads/eagle3.",
             option="--subfolder",
-            found=subfolder,
         )
     return "/".join(PurePosixPath(subfolder).parts)
 
@@ -136,14 +131,12 @@ def path_inside(folder: Path, name: str) -> Path:
         raise CheckpointError.at(
             path,
             f"{reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again.",
-            found=reason,
         ) from error
     if not any(real.is_relative_to(root) for root in _allowed_roots(folder)):
         raise CheckpointError.at(
             path,
             f"a link that leads out of the checkpoint, to {real}.\n"
             "Expected a file in this folder; copy the file there if you trust it.",
-            found=str(real),
         )
     return path
 

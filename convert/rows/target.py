@@ -75,7 +75,6 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
         f"no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
         "Expected a causal language model in the Hugging Face layout.",
-        found=near,
     )
 
 
@@ -153,8 +152,6 @@ def _checked(lm_head: LmHead) -> LmHead:
             lm_head.where,
             f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} "
             f"{list(info.shape)}.\nGive the unquantised target with --target.",
-            tensor=lm_head.name,
-            found=info.dtype,
         )
     return lm_head
 
@@ -182,8 +179,6 @@ def _fetch(target: ResolvedSource) -> LmHead:
             target.label,
             f"the index says that {chosen} holds {name}, but it does not.\n"
             "Index and shards come from different versions: give another --revision, or tell the author.",
-            tensor=name,
-            shard=chosen,
         )
     fetch_tensor(file, header, name)
     note = {"etag": file.etag, "file": chosen, "tensor": name, "unused": unused_lm_head(stored, name)}

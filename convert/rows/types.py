@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError
 from ..files import open_regular
@@ -61,10 +60,10 @@ class FileRecord:
     reads: tuple[ReadRecord, ...]
 
 
-def damaged(where: str | Path, problem: str, **facts: Any) -> CheckpointError:
+def damaged(where: str | Path, problem: str) -> CheckpointError:
     """Build the error for a file that is not what it claims to be."""
     advice = "The download may have been cut short or the file damaged: delete it and fetch it again."
-    return CheckpointError.at(where, f"{problem}.\n{advice}", **facts)
+    return CheckpointError.at(where, f"{problem}.\n{advice}")
 
 
 def refuse_pointers(path: Path) -> None:
@@ -79,7 +78,6 @@ def refuse_pointers(path: Path) -> None:
             path,
             "this is a Git LFS pointer, not the weights.\n"
             "Run `git lfs pull` in that folder, or fetch the repository with `hf download`.",
-            found="Git LFS pointer",
         )
 
 

@@ -172,11 +172,9 @@ def _resolve(
         kind = "is a file" if is_file else "a link to nothing, or in a circle" if is_lost else "no such folder"
         raise SourceError(
             f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.",
-            path=repo_id,
-            found="file" if is_file else None,
         )
     try:
-        found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
+        found = find_snapshot(repo_id, revision, offline, choose, inside)
     except HubError as error:
         if error.trouble.reason not in ("silent", "unreachable"):
             raise
@@ -205,14 +203,13 @@ def _check_weights_file(names: Collection[str], weights_file: str | None, where:
             where,
             f"no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
             option="--weights-file",
-            found=weights,
         )
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
     found = sorted({folder for folder in folders if folder[:1] not in ("", ".")})
     problem = f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {', '.join(found[:8]) or 'none'}."
-    return SourceError.at(where, problem, subfolder=subfolder, subfolders=found)
+    return SourceError.at(where, problem)
 
 
 def _joined(folder: str, name: str) -> str:

@@ -111,7 +111,6 @@ class Fault:
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
     status: this status and no content.
     bytes_per_s: slow.
-    retry_after_s: what a `status` or `any_status` asks to wait; as a text, it is sent as it is.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -131,7 +130,6 @@ class Fault:
     extra_bytes: int = 0
     status: int | None = None
     bytes_per_s: int | None = None
-    retry_after_s: int | str = 0
     unanswered: bool = False
     silent: bool = False
     portal: bool = False
@@ -143,8 +141,8 @@ class Fault:
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        early = self.unanswered or self.silent or self.portal or self.circle or self.answer is not None
-        return early or self.any_status is not None or self.head_status is not None
+        fields = ("unanswered", "silent", "portal", "circle", "answer", "any_status", "head_status")
+        return any(getattr(self, name) not in (None, False) for name in fields)
 
 
 @dataclass
@@ -349,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             status = early.any_status or (early.head_status if self.command == "HEAD" else None)
             if status is not None:
-                self.send(status, {"error": "as asked for"}, {"Retry-After": str(early.retry_after_s)})
+                self.send(status, {"error": "as asked for"})
                 return
             for pattern, method in _ROUTES:
                 if (match := pattern.fullmatch(path)) and (
@@ -460,23 +458,6 @@ class _Handler(BaseHTTPRequestHandler):
                 found.add(prefix + "/".join(parts[:depth]))
         return [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(found)]
 
-    def paths_info(self, kind: str, repo: str, revision: str) -> None:
-        found = self._tree(kind, repo, revision, content=False)
-        if found is None:
-            return
-        files = found[0].commits[found[1]]
-        if self.headers.get("Content-Type", "").startswith("application/json"):
-            paths = json.loads(self.body)["paths"]
-        else:
-            paths = parse_qs(self.body.decode()).get("paths", [])
-        entries = []
-        for path in paths:
-            if path in files:
-                entries.append(files[path].info(path))
-            elif any(name.startswith(f"{path}/") for name in files):
-                entries.append({"type": "directory", "path": path, "oid": "0" * 40, "size": 0})
-        self.send(200, entries)
-
     def resolve(self, repo: str, revision: str, name: str, kinds: str | None = None) -> None:
         kind = (kinds or "models/")[:-2]
         found = self._tree(kind, repo, revision, content=True)
@@ -509,7 +490,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
         if fault.status is not None:
-            self.send(fault.status, {"error": "as asked for"}, {"Retry-After": str(fault.retry_after_s)})
+            self.send(fault.status, {"error": "as asked for"})
             return
         start, end, status = 0, blob.size, 200
         asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")
@@ -627,7 +608,6 @@ _ROUTES = [
         (r"/api/(?P<kind>model|dataset|space)s/(?P<repo>[^/]+)", _Handler.info),
         (_API + r"/revision/(?P<revision>[^/]+(?:/[^/]+)*)", _Handler.info),
         (_API + r"/tree/(?P<revision>[^/]+)(?P<path>/.*)?", _Handler.tree),
-        (_API + r"/paths-info/(?P<revision>.+)", _Handler.paths_info),
         (_API + r"/preupload/(?P<revision>.+)", _Handler.preupload),
         (_API + r"/commit/(?P<revision>.+)", _Handler.commit),
         (r"/api/repos/create", _Handler.create),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from eagle_slim.vocab_tools.chats import ChatError, ChatRenderer, ChatTemplate, Piece, chat_spec, normalise_messages
-from eagle_slim.vocab_tools.encoding import SpanEncoder, encoder_spec
+from eagle_slim.vocab_tools.encoding import TailEncoder, encoder_spec
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from hypothesis import given, settings
@@ -41,26 +41,23 @@ def words(template: str, **special_tokens: str) -> LoadedTokenizer:
     return LoadedTokenizer(backend, "words", chat_templates={"default": template}, special_tokens=tokens)
 
 
-def pieces_of(tokenizer: LoadedTokenizer, messages: Messages, exact: bool = False) -> list[Piece]:
-    return ChatRenderer(chat_spec(tokenizer), exact).assistant_pieces(normalise_messages(messages))
+def pieces_of(tokenizer: LoadedTokenizer, messages: Messages) -> list[Piece]:
+    return ChatRenderer(chat_spec(tokenizer)).assistant_pieces(normalise_messages(messages))
 
 
 @functools.lru_cache(4)
-def span_encoder(tokenizer: LoadedTokenizer) -> SpanEncoder:
-    return SpanEncoder(encoder_spec(tokenizer.backend, tokenizer.vocab_size).tokenizer_json)
+def tail_encoder(tokenizer: LoadedTokenizer) -> TailEncoder:
+    return TailEncoder(encoder_spec(tokenizer.backend, tokenizer.vocab_size).tokenizer_json)
 
 
 def ids_of(tokenizer: LoadedTokenizer, piece: Piece) -> list[int]:
-    spans = piece.spans or ((piece.header_chars, len(piece.text)),)
-    return span_encoder(tokenizer).encode(piece.text, spans).tolist()
+    return tail_encoder(tokenizer).encode(piece.text, piece.header_chars).tolist()
 
 
 def counted(tokenizer: LoadedTokenizer, messages: Messages) -> list[list[str]]:
-    """The tokens of each piece that count; cut at borders or in the whole rendering, they are the same."""
-    pieces, whole = (pieces_of(tokenizer, messages, exact) for exact in (False, True))
-    ids = [ids_of(tokenizer, piece) for piece in pieces]
-    assert ids == [ids_of(tokenizer, piece) for piece in whole]
-    return [[str(tokenizer.backend.id_to_token(token_id)) for token_id in turn] for turn in ids]
+    """The tokens of each piece that count."""
+    pieces = pieces_of(tokenizer, messages)
+    return [[str(tokenizer.backend.id_to_token(i)) for i in ids_of(tokenizer, piece)] for piece in pieces]
 
 
 def split(*turns: str) -> list[list[str]]:
@@ -222,13 +219,15 @@ def test_words_that_the_template_drops_are_counted_by_themselves() -> None:
     dropping = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     thought = "<think>thought</think>Paris"
     pieces = pieces_of(words(dropping), turn("Hi", thought, "and", "ok"))
-    found = [(piece.text[piece.header_chars :], piece.is_turn) for piece in pieces]
-    assert found == [(thought, False), ("ok<end>", True)]
+    found = [(piece.text[piece.header_chars :], piece.is_apart) for piece in pieces]
+    assert found == [(thought, True), ("ok<end>", False)]
     # A template that knows neither reasoning nor tool calls.
     told = {"role": "assistant", "content": "Paris", "reasoning": "thought", "tool_calls": [call('{"city": "Paris"}')]}
     alone = pieces_of(words(CHATML), [*turn("Hi"), told])
     expected = ["thought", "Paris", '{"name": "get", "arguments": {"city": "Paris"}}']
-    assert [(piece.text, piece.is_turn) for piece in alone] == [(text, False) for text in expected]
+    assert [piece.text for piece in alone] == expected
+    # They are one message.
+    assert [piece.is_apart for piece in alone] == [True, False, False]
 
 
 REFUSING = {
@@ -242,7 +241,7 @@ REFUSING = {
 def test_a_chat_that_the_template_refuses_is_counted_by_itself(refusal: str) -> None:
     tokenizer = words(refusal + CHATML)
     assert counted(tokenizer, turn("Hi", "ok")) == split("ok<end>")
-    assert [piece.is_turn for piece in pieces_of(tokenizer, turn("Hi", "ok", system="be brief"))] == [False]
+    assert [piece.is_apart for piece in pieces_of(tokenizer, turn("Hi", "ok", system="be brief"))] == [True]
     assert counted(tokenizer, turn("Hi", "ok", system="be brief")) == split("ok")
     with pytest.raises(ChatError, match=r"no system|alternate"):
         ChatRenderer(chat_spec(tokenizer)).all_pieces(turn("Hi", "ok", system="be brief"))
@@ -253,11 +252,11 @@ def test_a_users_words_are_never_the_assistants(question: str) -> None:
     # The two renderings differ from their first character on.
     unstable = "{{ messages | length }}" + CHATML
     pieces = pieces_of(words(unstable), turn(question, "Paris", "and Germany?", "Berlin"))
-    assert [(piece.text, piece.is_turn) for piece in pieces] == [("Paris", False), ("Berlin", False)]
+    assert [(piece.text, piece.is_apart) for piece in pieces] == [("Paris", True), ("Berlin", True)]
     # The template repeats the question in the answer's turn, but not in the generation prompt.
     repeating = CHATML.replace("{{ m.content }}", "{{ messages[0].content if loop.index == 2 }} {{ m.content }}")
     if len(question) >= 8:
-        assert [piece.is_turn for piece in pieces_of(words(repeating), turn(question, "Paris"))] == [False]
+        assert [piece.is_apart for piece in pieces_of(words(repeating), turn(question, "Paris"))] == [True]
 
 
 def test_answers_may_quote_and_users_may_write_what_templates_write() -> None:
@@ -332,8 +331,7 @@ def test_pieces_have_the_tokens_of_the_whole_rendering(contents: list[str], syst
         prompt = rendered(tokenizer, messages[:before], add_generation_prompt=True)
         spoken = contents[position] if kind == "chatml" else contents[position].strip()
         assert piece.text[piece.header_chars :] == spoken + end
-        whole = prompt + spoken + end
-        expected = span_encoder(tokenizer).encode(whole, ((len(prompt), len(whole)),)).tolist()
+        expected = tail_encoder(tokenizer).encode(prompt + spoken + end, len(prompt)).tolist()
         assert ids_of(tokenizer, piece) == expected
 
 
@@ -341,9 +339,11 @@ def test_real_chats_cut_at_borders_have_the_tokens_of_the_whole() -> None:
     data = resources.files("eagle_slim.convert.default").joinpath("self_chat.jsonl.gz").read_bytes()
     for line in gzip.decompress(data).splitlines()[:60]:
         messages = json.loads(line)["messages"]
-        quick, exact = (pieces_of(smollm2(), messages, exact) for exact in (False, True))
-        assert [ids_of(smollm2(), piece) for piece in quick] == [ids_of(smollm2(), piece) for piece in exact]
-        assert all(piece.is_turn and piece.text.endswith("<|im_end|>") for piece in quick)
+        prompt = rendered(smollm2(), messages[:-1], add_generation_prompt=True)
+        whole = prompt + messages[-1]["content"] + "<|im_end|>"
+        (piece,) = pieces_of(smollm2(), messages)
+        assert len(piece.text) < len(whole)
+        assert ids_of(smollm2(), piece) == tail_encoder(smollm2()).encode(whole, len(prompt)).tolist()
 
 
 def test_templates_run_in_a_sandbox_at_a_fixed_date() -> None:

@@ -22,7 +22,7 @@ from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.workers import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizers import WORDS, llama3_like
+from support.tokenizers import WORDS, llama3_like, smollm2
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -392,3 +392,34 @@ def test_a_missing_library_is_an_error_only_when_asked_for(tmp_path: Path, monke
     counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, notify=told.append)
     assert counts.sources[0].provenance["tokenizer_library"].startswith("tokenizers ")
     assert "fastokens is not installed" in told[0]
+
+
+def test_answers_of_chats_are_counted_and_what_no_turn_holds_is_told(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "Hi"}
+    chats = [
+        [question, {"role": "assistant", "content": "Hello!"}],
+        # The template knows no reasoning.
+        [question, {"role": "assistant", "content": "Good day", "reasoning_content": "be polite"}],
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+    def count(**settings: Any) -> tuple[list[int], list[str]]:
+        told: list[str] = []
+        source = CorpusSource(str(path), **settings)
+        counts = count_tokens([source], smollm2(), workers=0, held_out=0, notify=told.append)
+        return counts.sources[0].counts.tolist(), told
+
+    def ids(*texts: str) -> list[int]:
+        encodings = smollm2().backend.encode_batch(list(texts), add_special_tokens=False)
+        found = [token_id for encoding in encodings for token_id in encoding.ids]
+        return np.bincount(found, minlength=smollm2().vocab_size).tolist()
+
+    counted, told = count()
+    assert counted == ids("Hello!<|im_end|>", "be polite", "Good day")
+    assert [message.split()[0] for message in told if "by themselves" in message] == ["1"]
+    header = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    header += "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    everything, told = count(roles="all")
+    assert everything == ids(header + "Hello!<|im_end|>\n", header + "Good day<|im_end|>\n")
+    assert not any("by themselves" in message for message in told)

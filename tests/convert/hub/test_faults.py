@@ -72,15 +72,6 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
     assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_where_the_hub_is_out_of_reach_the_cache_is_used(
-    hub: HubServer, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commit = open_head_source("org/head").commit
-    hub.inject(API, Fault(silent=True))
-    assert open_head_source("org/head").commit == commit
-    assert "using the copy in the cache" in capsys.readouterr().err
-
-
 def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.lm_heads import values
-from support.raising import raises
+from support.raising import raises_with
 
 DTYPES = [
     torch.float32,
@@ -158,7 +158,7 @@ def test_a_reading_that_is_left_joins_no_threads(tmp_path: Path, monkeypatch: py
 
 def test_booleans_that_are_neither_0_nor_1(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
-    with raises(CheckpointError, tensor="t2d", found=2):
+    with raises_with(CheckpointError, "t2d", "2"):
         open_checkpoint(tmp_path).raw("t2d")
 
 
@@ -205,7 +205,7 @@ def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", header, b"\x12\x34abc")
     checkpoint = open_checkpoint(tmp_path)
     assert bytes(checkpoint.tensor("plain").tolist()) == b"abc"
-    with raises(CheckpointError, found="F4"):
+    with raises_with(CheckpointError, "F4"):
         checkpoint.tensor("packed")
 
 
@@ -220,22 +220,12 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("a"), one["a"])
     assert torch.equal(checkpoint.rows("lm_head.weight", [3]), two["lm_head.weight"][[3]])
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    with raises(CheckpointError, found="not there"):
+    with raises_with(CheckpointError, "not there"):
         open_checkpoint(tmp_path)
     head = open_local_lm_head(tmp_path, "target")
     assert (head.name, head.shape) == ("lm_head.weight", (4, 2))
     assert head.file == "model-00002-of-00002.safetensors"
     assert torch.equal(values(head), two["lm_head.weight"])
-
-
-def test_sharded_bin(tmp_path: Path) -> None:
-    torch.save({"a": torch.arange(3)}, tmp_path / "pytorch_model-00001-of-00002.bin")
-    torch.save({"b": torch.arange(4)}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    index = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.tensor("b").tolist() == [0, 1, 2, 3]
-    assert checkpoint.file_of("b").path.name == "pytorch_model-00002-of-00002.bin"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +234,6 @@ def test_sharded_bin(tmp_path: Path) -> None:
         (["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"], "model.safetensors"),
         (["pytorch_model.bin", "model.safetensors.index.json"], "model.safetensors.index.json"),
         (["training_args.bin", "eagle3.safetensors", "consolidated.safetensors"], "eagle3.safetensors"),
-        (["consolidated.safetensors"], "consolidated.safetensors"),
         (["pytorch_model.bin.index.json", "rng.pt"], "pytorch_model.bin.index.json"),
     ],
 )
@@ -253,19 +242,19 @@ def test_choice_of_weights(names: list[str], chosen: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "facts"),
+    ("names", "words"),
     [
-        ([], {"found": []}),
-        (["config.json"], {"found": ["config.json"]}),
-        (["a.safetensors", "b.safetensors"], {"found": ["a.safetensors", "b.safetensors"]}),
+        ([], ["no weights"]),
+        (["config.json"], ["config.json"]),
+        (["a.safetensors", "b.safetensors"], ["a.safetensors", "b.safetensors"]),
         (
             ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-            {"found": "model-00001-of-00002.safetensors"},
+            ["model-00001-of-00002.safetensors"],
         ),
     ],
 )
-def test_no_choice_of_weights(names: list[str], facts: dict[str, Any]) -> None:
-    with raises(CheckpointError, **facts):
+def test_no_choice_of_weights(names: list[str], words: list[str]) -> None:
+    with raises_with(CheckpointError, *words):
         choose_weights(names, "here")
 
 
@@ -274,7 +263,7 @@ def test_lm_head_names() -> None:
     assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == "model.embed_tokens.weight"
     name = "language_model.model.embed_tokens.weight"
     assert find_lm_head(["vision.embed_tokens.weight", name], "t") == name
-    with raises(CheckpointError, found=["my_head.weight"]):
+    with raises_with(CheckpointError, "my_head.weight"):
         find_lm_head(["my_head.weight"], "t")
 
 
@@ -331,7 +320,7 @@ def test_a_stale_lm_head_in_a_shard_that_is_not_there(tmp_path: Path) -> None:
 
 def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.ones(4, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with raises(CheckpointError, tensor="lm_head.weight", found="I8"):
+    with raises_with(CheckpointError, "lm_head.weight", "I8"):
         open_local_lm_head(tmp_path, "target")
 
 
@@ -358,42 +347,37 @@ def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
 def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with raises(CheckpointError, path=str(path)):
+    with raises_with(CheckpointError, str(path)):
         open_checkpoint(tmp_path)
 
 
 def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-        with raises(CheckpointError, found="Git LFS pointer"):
+        with raises_with(CheckpointError, "Git LFS pointer"):
             open_checkpoint(tmp_path / name)
 
 
 def test_wrong_rows_and_names(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3, 2), "scalar": torch.tensor(1.0)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    for ids, facts in [
-        ([3], {"tensor": "a", "row": 3, "rows": 3}),
-        ([-1], {"tensor": "a", "row": -1, "rows": 3}),
-        ([[0]], {"tensor": "a", "found": "int64"}),
-        ([0.5], {"tensor": "a", "found": "float64"}),
-    ]:
-        with raises(CheckpointError, **facts):
+    for ids, word in ([3], "row 3 was asked for, of 3"), ([-1], "row -1"), ([[0]], "int64"), ([0.5], "float64"):
+        with raises_with(CheckpointError, "a", word):
             checkpoint.rows("a", ids)
-    with raises(CheckpointError, tensor="scalar"):
+    with raises_with(CheckpointError, "scalar"):
         checkpoint.rows("scalar", [0])
-    with raises(CheckpointError, tensor="b"):
+    with raises_with(CheckpointError, "b"):
         checkpoint.tensor("b")
 
 
 def test_not_a_file_or_folder(tmp_path: Path) -> None:
-    with raises(CheckpointError, path=str(tmp_path / "nothing")):
+    with raises_with(CheckpointError, str(tmp_path / "nothing")):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "model.safetensors").mkdir()
-    with raises(CheckpointError, found=[]):
+    with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pytorch_model.bin")
-    with raises(CheckpointError, path=str(tmp_path / "pytorch_model.bin")):
+    with raises_with(CheckpointError, str(tmp_path / "pytorch_model.bin")):
         open_checkpoint(tmp_path)
 
 
@@ -408,7 +392,7 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
 def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
     save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
     write_index(tmp_path, {"a": shard})
-    with raises(CheckpointError, shard=shard):
+    with raises_with(CheckpointError, repr(shard)):
         open_checkpoint(tmp_path)
 
 
@@ -419,16 +403,16 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     save_file({"a": torch.ones(1)}, outside / "secret.safetensors")
     (folder / "model.safetensors").symlink_to(outside / "secret.safetensors")
-    with raises(CheckpointError, found=str(outside / "secret.safetensors")):
+    with raises_with(CheckpointError, str(outside / "secret.safetensors")):
         open_checkpoint(folder)
     (folder / "model.safetensors").unlink()
     (folder / "model-1.safetensors").symlink_to("../outside/secret.safetensors")
     write_index(folder, {"a": "model-1.safetensors"})
-    with raises(CheckpointError, found=str(outside / "secret.safetensors")):
+    with raises_with(CheckpointError, str(outside / "secret.safetensors")):
         open_checkpoint(folder)
     (folder / "model-1.safetensors").unlink()
     (folder / "model-1.safetensors").symlink_to("model-1.safetensors")
-    with raises(CheckpointError, found="a link to nothing"):
+    with raises_with(CheckpointError, "a link to nothing"):
         open_checkpoint(folder)
 
 
@@ -452,7 +436,7 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, cache / "models--org--other" / "x.safetensors")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to("../../../models--org--other/x.safetensors")
-    with raises(CheckpointError, path=str(snapshot / "model.safetensors")):
+    with raises_with(CheckpointError, str(snapshot / "model.safetensors")):
         open_checkpoint(snapshot)
 
 
@@ -460,7 +444,7 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
     shard = "model-00001-of-00001.safetensors"
     save_file({"a": torch.ones(1)}, tmp_path / shard)
     write_index(tmp_path, {"a": shard, "b": shard})
-    with raises(CheckpointError, tensor="b", shard=shard):
+    with raises_with(CheckpointError, "b", shard):
         open_checkpoint(tmp_path)
 
 
@@ -493,20 +477,20 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "facts"),
+    ("value", "words"),
     [
-        ([torch.ones(1)], {"found": "list"}),
-        ({}, {"found": "dict"}),
-        ({"step": 3, "a": torch.ones(1)}, {"tensor": "step", "found": "int"}),
-        ({"state_dict": {"a": torch.ones(1)}}, {"tensor": "state_dict", "found": "dict"}),
-        ({3: torch.ones(1)}, {"tensor": 3, "found": "Tensor"}),
-        ({"a": torch.ones(3).to_sparse()}, {"tensor": "a"}),
-        ({"a": torch.ones(1).expand(1 << 40)}, {"tensor": "a", "found": 4398046511104}),
+        ([torch.ones(1)], ["list"]),
+        ({}, ["dict"]),
+        ({"step": 3, "a": torch.ones(1)}, ["step", "int"]),
+        ({"state_dict": {"a": torch.ones(1)}}, ["state_dict", "dict"]),
+        ({3: torch.ones(1)}, ["3", "Tensor"]),
+        ({"a": torch.ones(3).to_sparse()}, ["a"]),
+        ({"a": torch.ones(1).expand(1 << 40)}, ["a", "4,398,046,511,104"]),
     ],
 )
-def test_pickles_of_other_things(tmp_path: Path, value: Any, facts: dict[str, Any]) -> None:
+def test_pickles_of_other_things(tmp_path: Path, value: Any, words: list[str]) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")
-    with raises(CheckpointError, **facts):
+    with raises_with(CheckpointError, *words):
         open_checkpoint(tmp_path)
 
 
@@ -518,7 +502,7 @@ def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
     at = content.index(values.numpy().tobytes()) + 4000
     content[at] ^= 1
     path.write_bytes(content)
-    with raises(CheckpointError, path=str(path), record="pytorch_model/data/0"):
+    with raises_with(CheckpointError, str(path), "pytorch_model/data/0"):
         open_checkpoint(tmp_path)
 
 
@@ -528,5 +512,5 @@ def test_truncated_bin(tmp_path: Path) -> None:
     content = path.read_bytes()
     for size in (0, 1, 10, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:size])
-        with raises(CheckpointError, path=str(path)):
+        with raises_with(CheckpointError, str(path)):
             open_checkpoint(tmp_path)
