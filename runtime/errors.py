@@ -7,6 +7,7 @@ EagleSlimError
 ├── UnsupportedModelError   this model class or one of its options is outside what the runtime handles: other model
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
 ├── PromptError             the prompt is empty or too long for the model: other prompt
+├── LogitsError             logits that are no distribution: other weights, type of weights or options
 ├── DrafterError            the drafter asked for cannot run here: other drafter or device
 │   ├── CheckError          EAGLE_SLIM_CHECK found a wrong value in a step: a defect, to be reported with the message
 │   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
@@ -46,6 +47,10 @@ class PromptError(EagleSlimError):
     def __init__(self, message: str = "", /, prompt: int = 0) -> None:
         super().__init__(message)
         self.prompt = prompt
+
+
+class LogitsError(EagleSlimError):
+    """The target's logits at a position are no distribution: a NaN, an infinite value, or every token barred."""
 
 
 class DrafterError(EagleSlimError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .common_cli import EagleCommand, emit_json, force_option, json_option, note
+from .errors import printable
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
@@ -53,7 +54,7 @@ def counts_to_write(out: str, force: bool) -> Path:
 
     path = refuse_existing(out, force)
     if path.suffix.lower() in _OTHER_FORMATS:
-        raise UsageError(f"{path}: counts are a safetensors file. End the name in .safetensors.", found=path.suffix)
+        raise UsageError(f"{path}: counts are a safetensors file. End the name in .safetensors.")
     return path
 
 
@@ -170,8 +171,7 @@ def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
     for row in rows:
         held_out = row["held_out"]
         skipped = f"; records skipped: {row['skipped_records']:,}" if row["skipped_records"] else ""
-        click.echo(
-            f"{row['name']}: {row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} "
-            f"distinct ids; held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents{skipped}"
-        )
+        counted = f"{row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} distinct ids"
+        kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
+        click.echo(f"{printable(row['name'])}: {counted}; {kept}{skipped}")
     click.echo(f"wrote {path}")

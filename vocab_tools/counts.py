@@ -55,7 +55,6 @@ class HeldOut:
         if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
             raise VocabularyError(
                 f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens.",
-                field="doc_offsets",
             )
 
     @classmethod
@@ -104,21 +103,15 @@ class SourceCounts:
             raise VocabularyError("A source of counts needs a name.")
         _check_weight(self.name, self.weight, VocabularyError)
         if self.counts.dtype != np.int64 or self.counts.ndim != 1:
-            raise VocabularyError(
-                f"source {self.name}: counts: expected int64 [vocab], found {_kind(self.counts)}.", field="counts"
-            )
+            raise VocabularyError(f"source {self.name}: counts: expected int64 [vocab], found {_kind(self.counts)}.")
         if len(self.counts) and self.counts.min() < 0:
             token_id = int(np.argmin(self.counts))
             raise VocabularyError(
                 f"source {self.name}: the count of id {token_id} is {self.counts[token_id]}, below 0.",
-                field="counts",
-                id=token_id,
             )
         ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
-            raise VocabularyError(
-                f"source {self.name}: held-out ids: expected 0 to {len(self.counts) - 1}.", field="token_ids"
-            )
+            raise VocabularyError(f"source {self.name}: held-out ids: expected 0 to {len(self.counts) - 1}.")
 
     @property
     def num_tokens(self) -> int:
@@ -140,16 +133,14 @@ class TokenCounts:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise VocabularyError("Token counts need at least one source.", field="sources")
+            raise VocabularyError("Token counts need at least one source.")
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise VocabularyError(
-                f"Source names must be unique; found more than once: {', '.join(repeated)}.", repeated=repeated
-            )
+            raise VocabularyError(f"Source names must be unique; found more than once: {', '.join(repeated)}.")
         sizes = {source.name: len(source.counts) for source in self.sources}
         if len(set(sizes.values())) > 1:
-            raise VocabularyError(f"All sources must have one vocabulary size; found {sizes}.", sizes=sizes)
+            raise VocabularyError(f"All sources must have one vocabulary size; found {sizes}.")
 
     @property
     def vocab_size(self) -> int:
@@ -251,7 +242,6 @@ class TokenCounts:
                         path,
                         f"a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
                         "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
-                        missing=_KEY,
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         # numpy does not know bfloat16 and raises a TypeError.
@@ -302,7 +292,7 @@ def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | No
             _check_weight(name, weight, UsageError)
         chosen[name] = float(weight)
     if not any(chosen.values()):
-        raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
+        raise UsageError("Every source has weight 0; at least one must be above 0.")
     return chosen
 
 
@@ -322,14 +312,14 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
             one name with different weights.
     """
     if not items:
-        raise UsageError("Nothing to merge: name at least one counts file.", missing="counts")
+        raise UsageError("Nothing to merge: name at least one counts file.")
     hashes = {item.tokenizer_hash for item in items}
     if len(hashes) > 1:
         found = ", ".join(sorted(str(value) for value in hashes))
-        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {found}.", hashes=hashes)
+        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {found}.")
     sizes = sorted({item.vocab_size for item in items})
     if len(sizes) > 1:
-        raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.", sizes=sizes)
+        raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.")
     parts: dict[str, list[SourceCounts]] = {}
     for item in items:
         for source in item.sources:
@@ -344,8 +334,6 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
         if given is None and len(stored) > 1:
             raise UsageError(
                 f"Source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}.",
-                source=name,
-                weights=stored,
             )
         merged = _add_parts(name, same_name)
         sources.append(merged if given is None else replace(merged, weight=float(given)))
@@ -383,7 +371,11 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
         if twin is None:
             added.append(part)
         else:
-            added[added.index(twin)] = _sum_of(twin, part)
+            try:
+                added[added.index(twin)] = _sum_of(twin, part)
+            except (KeyError, TypeError, ValueError) as error:
+                problem = f"the provenance of a part has another form than counts have: {error!r}"
+                raise VocabularyError(f"source {name!r}: {problem}.") from error
     held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
     return SourceCounts(
         name=name,
@@ -399,7 +391,8 @@ def _have_same_settings(a: JSON, b: JSON) -> bool:
     if not all(isinstance(part, dict) and "digest" in part and "files" in part for part in (a, b)):
         return False
     plain = [{key: value for key, value in part.items() if key not in _OF_THE_TEXT} for part in (a, b)]
-    return plain[0] == plain[1] and a["held_out"].get("share") == b["held_out"].get("share")
+    shares = [part["held_out"].get("share") if isinstance(part.get("held_out"), dict) else None for part in (a, b)]
+    return plain[0] == plain[1] and shares[0] == shares[1]
 
 
 def _sum_of(a: JSON, b: JSON) -> JSON:
@@ -417,43 +410,44 @@ def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) ->
     if header["version"] not in (1, _VERSION):
         raise VocabularyError(
             f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it.",
-            version=header["version"],
         )
     found = None if header["version"] == 1 else checksum(header, tensors)
+    _check_type("tokenizer_hash", header["tokenizer_hash"], (str, type(None)))
     sources = []
     for position, entry in enumerate(header["sources"]):
+        for key, expected in (("name", (str,)), ("weight", (int, float)), ("provenance", (dict,))):
+            _check_type(f"source {position}: {key}", entry[key], expected)
         ids = tensors.pop(f"held_out.{position}.token_ids", None)
         offsets = tensors.pop(f"held_out.{position}.doc_offsets", None)
         if (ids is None) != (offsets is None):
-            raise VocabularyError(
-                f"source {entry['name']}: held-out ids and offsets belong together; one is missing.", field="held_out"
-            )
+            raise VocabularyError(f"source {entry['name']}: held-out ids and offsets belong together; one is missing.")
         held_out = None if ids is None or offsets is None else HeldOut(ids, offsets)
         counts = tensors.pop(f"counts.{position}")
         sources.append(SourceCounts(entry["name"], float(entry["weight"]), counts, held_out, entry["provenance"]))
     if tensors:
-        raise VocabularyError(
-            f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.", tensors=sorted(tensors)
-        )
+        raise VocabularyError(f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.")
     if found is not None and found != header["checksum"]:
         raise VocabularyError(
             "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again.",
-            field="checksum",
         )
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
+
+
+def _check_type(where: str, value: JSON, expected: tuple[type, ...]) -> None:
+    if not isinstance(value, expected):
+        kinds = " or ".join(kind.__name__ for kind in expected)
+        raise VocabularyError(f"{where}: expected {kinds}, found {type(value).__name__}.")
 
 
 def _unknown_source(name: str, known: Iterable[str]) -> UsageError:
     return UsageError(
         f"There is no source named {name!r} in these counts; they have: {', '.join(known)}.",
-        source=name,
-        sources=list(known),
     )
 
 
 def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:
     if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) > 0):
-        raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.", source=name, weight=weight)
+        raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.")
 
 
 def _kind(array: NDArray[Any]) -> str:

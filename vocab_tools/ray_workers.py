@@ -145,7 +145,7 @@ class _UnitCounter:
 
     def _each(self, unit: _Unit) -> Iterator[Counted]:
         for block in unit.blocks or self._opened.shard_blocks(unit.shard):
-            yield block.without_data(), self._counter.count(self._source, block)
+            yield replace(block, data=None), self._counter.count(self._source, block)
 
     def _merged(self, unit: _Unit) -> Iterator[Counted]:
         """Add the results up to the next bad record, whose place is that of its block."""

@@ -45,38 +45,14 @@ class BadRecord:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A run of records of one shard: of one file, or of one part of a dataset.
-
-    Attributes:
-        shard: ordinal of the file or part.
-        size: its share of `OpenSource.size`, for the progress bar.
-        fault: why nothing behind its records can be read; None where there is no fault.
-    """
-
-    shard: int
-    size: int
-    fault: str | None
-
-    def records(self, column: str | None) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each record's line or row, and the column's value (None: all of it) or a BadRecord."""
-        raise NotImplementedError
-
-    def place(self, number: int) -> str:
-        """Say where line or row `number` of the block is."""
-        raise NotImplementedError
-
-    def without_data(self) -> Block:
-        """Return a block that knows places only."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class LinesBlock(Block):
+class LinesBlock:
     """Lines of JSON, or plain text.
 
     Attributes:
-        path: the file.
+        shard: ordinal of the file.
+        size: its share of `OpenSource.size`, for the progress bar.
+        fault: why nothing behind its records can be read; None where there is no fault.
+        path: the file, or its address on the Hub.
         unit: what is counted to name a place: "line", or "record" of an array.
         is_text: whether it is plain text.
         start, stop: its bytes in the (unpacked) file, where the worker reads the file; `stop` is None for `data`.
@@ -84,6 +60,9 @@ class LinesBlock(Block):
         data: its bytes, where the worker cannot read them.
     """
 
+    shard: int
+    size: int
+    fault: str | None
     path: str
     unit: str
     is_text: bool
@@ -93,14 +72,14 @@ class LinesBlock(Block):
     data: bytes | None = None
 
     def records(self, column: str | None) -> Iterator[tuple[int, Any]]:
-        """Split into lines, of which blank ones are no records, or into documents; see `text_documents`."""
+        """Yield the number of each record's line, and the column's value (None: all of it) or a BadRecord.
+
+        Text has no column and comes in documents, see `text_documents`.
+        """
         data = _range_of(self.path, self.start, self.stop) if self.data is None else self.data
         if self.start == 0:
             data = data.removeprefix(_BYTE_ORDER_MARK)
-        if self.is_text:
-            yield from _texts(data)
-        else:
-            yield from _values(data.split(b"\n"), column)
+        yield from _texts(data) if self.is_text else _values(data.split(b"\n"), column)
         if self.fault is not None:
             yield data.count(b"\n"), BadRecord(self.fault)
 
@@ -109,44 +88,43 @@ class LinesBlock(Block):
         first = _lines_before(self.path, self.start) if self.first is None else self.first
         return f"{self.path}, {self.unit} {first + number + 1}"
 
-    def without_data(self) -> Block:
-        """Return a block that knows places only."""
-        return LinesBlock(
-            self.shard, self.size, self.fault, self.path, self.unit, self.is_text, self.start, self.stop, self.first
-        )
-
 
 @dataclass(frozen=True)
-class RowsBlock(Block):
+class RowsBlock:
     """Rows of one Arrow column, in memory.
 
     Attributes:
+        shard, size, fault: as in `LinesBlock`.
         where: the file, or the dataset, its split and shard.
         first: number of its first row, from 0.
-        rows: the column, None where only places are wanted.
+        data: the column; None where there is no row, or only places are wanted.
     """
 
+    shard: int
+    size: int
+    fault: str | None
     where: str
     first: int
-    rows: pa.ChunkedArray | None
+    data: pa.ChunkedArray | None
 
     def records(self, column: str | None) -> Iterator[tuple[int, Any]]:
-        """Yield the rows; `column` was chosen before."""
+        """Yield the number of each row and its value, or a BadRecord; `column` was chosen before."""
+        rows = [] if self.data is None else self.data
         try:
-            yield from enumerate([] if self.rows is None else self.rows.to_pylist())
+            yield from enumerate([] if self.data is None else self.data.to_pylist())
         except UnicodeDecodeError:
             # Arrow does not promise that its strings are UTF-8; the place is that of the block.
             yield 0, BadRecord("a text of these rows is not UTF-8")
         if self.fault is not None:
-            yield 0 if self.rows is None else len(self.rows), BadRecord(self.fault)
+            yield len(rows), BadRecord(self.fault)
 
     def place(self, number: int) -> str:
         """Say file or dataset, and the row, from 0."""
         return f"{self.where}, row {self.first + number}"
 
-    def without_data(self) -> Block:
-        """Return a block that knows places only."""
-        return RowsBlock(self.shard, self.size, self.fault, self.where, self.first, None)
+
+Block = LinesBlock | RowsBlock
+"""A run of records of one shard: of one file, or of one part of a dataset. `replace(block, data=None)` knows places."""
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -503,7 +481,7 @@ def _array_records(stream: Stream) -> Iterator[bytes]:
 
 def rows_blocks(
     tables: Iterator[pa.Table | pa.RecordBatch], column: str, shard: int, where: str, size_of_row: float = 0.0
-) -> Iterator[Block]:
+) -> Iterator[RowsBlock]:
     """Join small tables to blocks of one column; raises what `tables` raises."""
     import pyarrow as pa
 
@@ -535,9 +513,7 @@ def parquet_blocks(path: str, shard: int, size: int, column: str) -> Iterator[Bl
             tables = file.iter_batches(batch_size=_ROWS, columns=present or None, use_threads=False)
             for block in rows_blocks(tables, column, shard, path, size / max(1, file.metadata.num_rows)):
                 yield block
-                assert isinstance(block, RowsBlock)
-                assert block.rows is not None
-                reached = block.first + len(block.rows)
+                reached = block.first + len(block.data or ())
     except (OSError, pa.ArrowException) as error:
         yield RowsBlock(shard, 0, f"damaged Parquet file: {str(error).rstrip('.')}", path, reached, None)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -323,7 +323,7 @@ class Processes(Workers):
         try:
             while True:
                 for block in islice(blocks, self._in_flight - len(waiting)):
-                    waiting.append((block.without_data(), self._pool.submit(_work, source, block)))
+                    waiting.append((replace(block, data=None), self._pool.submit(_work, source, block)))
                 if not waiting:
                     return
                 block, future = waiting.popleft()

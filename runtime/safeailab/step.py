@@ -33,9 +33,9 @@ from ..drafter.launch import timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
-from ..step.kernels.acceptance import SlotState, commit_features, commit_kv, walk
+from ..step.kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
-from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
+from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch
@@ -224,6 +224,8 @@ class StepPatch:
             )
             width = self.session.tree.path_width
             self.ops(walk)(tensors.choices, tensors.trees, width, tensors.state, self.session.drafter.error)
+            # A token that is none must not be drafted from; its record raises when it is read.
+            tensors.state.new_tokens.clamp_(min=0)
         return None, None, None
 
     def update_inference_inputs(
@@ -257,7 +259,9 @@ class StepPatch:
             record = tensors.record.tolist()
             if record[-1][0]:
                 raise timed_out(bufs)
-            count = record[0][0]
+            count, _, ended = record[0][:RECORD_HEAD]
+            if ended == ENDED_BY_FAULT:
+                raise no_distribution(record[0][RECORD_HEAD + count - 1], 0, new_token + count - 1)
             session.length += count
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..api.request import RunningRequest
 from ..tree import Trees
 from .kernels.choice_kernels import ChoiceRules
-from .kernels.choose_tokens import choose_token
+from .kernels.choose_tokens import choose_token, find_fault
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class HostChoice:
         if state.request.process is not None:
             past = [*state.request.prompt_ids, *state.token_ids, *walked]
             scores = state.request.process(torch.tensor([past], device=logits.device), scores.clone()[None])[0]
+        if fault := find_fault(scores):
+            return fault
         if not self.rules.sampled:
             # The lowest id among equals, whatever the device.
             return int((scores == scores.max()).int().argmax())

@@ -25,8 +25,8 @@ from ..ops import current, named_range
 from .decoders import Decoders
 from .host_choice import HostChoice
 from .kept_rows import HeldRow, KeptRows, match_slots
-from .kernels.acceptance import RECORD_HEAD, RUNNING
-from .kernels.choose_tokens import token_bits
+from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
+from .kernels.choose_tokens import no_distribution, token_bits
 from .pace import Pace
 from .plan import Plan
 from .run_ahead import PartialDecoder
@@ -243,7 +243,14 @@ class GenerationLoop:
             if accepted == 0 or state.finish_reason is not None:
                 continue
             num_tokens = len(state.request.prompt_ids) + len(state.token_ids)
-            is_done = state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
+            tokens = rows[slot][RECORD_HEAD : RECORD_HEAD + kept]
+            if ended == ENDED_BY_FAULT:
+                good = [token for token in tokens if token >= 0]
+                # A stop string may have ended the answer before.
+                if not (good and state.emit(good)):
+                    raise no_distribution(tokens[len(good)], state.request.index, len(state.token_ids))
+                tokens = []
+            is_done = state.finish_reason is not None or state.emit(tokens)
             assert is_done or ended == RUNNING, (slot, rows[slot])
             if record.is_step:
                 delivered = len(state.request.prompt_ids) + len(state.token_ids) - num_tokens

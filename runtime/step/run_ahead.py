@@ -32,7 +32,7 @@ from .decoder import Decoder, WarmUp
 from .graphs import GraphPool
 from .host_choice import HostChoice
 from .kept_rows import HeldRow
-from .kernels.acceptance import SlotState
+from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
 
 
@@ -153,7 +153,8 @@ class RunAhead:
     def _note(self) -> None:
         """Put what the last partial pass accepted behind the chain."""
         own, most = self.ahead.state, self.tree.total_tokens - 1
-        accepted = own.record[:-1, 0]
+        # A token that is none is left to the full pass, which chooses from the same logits.
+        accepted = own.record[:-1, 0] - (own.record[:-1, 2] == ENDED_BY_FAULT).int()
         step = torch.arange(own.new_tokens.shape[1], device=accepted.device)
         at = self._count[:, None] + step
         at = torch.where(step < accepted[:, None], at.clamp(max=most), most)

@@ -13,6 +13,7 @@ import triton.language as tl
 from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import SamplingConfig
+from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
     bit_mask,
@@ -292,6 +293,20 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
         alone.trees = alone.trees._replace(draft_tokens=tokens[None, -1:].contiguous())
         alone.logits = case.logits[place * case.nodes + 3][None]
         assert alone.choose(ALL_RULES, 512).item() == drafted[place, 3].item()
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "everything"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_row_without_a_distribution_has_no_token(value: str, name: str, device: str) -> None:
+    """One NaN or infinite score among others, in the last part; or no token left."""
+    case = random_case(100, device=device)
+    case.set_numbers(top_k=9, top_p=0.9, min_p=0.01)
+    case.logits[3, 99 if value != "-inf" else slice(None)] = float(value)
+    case.state.suppressed.zero_()
+    choices = case.choose(RULES[name], part=32)
+    assert int(choices.flatten()[3]) == (ALL_BARRED.value if value == "-inf" else NO_NUMBER.value)
+    assert torch.equal(choices, case.choose_ref(RULES[name]))
+    assert int((choices < 0).sum()) == 1
 
 
 def test_behind_the_last_key_comes_a_key_of_zero(device: str) -> None:

@@ -458,23 +458,6 @@ class _Handler(BaseHTTPRequestHandler):
                 found.add(prefix + "/".join(parts[:depth]))
         return [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(found)]
 
-    def paths_info(self, kind: str, repo: str, revision: str) -> None:
-        found = self._tree(kind, repo, revision, content=False)
-        if found is None:
-            return
-        files = found[0].commits[found[1]]
-        if self.headers.get("Content-Type", "").startswith("application/json"):
-            paths = json.loads(self.body)["paths"]
-        else:
-            paths = parse_qs(self.body.decode()).get("paths", [])
-        entries = []
-        for path in paths:
-            if path in files:
-                entries.append(files[path].info(path))
-            elif any(name.startswith(f"{path}/") for name in files):
-                entries.append({"type": "directory", "path": path, "oid": "0" * 40, "size": 0})
-        self.send(200, entries)
-
     def resolve(self, repo: str, revision: str, name: str, kinds: str | None = None) -> None:
         kind = (kinds or "models/")[:-2]
         found = self._tree(kind, repo, revision, content=True)
@@ -625,7 +608,6 @@ _ROUTES = [
         (r"/api/(?P<kind>model|dataset|space)s/(?P<repo>[^/]+)", _Handler.info),
         (_API + r"/revision/(?P<revision>[^/]+(?:/[^/]+)*)", _Handler.info),
         (_API + r"/tree/(?P<revision>[^/]+)(?P<path>/.*)?", _Handler.tree),
-        (_API + r"/paths-info/(?P<revision>.+)", _Handler.paths_info),
         (_API + r"/preupload/(?P<revision>.+)", _Handler.preupload),
         (_API + r"/commit/(?P<revision>.+)", _Handler.commit),
         (r"/api/repos/create", _Handler.create),

@@ -26,7 +26,8 @@ from torch import Tensor
 from ...settings import MAX_NEW_TOKENS
 from ...tree import Trees
 
-RUNNING, ENDED_BY_EOS, ENDED_BY_LENGTH = 0, 1, 2
+RUNNING, ENDED_BY_EOS, ENDED_BY_LENGTH, ENDED_BY_FAULT = 0, 1, 2, 3
+"""The last one where a token to be kept is none (`choose_tokens`)."""
 RECORD_HEAD = 3
 """A record begins with: tokens accepted, tokens kept, how it ended; then come the tokens."""
 
@@ -120,6 +121,7 @@ def walk_ref(choices: Tensor, trees: Trees, longest: int, state: SlotState, erro
         first_eos = next((i + 1 for i, token in enumerate(tokens) if token in ids), accepted + 1)
         kept = min(accepted, first_eos, left)
         ended = ENDED_BY_EOS if kept == first_eos else ENDED_BY_LENGTH if kept == left else RUNNING
+        ended = ENDED_BY_FAULT if min(tokens[:kept], default=0) < 0 else ended
         blank = [-1] * (state.path.shape[1] - accepted)
         state.path[slot] = torch.tensor(path + blank)
         state.new_tokens[slot] = torch.tensor(tokens + blank)
@@ -176,6 +178,7 @@ def _walk_kernel(
     left = tl.load(state.max_generated + slot) - generated
     kept = tl.minimum(tl.minimum(accepted, first_eos), left)
     ended = tl.where(kept == first_eos, 1, tl.where(kept == left, 2, 0))
+    ended = tl.where(tl.min(tl.where(step < kept, tokens, 0)) < 0, 3, ended)
     tl.store(state.path + slot * WIDTH + step, path)
     tl.store(state.new_tokens + slot * WIDTH + step, tokens)
     tl.store(record + HEAD + step, tokens)

@@ -28,6 +28,10 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for pl
 COLDEST = tl.constexpr(1e-30)
 """The largest logit has all the probability long before this; colder, its quotient would overflow."""
 WORD_BITS = 32
+NO_NUMBER = tl.constexpr(-2)
+"""In place of a token: a score is NaN or infinite."""
+ALL_BARRED = tl.constexpr(-3)
+"""In place of a token: no token is left."""
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -210,14 +214,26 @@ def largest_of(scratch, at, SHAPE: tl.constexpr):
     best = tl.load(
         scratch.best_score + at.row * SHAPE.parts + part, mask=part < SHAPE.parts, other=float("-inf")
     )  # fmt: skip
-    return tl.max(best, axis=0)
+    largest = tl.max(best, axis=0)
+    # Of a row without a distribution no token is taken; its distances must be numbers all the same.
+    return tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
+
+
+@triton.jit
+def or_fault(token, best):
+    """A row's token, or `NO_NUMBER` or `ALL_BARRED`, by the best scores of its parts: float32 [parts]."""
+    largest = tl.max(best, axis=0)
+    is_number = (tl.max((best != best).to(tl.int32), axis=0) == 0) & (largest < float("inf"))
+    fault = tl.where(is_number, ALL_BARRED, NO_NUMBER)
+    return tl.where(is_number & (largest > float("-inf")), token, fault)
 
 
 @triton.jit
 def load_distances(logits_ptr, at, largest, ids, state, scratch, SHAPE: tl.constexpr):
     """Distances of one row's scores below its largest; `FAR` beyond the vocabulary."""
     score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
-    return tl.where(ids < SHAPE.vocab, score_distance(score, largest), FAR)
+    is_score = (ids < SHAPE.vocab) & (score <= largest)
+    return tl.where(is_score, score_distance(tl.where(is_score, score, largest), largest), FAR)
 
 
 @triton.jit
@@ -252,6 +268,8 @@ def best_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
     ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
     score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
     best = tl.max(score, axis=0)
+    # The largest of numbers and NaN is a number to the device.
+    best = tl.where(tl.max((score != score).to(tl.int32), axis=0) > 0, float("nan"), best)
     to = at.row * SHAPE.parts + tl.program_id(1)
     tl.store(scratch.best_score + to, best)
     tl.store(scratch.best_id + to, tl.min(tl.where(score == best, ids, _NO_ID), axis=0))
@@ -267,7 +285,7 @@ def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
         mask = part < SHAPE.parts
         best = tl.load(scratch.best_score + row * SHAPE.parts + part, mask=mask, other=float("-inf"))
         ids = tl.load(scratch.best_id + row * SHAPE.parts + part, mask=mask, other=_NO_ID)
-        token = tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0)
+        token = or_fault(tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0), best)
     tl.store(out_ptr + row, token)
 
 
@@ -346,7 +364,8 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
             stays_here = tied & (tl.cumsum(tied.to(tl.int32), axis=0) > num_cut) & takes_part(distance, state, SHAPE)
             marks = token_marks(distance, load_key(at, state, SHAPE), ids, stays_here)
             best = tl.minimum(best, tl.min(marks, axis=0))
-    tl.store(out_ptr + at.row, (best & 0xFFFFFFFF).to(tl.int32))
+    scores = tl.load(scratch.best_score + at.row * SHAPE.parts + parts, mask=mask, other=float("-inf"))
+    tl.store(out_ptr + at.row, or_fault((best & 0xFFFFFFFF).to(tl.int32), scores))
 
 
 @triton.jit

@@ -10,9 +10,10 @@ a row's token is the same in any tree, place and batch, and `choose_tokens_ref` 
 sorted: the cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
 
 Bytes read: the logits once for greedy, twice for sampled, and two or three times more from the L2 for top-k and
-top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
-logits without NaN. Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest,
-count as equal in the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below the largest never win.
+top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens.
+Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest, count as equal in
+the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below the largest never win. A row with a NaN or an
+infinite score, or of barred tokens alone, gets `NO_NUMBER` or `ALL_BARRED` in place of a token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import LogitsError, UsageError
 from ...target.kernels.machine import NO_FUSION
 from ...tensor_checks import check_tensors
 from ...tree import Trees
@@ -102,9 +103,8 @@ def choose_tokens_ref(
             scores = rows[place, node].float()
             scores = _process(scores, trees.draft_tokens[slot, path], slot, number, rules, state)
             keys = state.keys[slot]
-            out[place, node] = choose_token(
-                scores, rules, state.numbers, int(keys[number]) if number < len(keys) else 0
-            )
+            key = int(keys[number]) if number < len(keys) else 0
+            out[place, node] = find_fault(scores) or choose_token(scores, rules, state.numbers, key)
 
 
 def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: ChoiceRules, state: ChoiceState) -> Tensor:
@@ -120,6 +120,27 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     if rules.has_suppressed:
         scores = scores.masked_fill(bit_mask(state.suppressed, vocab), float("-inf"))
     return scores
+
+
+def find_fault(scores: Tensor) -> int:
+    """Return `NO_NUMBER` or `ALL_BARRED` for processed scores, float [vocab], that are no distribution; else 0."""
+    largest = float(scores.max())
+    if largest == float("-inf"):
+        return int(kernels.ALL_BARRED.value)
+    return 0 if abs(largest) < float("inf") else int(kernels.NO_NUMBER.value)
+
+
+def no_distribution(fault: int, prompt: int, position: int) -> LogitsError:
+    """Return the error for a new token of a prompt, counted from 0, that could not be chosen."""
+    where = f"New token {position} of prompt {prompt} cannot be chosen"
+    if fault == kernels.ALL_BARRED.value:
+        return LogitsError(
+            f"{where}: every token is barred by suppress_tokens, bad_words_ids, min_new_tokens or a logits processor."
+        )
+    return LogitsError(
+        f"{where}: its logits hold a NaN or an infinite value. Look for such values in the target's weights and in "
+        "what logits processors return; float16 weights may overflow where bfloat16 does not."
+    )
 
 
 def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) -> int:
@@ -159,7 +180,7 @@ def choose_tokens(
         trees: of all slots; ``draft_tokens`` -1 for a root that is not to be penalised again.
         rules: which stages run.
         state: their numbers.
-        out: int32 [places, nodes]: the chosen ids; -1 in places that are skipped.
+        out: int32 [places, nodes]: the chosen ids, `NO_NUMBER` or `ALL_BARRED`; -1 in places that are skipped.
         scratch: from `choice_scratch` for these sizes.
 
     Raises:

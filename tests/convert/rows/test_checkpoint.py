@@ -228,23 +228,12 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     assert torch.equal(values(head), two["lm_head.weight"])
 
 
-def test_sharded_bin(tmp_path: Path) -> None:
-    torch.save({"a": torch.arange(3)}, tmp_path / "pytorch_model-00001-of-00002.bin")
-    torch.save({"b": torch.arange(4)}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    index = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.tensor("b").tolist() == [0, 1, 2, 3]
-    assert checkpoint.file_of("b").path.name == "pytorch_model-00002-of-00002.bin"
-
-
 @pytest.mark.parametrize(
     ("names", "chosen"),
     [
         (["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"], "model.safetensors"),
         (["pytorch_model.bin", "model.safetensors.index.json"], "model.safetensors.index.json"),
         (["training_args.bin", "eagle3.safetensors", "consolidated.safetensors"], "eagle3.safetensors"),
-        (["consolidated.safetensors"], "consolidated.safetensors"),
         (["pytorch_model.bin.index.json", "rng.pt"], "pytorch_model.bin.index.json"),
     ],
 )
