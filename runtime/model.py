@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .api.options import own_eos_ids, read_call, read_count
+from .api.options import own_eos_ids, read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
@@ -190,7 +190,9 @@ class SpeculativeModel:
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
-        offline, revision = loading.get("offline", False), loading.get("revision")
+        offline, revision = read_flag("offline", loading.get("offline", False)), loading.get("revision")
+        if tokenizer is not None:
+            read_tokenizer(tokenizer)
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):

@@ -11,8 +11,6 @@ from typing import Any
 
 from .manifest import Manifest
 
-UNKNOWN_LICENCE = "unknown"
-
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
 
 
@@ -26,7 +24,7 @@ def model_card(
     licence: str | None,
     refused: Collection[str] = (),
 ) -> str:
-    """The text of README.md.
+    """Write the text of README.md.
 
     Args:
         manifest: of the artifact.
@@ -34,12 +32,16 @@ def model_card(
         rows_before: rows of the LM head that was cut.
         bytes_before, bytes_after: weights that one draft step reads, LM head included.
         licence: the head's licence as the Hub spells it, or None where its files do not say.
-        refused: keys of the engines (`engines.registry.ENGINES`) that cannot take the head; they get no command.
+        refused: keys of the engines (`engines.ENGINES`) that cannot take the head; they get no command.
     """
     sizes = [
         ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),
         ("weights that a draft step reads, bytes", f"{bytes_before:,}", f"{bytes_after:,}"),
     ]
+    terms = "The files of the original head name no license; ask its authors before you share this one."
+    if licence is not None:
+        terms = f"That of the original head: {licence}. Rows of the target's LM head stay under the target's license."
+    doubts = "".join(f"- {warning}\n" for warning in manifest.warnings)
     parts = [
         _front_matter(manifest, licence),
         f"# {title}\n",
@@ -48,8 +50,8 @@ def model_card(
         _coverage(manifest.coverage),
         _serving(manifest, refused),
         _making(manifest),
-        _warnings(manifest.warnings),
-        _licence(licence),
+        f"## Good to know\n\n{doubts}" if doubts else "",
+        f"## License\n\n{terms}\n",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -59,11 +61,11 @@ def _front_matter(manifest: Manifest, licence: str | None) -> str:
     target = manifest.target.get("repo_id")
     if target:
         lines.append(f"base_model: {target}")
-    parts = [part for source in (manifest.vocabulary or {}).get("sources") or [] for part in _parts(source)]
-    datasets = sorted({part["dataset"] for part in parts if part.get("dataset")})
-    if datasets:
+    counted = [source.get("provenance") or {} for source in (manifest.vocabulary or {}).get("sources") or []]
+    parts = [part for provenance in counted for part in provenance.get("parts", [provenance])]
+    if datasets := sorted({part["dataset"] for part in parts if part.get("dataset")}):
         lines += ["datasets:", *(f"- {name}" for name in datasets)]
-    lines += [f"license: {licence or UNKNOWN_LICENCE}", "pipeline_tag: text-generation", "tags:"]
+    lines += [f"license: {licence or 'unknown'}", "pipeline_tag: text-generation", "tags:"]
     tags = ["speculative-decoding", "draft-model", manifest.kind, "eagle-slim"]
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
 
@@ -178,43 +180,8 @@ def _ranking(vocabulary: Mapping[str, Any]) -> str:
     if method == "token map":
         return "a token map that was given"
     sources = vocabulary.get("sources") or []
-    named = "; ".join(_corpus(source) for source in sources)
+    named = "; ".join(f"{each['name']} ({each['tokens']:,} tokens, weight {each['weight']:g})" for each in sources)
     return f"token counts of {named}" if named else "token counts"
-
-
-def _corpus(source: Mapping[str, Any]) -> str:
-    """One source of counts: name, size and weight, and the datasets with what was read of them."""
-    found = []
-    for part in _parts(source):
-        if part.get("dataset"):
-            split = f", split {part['split']}" if part.get("split") else ""
-            revision = f", revision {part['revision']}" if part.get("revision") else ""
-            found.append(f"{part['dataset']}{split}{revision}")
-    text = {part.get("text") for part in _parts(source) if part.get("chat")}
-    read = [*found, "assistant turns only"] if text == {"assistant"} else found
-    size = f"{source['tokens']:,} tokens, weight {source['weight']:g}"
-    return f"{source['name']} ({'; '.join([size, *read])})"
-
-
-def _parts(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Provenance of the parts that a source of counts was merged from."""
-    provenance = source.get("provenance") or {}
-    return list(provenance.get("parts", [provenance]))
-
-
-def _warnings(warnings: Sequence[str]) -> str:
-    if not warnings:
-        return ""
-    return "## Good to know\n\n" + "".join(f"- {warning}\n" for warning in warnings)
-
-
-def _licence(licence: str | None) -> str:
-    if licence is None:
-        return (
-            "## License\n\nThe files of the original head name no license; ask its authors before you share this one.\n"
-        )
-    rows = "Rows of the target's LM head stay under the target's license."
-    return f"## License\n\nThat of the original head: {licence}. {rows}\n"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

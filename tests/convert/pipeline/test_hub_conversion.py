@@ -149,7 +149,6 @@ def test_default_dataset_is_streamed_and_named(hub, tmp_path):
     assert done.to_json()["coverage"][0]["part"] == "held-out"
     card = (tmp_path / "slim" / "README.md").read_text()
     assert f"datasets:\n- {DEFAULT_DATASET}\n" in card.split("---")[1]
-    assert f"{DEFAULT_DATASET}, split train_sft, revision {source['provenance']['revision']}; assistant turns" in card
 
 
 CARD = """---

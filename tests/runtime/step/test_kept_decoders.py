@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from eagle_slim.runtime import PartialVerification, SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
+from eagle_slim.runtime.loading import load_target
 from eagle_slim.runtime.step import decoder, decoders, graphs
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.decoder import MOST_RULES
@@ -25,7 +27,7 @@ from eagle_slim.runtime.step.graphs import GraphPool, recall
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from eagle_slim.runtime.step.tree_size import TreeSizes
 from support.raising import raises
-from support.tiny_models import random_prompts, tiny_target, write_head
+from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -106,6 +108,18 @@ def test_full_memory_is_told_and_the_next_call_works(
     assert "max_new_tokens" in str(caught.value)
     assert model._decoders.cache_bytes == 0
     assert model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True).token_ids == wanted
+
+
+def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = write_pair(tmp_path)
+
+    def to(_model: Any, *_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", to)
+    with raises(DeviceMemoryError, option="dtype") as caught:
+        load_target(target, torch.float32, torch.device("cpu"), None, offline=True)
+    assert "in float32" in str(caught.value)
 
 
 def test_models_that_are_derived_keep_the_drafters_reason(model: SpeculativeModel) -> None:

@@ -367,3 +367,29 @@ def test_dynamic_quantisation_is_refused(tmp_path: Path) -> None:
     quantised = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear})
     with pytest.raises(UnsupportedModelError, match="quantised dynamically"):
         SpeculativeModel.from_pretrained(quantised, write_head(tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"offline": "x"}, {"tokenizer": "name/model"}], ids=str)
+def test_what_cannot_be_loaded_with(tmp_path: Path, options: dict[str, Any]) -> None:
+    with raises(UsageError, option=next(iter(options))):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **options)
+
+
+def test_a_streamer_is_ended_where_the_call_fails(model: SpeculativeModel) -> None:
+    class Reader:
+        num_ends = 0
+
+        def put(self, value: Tensor) -> None:
+            raise KeyboardInterrupt
+
+        def end(self) -> None:
+            self.num_ends += 1
+
+    reader = Reader()
+    with pytest.raises(KeyboardInterrupt):
+        model.generate([3, 4], streamer=reader)
+    with raises(UsageError, option="max_new_tokens"):
+        model.generate([3, 4], streamer=reader, max_new_tokens=-1)
+    with raises(UsageError, option="streamer"):
+        model.generate(PROMPTS, streamer=reader)
+    assert reader.num_ends == 3
