@@ -1,8 +1,9 @@
-"""Committed results: each is cited or read, and says what it was measured on and at which commit."""
+"""Committed results: each is cited or read, and says what it was measured on and at which commit of the history."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,10 @@ def test_results(path: Path) -> None:
     versions = {"torch", "vllm", "sglang"} if "starts" in result else {"torch", "triton"}
     assert found
     assert all({"device", "commit"} | versions <= set(each) for each in found)
+    for commit in {str(each["commit"]) for each in found if (ROOT / ".git").exists()}:
+        known = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
+        assert known.returncode == 0, f"{commit} is no commit of the history"
+
+
+def test_the_newest_of_each_question_is_kept() -> None:
+    assert len(RESULTS) <= 16
