@@ -169,8 +169,8 @@ class Decoder:
             raise UsageError(
                 f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
                 f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
-                option="depth", expected=REACH - 1, found=self.longest - 2,
-            )  # fmt: skip
+                option="depth",
+            )
         if other is None:
             self._allocate_slots(drafter, cache.capacity)
         else:
