@@ -43,7 +43,7 @@ from .safeailab.patch import (
     unpatch_ea_model,
     unpatch_eagle_model,
 )
-from .settings import PartialVerification, SamplingConfig, TreeConfig
+from .settings import SamplingConfig, TreeConfig
 from .tree import DraftTree
 
 __all__ = [
@@ -61,7 +61,6 @@ __all__ = [
     "HeadWarning",
     "HeadWeights",
     "PairingError",
-    "PartialVerification",
     "PromptError",
     "RequestOutput",
     "RotaryEmbedding",

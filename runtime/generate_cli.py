@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_opti
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from .options_cli import check_names, load_heads, model_options, options_as_typed, show_warnings_as_lines
-from .settings import PartialVerification, TreeConfig
+from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .api.output import GenerationOutput
@@ -108,8 +108,6 @@ def generate(**options: Any) -> None:
         )
     shape = (options.pop("depth"), options.pop("draft_top_k"), options.pop("total_tokens"))
     loading = {"draft_vocab": options.pop("draft_vocab"), "follow": options.pop("follow")}
-    mode = options.pop("partial_verification")
-    options["partial_verification"] = None if mode is None else PartialVerification(mode)
     with options_as_typed(*_TYPED):
         tree = TreeConfig.of(*shape)
         check_names(options, () if loading["draft_vocab"] is None else (loading["draft_vocab"],))
@@ -285,8 +283,7 @@ def _check(
     if proof is not None:
         raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, proof)
     message = f"check: token {place} differs from plain {kind}"
-    ahead = options.get("partial_verification")
-    if ahead is not None and ahead.mode == "lossy":
+    if options.get("partial_verification") == "lossy":
         message += ", as it may with --partial-verification lossy"
     elif str(model.target.dtype) != "torch.float32":
         message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"

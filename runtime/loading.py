@@ -27,7 +27,7 @@ from torch import nn
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
 from .drafter.weights import HeadWeights, choose_draft_ids
-from .errors import TargetError, UsageError
+from .errors import DeviceMemoryError, TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
 from .target.wrapper import check_supported
@@ -243,7 +243,9 @@ def _naming(target: str | Path) -> Iterator[None]:
 def load_target(
     target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
 ) -> nn.Module:
-    """Load a causal LM with transformers, in evaluation mode on a device. Raises `TargetError`.
+    """Load a causal LM with transformers, in evaluation mode on a device.
+
+    Raises `TargetError`, and `DeviceMemoryError` where it does not fit.
 
     ``dtype`` "auto": that of the files; on a CPU see `dtype_on_cpu`.
     """
@@ -255,8 +257,18 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=dtype, revision=revision, local_files_only=offline, trust_remote_code=False
         )
-    moved: nn.Module = model.to(device).eval()
-    return moved
+    try:
+        moved: nn.Module = model.to(device).eval()
+        return moved
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    raise DeviceMemoryError(
+        f"Target {target}: its weights are {needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}, and the "
+        f"memory of {device} does not suffice ({reason}). Load it in a narrower type (dtype), take a smaller target or "
+        "another device, or end other programs on this one.",
+        option="dtype",
+    )
 
 
 def load_target_config(target: str | Path, revision: str | None, offline: bool) -> Any:

@@ -50,7 +50,7 @@ from .loading import (
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
-from .settings import PartialVerification, TreeConfig
+from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
@@ -403,7 +403,7 @@ class SpeculativeModel:
     def generate(
         self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
-        partial_verification: PartialVerification | str | None = None, **options: Any,
+        partial_verification: str | None = None, **options: Any,
     ) -> GenerationOutput:  # fmt: skip
         """Continue one prompt or many. Calls from several threads take turns.
 
@@ -422,7 +422,6 @@ class SpeculativeModel:
                 a profiler sees their names, a little slower than whole steps.
             partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
                 returns what passes over all of it confirm: the same output. "lossy" returns what runs ahead as it is.
-                A `PartialVerification` says how much, how far, and from which length on.
             options: what to generate; None leaves each as it is without it:
 
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
@@ -466,15 +465,14 @@ class SpeculativeModel:
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
             states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
-            loop = GenerationLoop(self._decoders, states, plan)
-            results, stats = loop.run()
+            results, stats = GenerationLoop(self._decoders, states, plan).run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
             if streamer is not None:
                 streamer.end()
-        path = describe(plan, self.target, self._decoders, self.drafting, loop.went_full, loop.went_plain)
+        path = describe(plan, self.target, self._decoders, self.drafting)
         stats = replace(stats, path=path, exactness=self.target.exactness if plan.is_exact else None)
-        if loop.tree is not None:
+        if plan.tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
         rows = tuple(call.prompts.rows)
@@ -505,7 +503,7 @@ class SpeculativeModel:
 
     def warmup(
         self, num_prompts: int = 1, max_length: int = 2048, *, max_slots: int = DEFAULT_MAX_SLOTS,
-        speculative: bool = True, partial_verification: PartialVerification | str | None = None, **options: Any,
+        speculative: bool = True, partial_verification: str | None = None, **options: Any,
     ) -> WarmUp:  # fmt: skip
         """Compile and capture, before the first prompt comes, all that calls like the one described will use.
 
@@ -527,9 +525,8 @@ class SpeculativeModel:
             self.target, self._decoders, replace(call, requests=call.requests * num_prompts), self.is_tree_sized,
             max_slots=max_slots, speculative=speculative, partial_verification=partial_verification,
         )  # fmt: skip
-        ahead = None if plan.ahead is None else plan.ahead.option
-        slots = min(num_prompts, plan.max_slots)
-        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.tree, plan.rules.rules, ahead))
+        slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.tree, rules, plan.ahead))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.

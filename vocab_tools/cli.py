@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -19,7 +18,7 @@ from .common_cli import (
     warn,
     whole_numbers,
 )
-from .count_cli import count, counts_to_write, tokenizer_options
+from .count_cli import count, counts_to_write, named_tokenizer, tokenizer_options
 from .errors import UsageError, printable
 from .files import refuse_existing
 from .token_maps import FORMATS
@@ -27,8 +26,9 @@ from .token_maps import FORMATS
 if TYPE_CHECKING:
     from .counts import TokenCounts
     from .token_maps import D2TForm
-    from .tokenizer import LoadedTokenizer
     from .vocabulary import DraftVocab
+
+_TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_revision", "offline")
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
@@ -136,7 +136,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         raise UsageError("--order ids uses no counts: leave out the counts files, --coverage and --weights.")
     if not by_ids and not counts:
         raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
-    tokenizer = _load_tokenizer(options)
+    tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
     candidates, target_vocab = options["candidates"], options["target_vocab"]
     common: dict[str, Any] = {
         "size": options["size"],
@@ -221,7 +221,7 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .show import show_vocabulary
 
-    loaded = _load_tokenizer(options)
+    loaded = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
     if as_json:
@@ -317,12 +317,6 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
 
     loaded = [TokenCounts.load(file) for file in files]
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
-
-
-def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
-    from .tokenizer import load_tokenizer
-
-    return load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:

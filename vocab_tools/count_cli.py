@@ -15,6 +15,7 @@ from .errors import printable
 if TYPE_CHECKING:
     from .counts import TokenCounts
     from .sources import CorpusSource
+    from .tokenizer import LoadedTokenizer
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -45,6 +46,24 @@ def tokenizer_options(function: _Decorated) -> _Decorated:
     ):
         function = option(function)
     return function
+
+
+def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: bool) -> LoadedTokenizer:
+    """Load the tokenizer that these options name.
+
+    Raises:
+        UsageError: a revision is given for a local tokenizer, which has none.
+    """
+    from .errors import UsageError
+    from .files import expand_home
+    from .tokenizer import load_tokenizer
+
+    if tokenizer_revision is not None and expand_home(tokenizer).exists():
+        raise UsageError(
+            f"{tokenizer}: a local tokenizer has no revisions. Leave out --tokenizer-revision.",
+            option="--tokenizer-revision",
+        )
+    return load_tokenizer(tokenizer, tokenizer_revision, offline)
 
 
 def counts_to_write(out: str, force: bool) -> Path:
@@ -135,7 +154,6 @@ def count(
 ) -> None:
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
-    from .tokenizer import load_tokenizer
 
     path = counts_to_write(out, force)
     if options["run_on"] == "ray":
@@ -143,7 +161,7 @@ def count(
 
         require_ray()
     corpus, template = parse_sources(sources), _template_in(chat_template)
-    loaded = load_tokenizer(tokenizer, tokenizer_revision, offline)
+    loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
     counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)
     counts.save(path)
     _report(counts, path, as_json)

@@ -75,8 +75,8 @@ def _escaped(character: str) -> str:
 
 @contextmanager
 def errors_of(path: str | Path) -> Iterator[None]:
-    """Put the file's name before the message of a VocabularyError raised in the block, and into its fact `path`."""
+    """Put the file's name before the message of a VocabularyError raised in the block."""
     try:
         yield
     except VocabularyError as error:
-        raise VocabularyError(f"{path}: {error}", **{**error.facts, "path": str(path)}) from error
+        raise VocabularyError(f"{path}: {error}", **error.facts) from error

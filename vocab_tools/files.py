@@ -20,25 +20,25 @@ def expand_home(path: str | Path) -> Path:
 def check_named(path: object, what: str = "token map or counts file") -> None:
     """Raise UsageError for an empty name: as a path it would be the current folder."""
     if path == "":
-        raise UsageError(f"The name of a {what} is empty. Name a file to read.", found="")
+        raise UsageError(f"The name of a {what} is empty. Name a file to read.")
 
 
 def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
     """Return the path of a regular file. Reading anything else may wait for ever, or never end.
 
     Raises:
-        error_type: it is missing (fact `missing`), or a folder, a pipe or a device (fact `found`).
+        error_type: it is missing, or a folder, a pipe or a device.
     """
     path = Path(path)
     try:
         mode = path.stat().st_mode
     except OSError as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise error_type(f"{path}: no such {what}.", missing=str(path)) from error
+            raise error_type(f"{path}: no such {what}.") from error
         raise error_type(f"{path}: cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(mode):
         found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise error_type(f"{path}: is {found}; a regular file is needed.", found=found)
+        raise error_type(f"{path}: is {found}; a regular file is needed.")
     return path
 
 
@@ -50,13 +50,13 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder. Name a file to write.", path=path, found="folder")
+        raise UsageError(f"{path}: is a folder. Name a file to write.")
     if path.exists() and not force:
         raise UsageError(
-            f"{path}: exists already. Choose another name, or overwrite it with --force.", path=path, found="file"
+            f"{path}: exists already. Choose another name, or overwrite it with --force.", option="--force"
         )
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.", path=path, found=None)
+        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.")
     return path
 
 
@@ -100,4 +100,4 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
         # Editors of Windows put a mark before UTF-8.
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise error_type(f"{path}: not readable as JSON: {error}.", path=str(path)) from error
+        raise error_type(f"{path}: not readable as JSON: {error}.") from error

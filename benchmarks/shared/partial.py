@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from eagle_slim.runtime import PartialVerification
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.step.host_choice import HostChoice
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules

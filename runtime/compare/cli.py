@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.common_cli import (
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 
 from ..options_cli import check_names, load_heads, model_options, progress_line, show_warnings_as_lines
-from ..settings import PartialVerification, SamplingConfig, TreeConfig
+from ..settings import SamplingConfig, TreeConfig
 from .options import MARKER, CompareOptions
 
 _FOLLOW = {"prompt": "prompt", "none": None}
@@ -100,11 +100,9 @@ def compare(**options: Any) -> int:
     """
     show_warnings_as_lines()
     out, force, as_json = (options.pop(name) for name in ("out", "force", "as_json"))
-    mode = options.pop("partial_verification")
     asked = CompareOptions(
         **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},
         sampling=SamplingConfig(options.pop("temperature"), seed=options.pop("seed")),
-        partial_verification=None if mode is None else PartialVerification(mode),
         use_chat_template=not options.pop("raw"),
     )
     from .prompts import load_prompts

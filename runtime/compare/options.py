@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from eagle_slim.vocab_tools.files import check_named
 
 from ..errors import UsageError, misfit
-from ..settings import PartialVerification, SamplingConfig, TreeConfig
+from ..settings import SamplingConfig, TreeConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ class CompareOptions:
         batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
             prompts, the last one filled up from the beginning.
         max_new_tokens: most tokens of an answer.
-        partial_verification: how drafted answers run ahead on a part of the KV cache, if they do.
+        partial_verification: "exact" or "lossy" lets drafted answers run ahead on a part of the KV cache.
         repeats: how many times all of it is measured.
         use_chat_template: False continues the prompts as they are.
 
@@ -58,7 +58,7 @@ class CompareOptions:
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)
     max_new_tokens: int = 128
-    partial_verification: PartialVerification | None = None
+    partial_verification: str | None = None
     repeats: int = 1
     use_chat_template: bool = True
 

@@ -117,7 +117,6 @@ class Run:
     def setup(self) -> dict[str, Any]:
         """Return what is compared, on which device and how, as plain values."""
         model, drafted, options = self.model, self.candidates[1:], self.options
-        ahead = options.partial_verification
         device, threads = model.target.device, torch.get_num_threads()
         cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
         trees = ("depth {}, top_k {}, {} nodes".format(*candidate.tree) for candidate in drafted)
@@ -136,7 +135,7 @@ class Run:
             "modes": {mode: options.generation(mode) for mode in options.modes},
             "batches": list(options.batches),
             "max_new_tokens": options.max_new_tokens,
-            "partial_verification": ahead and {"ahead": str(ahead), "from": ahead.min_length},
+            "partial_verification": options.partial_verification,
             "repeats": options.repeats,
             "versions": {package: version(package) for package in ("eagle-slim", "torch", "transformers")},
         }

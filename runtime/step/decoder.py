@@ -135,7 +135,6 @@ class Decoder:
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
     be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
     ``offsets`` int32 [slots]: what a new row's position is beyond its row of the cache; None where they are the same.
-    ``other``: a decoder of the same cache, whose sequences go on in this one; None for empty slots of its own.
     """
 
     state: SlotState
@@ -154,7 +153,6 @@ class Decoder:
         waits: bool = False,
         pool: GraphPool | None = None,
         offsets: Tensor | None = None,
-        other: Decoder | None = None,
     ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
@@ -171,22 +169,19 @@ class Decoder:
                 f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
                 option="depth",
             )
-        if other is None:
-            self._allocate_slots(drafter, cache.capacity)
-        else:
-            self.state, self.entering, self.choice = other.state, other.entering, other.choice
-            self.box, self.checks = other.box, other.checks
+        self._allocate_slots(drafter, cache.capacity)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
-        self._roots = _Roots(self.state, is_path=other is not None) if drafter is None else None
+        self._roots = _Roots(self.state) if drafter is None else None
         self.follow = None if drafter is None else drafter.head.follow
         """What may join each slot's draft vocabulary; None where it stays as it is."""
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
         self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
-        self._captured: list[int] = [0] if other is None else other._captured
+        self.graph_bytes = 0
+        """Memory that capturing graphs has taken."""
 
     def _allocate_slots(self, drafter: StepDrafter | None, capacity: int) -> None:
         device, num_slots, vocab = self.target.device, self.num_slots, self.target.vocab_size
@@ -215,11 +210,6 @@ class Decoder:
             self.drafter.clear_error_()
         if self.checks is not None:
             self.checks.fault.zero_()
-
-    @property
-    def graph_bytes(self) -> int:
-        """Memory that capturing graphs has taken, also those of decoders in which its sequences go on."""
-        return self._captured[0]
 
     @property
     def has_graphs(self) -> bool:
@@ -270,21 +260,6 @@ class Decoder:
         else:
             changed.copy_(held.has_changed())
         self.ops(list_active)(self.state)
-
-    @cached_property
-    def plain(self) -> Decoder:
-        """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
-        return Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool, other=self)
-
-    def time_plain(self, num_active: int, rules: ChoiceRules) -> float:
-        """Seconds of a plain forward over the running slots, of which nothing stays but rows that a step writes anew.
-
-        For steps that are not captured.
-        """
-        verify = self.plain.phases(self._places_for(num_active), rules, None)[0]
-        started = time.perf_counter()
-        verify.run()
-        return time.perf_counter() - started
 
     def counts(self) -> dict[str, int]:
         """Fields of `GenerationStats` since `clear_`; waits for the device."""
@@ -357,7 +332,7 @@ class Decoder:
         before = torch.cuda.mem_get_info()[0]
         with counted_apart() as launches:
             replay = self._pool.capture(run)
-        self._captured[0] += max(0, before - torch.cuda.mem_get_info()[0])
+        self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
 
         def replayed() -> None:
             count_again(launches)
@@ -522,20 +497,15 @@ class Decoder:
 class _Roots:
     """Trees of their roots alone, which plain decoding verifies."""
 
-    def __init__(self, state: SlotState, is_path: bool = False) -> None:
-        self._num_new = state.num_new if is_path else None
-        slots, device = len(state.lengths), state.lengths.device
+    def __init__(self, state: SlotState) -> None:
         self._newest = state.new_tokens
-        self.draft_tokens = torch.zeros((slots, 1), dtype=torch.int64, device=device)
+        self.draft_tokens = torch.zeros((len(state.lengths), 1), dtype=torch.int64, device=state.lengths.device)
         self.parents = torch.full_like(self.draft_tokens, -1)
         self.tree_position_ids = torch.zeros_like(self.draft_tokens)
 
     def read(self) -> None:
-        """Take every slot's newest token; plain steps add one at a time, the walk of a tree may have added more."""
-        newest = self._newest[:, :1]
-        if self._num_new is not None:
-            newest = self._newest.gather(1, (self._num_new[:, None].long() - 1).clamp(min=0))
-        self.draft_tokens.copy_(newest)
+        """Take every slot's newest token: steps add one at a time."""
+        self.draft_tokens.copy_(self._newest[:, :1])
 
 
 class _Chunk:

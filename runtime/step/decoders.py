@@ -20,7 +20,6 @@ from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
 from .graphs import GraphPool, recall
 from .kept_rows import KeptRows, capacity_for
 from .kernels.choice_kernels import ChoiceRules
-from .pace import Pace
 from .run_ahead import PartialDecoder
 
 Result = TypeVar("Result")
@@ -46,8 +45,6 @@ class Decoders:
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """What each slot of the cache still holds of the sequence that was in it last."""
-        self.paces: dict[int, Pace] = {}
-        """What was timed, by the number of sequences side by side."""
         target.users.add(self)
         self._follow_model()
 
@@ -57,11 +54,10 @@ class Decoders:
         return self.model.runs
 
     def _follow_model(self) -> None:
-        """Drop what belongs to the model as it was before it changed: rows, graphs, and what was timed."""
+        """Drop what belongs to the model as it was before it changed: rows and graphs."""
         if self._version == self.model.version:
             return
         self.drop()
-        self.paces.clear()
         self.eager_reason = "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else self.model.eager_reason
         self._version = self.model.version
 

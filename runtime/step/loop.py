@@ -8,7 +8,6 @@ Where tokens are chosen on the host, it reads each record before the next step.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +26,7 @@ from .host_choice import HostChoice
 from .kept_rows import HeldRow, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
-from .pace import Pace
 from .plan import Plan
-from .run_ahead import PartialDecoder
 
 
 @dataclass
@@ -43,16 +40,11 @@ class _Record:
 
 
 class GenerationLoop:
-    """One call; ``states`` are the requests in its order.
-
-    ``went_plain`` says why the call ceased to draft, ``went_full`` why its steps ceased to run ahead, if they did.
-    """
+    """One call; ``states`` are the requests in its order."""
 
     def __init__(self, decoders: Decoders, states: Sequence[RunningRequest], plan: Plan) -> None:
         self.decoders, self.states, self.plan = decoders, states, plan
-        self.tree, self.ahead, self.rules = plan.tree, plan.ahead, plan.rules.rules
-        self.went_plain, self.went_full = "", ""
-        self._seconds: dict[str, float] = {}
+        self.tree, self.rules = plan.tree, plan.rules.rules
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
@@ -73,8 +65,7 @@ class GenerationLoop:
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.plan.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
-            ahead = None if self.ahead is None else self.ahead.option
-            self.decoder = self.decoders.get(num_slots, longest, self.tree, ahead)
+            self.decoder = self.decoders.get(num_slots, longest, self.tree, self.plan.ahead)
             self.num_slots = num_slots
             try:
                 return self._run()
@@ -103,10 +94,6 @@ class GenerationLoop:
                 self._step()
             # One step stays in flight after the one that is read.
             self._read_all_but(self.host is None and bool(self.running))
-            if self.plan.is_paced and self.tree is not None and self.running:
-                self._look_at_pace()
-            if isinstance(self.decoder, PartialDecoder) and self.ahead is not None and self.ahead.loses is not None:
-                self.went_full, self.decoder = self.ahead.loses, self.decoder.full
         timings = self.timer.stop_and_wait()
         return collect(
             self.states,
@@ -117,17 +104,6 @@ class GenerationLoop:
             **self.decoder.counts(),
             **count_tuned(self.launches),
         )
-
-    def _look_at_pace(self) -> None:
-        """Time a plain forward if it is time for one, and go on plainly if drafting is slower."""
-        count = len(self.running)
-        pace = self.decoders.paces.get(count)
-        if pace is None:
-            return
-        if pace.is_due:
-            pace.plain_s.append(self.decoder.time_plain(count, self.rules))
-        if pace.loses is not None:
-            self.went_plain, self.tree, self.decoder = pace.loses, None, self.decoder.plain
 
     def _read_all_but(self, count: int) -> None:
         while len(self.flying) > count:
@@ -194,10 +170,8 @@ class GenerationLoop:
                     pass
             for phase in self.decoder.timed_step(num_active, self.rules, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
-                started = time.perf_counter()
                 with self.timer.phase(name), named_range(phase.name):
                     phase.run()
-                self._seconds[phase.name] = time.perf_counter() - started
         else:
             with self.timer.phase("step"):
                 self.decoder.step(num_active, self.rules, self.host)
@@ -229,15 +203,6 @@ class GenerationLoop:
             return
         num_active = sum(row[0] > 0 for row in rows[:-1])
         self.active_sequences[num_active] += record.is_step and num_active > 0
-        if self.plan.is_paced and record.is_step and self.tree is not None:
-            count, took = len(record.sequences), self._seconds
-            pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))
-            num_tokens = sum(row[0] for row in rows[:-1]) / count
-            pace.add(num_tokens, sum(took.values()), took["verify"], took["accept"])
-        if self.ahead is not None and record.is_step and not self.went_full:
-            self.ahead.num_passes += num_active
-            self.ahead.num_accepted += sum(row[0] for row in rows[:-1])
-            self.ahead.num_partial, self.ahead.num_partial_tokens, self.ahead.num_lost = rows[-1][1:4]
         for slot, state in record.sequences.items():
             accepted, kept, ended = rows[slot][:RECORD_HEAD]
             if accepted == 0 or state.finish_reason is not None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
 from ..drafter.drafter import Drafter
-from ..errors import UnsupportedModelError, UsageError, brief
+from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, TreeConfig
-from ..target.cache import row_bytes
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
-from .ahead_pace import AheadPace
 from .choice_rules import CallRules
 from .decoders import Decoders
 from .tree_size import TreeSize, device_name, measured_sizes
@@ -37,10 +33,8 @@ class Plan:
     """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
     """Whether what slots hold of a prompt from earlier calls is taken over (`kept_rows`)."""
-    is_paced: bool
-    """Whether the call goes on plainly where drafting is found to be slower (`pace`)."""
-    ahead: AheadPace | None
-    """How steps run ahead (`run_ahead`), and whether that pays."""
+    ahead: PartialVerification | None
+    """How steps run ahead (`run_ahead`), if they do."""
     full_reason: str
     """Why every pass is full where running ahead was asked for."""
     is_exact: bool
@@ -57,7 +51,7 @@ def plan_call(
     speculative: bool = True,
     reuse_prefix: bool = False,
     time_phases: bool = False,
-    partial_verification: PartialVerification | str | None = None,
+    partial_verification: str | None = None,
 ) -> Plan:
     """Plan a call; options as in `SpeculativeModel.generate`.
 
@@ -69,38 +63,24 @@ def plan_call(
     for name, value in flags.items():
         read_flag(name, value)
     rules = CallRules.of(call.options, call.sampling, call.requests, target.runs.vocab_size, target.device)
-    # The clock may end drafting where drafted and plain tokens are the same, and only their time differs. On a CPU: on
-    # a GPU tables decide.
-    is_paced = (
-        speculative and is_tree_sized and partial_verification is None and target.device.type == "cpu"
-        and target.dtype in (torch.float32, torch.float64)
-    )  # fmt: skip
     slots = max(1, min(len(call.requests), max_slots, DEFAULT_MAX_SLOTS))
     context = max((len(request.prompt_ids) for request in call.requests), default=1)
     size = TreeSize(1, "asked for")
     if speculative:
-        size = _tree_size(target, decoders, is_tree_sized, slots, context, is_paced)
+        size = _tree_size(target, decoders, is_tree_sized, slots, context)
     tree = None if size.num_nodes == 1 else replace(decoders.tree, total_tokens=size.num_nodes)
     ahead, full_reason = None, ""
     if partial_verification is not None:
-        option = _read_partial(partial_verification, target, call.requests, rules)
-        ahead, full_reason = _run_ahead(option, target, size, slots, context)
+        ahead, full_reason = _run_ahead(partial_verification, target, call.requests, rules, tree, context)
     return Plan(
-        rules, tree, size.reason, max_slots, time_phases or not decoders.has_graphs, reuse_prefix, is_paced, ahead,
-        full_reason,
+        rules, tree, size.reason, max_slots, time_phases or not decoders.has_graphs, reuse_prefix, ahead, full_reason,
         # Processors that are not ours may look at more than a row.
-        is_exact=rules.host_reason is None and (ahead is None or ahead.option.mode == "exact"),
+        is_exact=rules.host_reason is None and (ahead is None or ahead.mode == "exact"),
     )  # fmt: skip
 
 
-def describe(
-    plan: Plan, target: TargetModel, decoders: Decoders, drafting: str, went_full: str, went_plain: str
-) -> str:
-    """Describe what ran, with the reasons: `GenerationStats.path`.
-
-    ``drafting``: the drafter in words. ``went_full``, ``went_plain``: why steps ceased to run ahead, or trees to be
-    drafted, if they did.
-    """
+def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str) -> str:
+    """Describe what ran, with the reasons: `GenerationStats.path`; ``drafting``: the drafter in words."""
     steps = decoders.words
     if plan.rules.host_reason is not None and decoders.has_graphs:
         steps = f"{steps}, tokens chosen on the host ({plan.rules.host_reason})"
@@ -108,10 +88,8 @@ def describe(
     rows = target.exactness or "rows exact in float32 alone"
     path = f"{steps}; target {target.backend}; {rows}; {drafting}; {tree} ({plan.tree_reason})"
     if plan.ahead is not None or plan.full_reason:
-        path += f"; partial verification: {plan.full_reason if plan.ahead is None else plan.ahead.option}"
-    if went_full:
-        path += f", then full passes ({went_full})"
-    return f"{path}, then plain decoding ({went_plain})" if went_plain else path
+        path += f"; partial verification: {plan.full_reason or plan.ahead}"
+    return path
 
 
 def draft_bytes(drafter: Drafter) -> int:
@@ -120,20 +98,15 @@ def draft_bytes(drafter: Drafter) -> int:
     return drafter.weights.num_weights * drafter.stored_dtype.itemsize * (drafter.tree.depth + 1)
 
 
-def _tree_size(
-    target: TargetModel, decoders: Decoders, is_tree_sized: bool, slots: int, context: int, is_paced: bool
-) -> TreeSize:
+def _tree_size(target: TargetModel, decoders: Decoders, is_tree_sized: bool, slots: int, context: int) -> TreeSize:
     """Choose how many nodes trees have."""
     tree = decoders.tree
     if not is_tree_sized:
         return TreeSize(tree.total_tokens, "asked for")
-    pace = decoders.paces.get(slots) if is_paced else None
-    if pace is not None and pace.loses is not None:
-        return TreeSize(1, pace.loses)
     drafted = draft_bytes(decoders.drafter)
     return measured_sizes().choose(
         device_name(target.device), target.device.type, _in_16_bits(target, target.weight_bytes),
-        _in_16_bits(target, drafted), slots, context, tree.total_tokens, is_paced=is_paced,
+        _in_16_bits(target, drafted), slots, context, tree.total_tokens,
     )  # fmt: skip
 
 
@@ -142,41 +115,23 @@ def _in_16_bits(target: TargetModel, num_bytes: int) -> int:
     return round(num_bytes * 2 / target.dtype.itemsize)
 
 
-def _read_partial(
-    asked: PartialVerification | str, target: TargetModel, requests: Sequence[Request], rules: CallRules
-) -> PartialVerification:
-    option = PartialVerification(asked) if isinstance(asked, str) else asked
-    if not isinstance(option, PartialVerification):
-        raise UsageError(
-            f'partial_verification is "exact", "lossy" or a PartialVerification; got {brief(asked)}.',
-            option="partial_verification",
-        )
-    reason = unfit_reason(target.runs)
+def _run_ahead(
+    mode: str, target: TargetModel, requests: Sequence[Request], rules: CallRules, tree: TreeConfig | None, context: int
+) -> tuple[PartialVerification | None, str]:
+    """Say how the steps of a call run ahead; or None, and why every pass is full."""
+    option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(
             f"partial_verification cannot run this target: {reason}. Leave it out.", option="partial_verification"
         )
     processed = any(request.process is not None for request in requests)
-    if option.mode == "lossy" and rules.host_reason is not None and processed:
+    if mode == "lossy" and rules.host_reason is not None and processed:
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
             'host. Leave these out, or take "exact".', option="partial_verification",
         )  # fmt: skip
-    return option
-
-
-def _run_ahead(
-    option: PartialVerification, target: TargetModel, size: TreeSize, slots: int, context: int
-) -> tuple[AheadPace | None, str]:
-    """Say how the steps of a call run ahead; or None, and why every pass is full."""
-    if size.num_nodes == 1:
+    if tree is None:
         return None, "every pass is full (plain decoding)"
     if context < option.min_length:
         return None, f"every pass is full ({context:,} tokens; runs ahead from {option.min_length:,})"
-    cost = measured_sizes().cost_ahead(
-        device_name(target.device), target.device.type, _in_16_bits(target, target.weight_bytes),
-        _in_16_bits(target, row_bytes(target.runs)), slots, context, size.num_nodes, option,
-    )  # fmt: skip
-    if cost >= 1 + option.num_steps and not option.always:
-        return None, f"every pass is full ({option.num_blocks:,} blocks are no cheaper than {context:,} tokens)"
-    return AheadPace(option, cost), ""
+    return option, ""

@@ -13,9 +13,7 @@ back, and the output is that without the option. "lossy" takes the chain as it i
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from ..settings import PartialVerification
 from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
-from .decoder import Decoder, WarmUp
+from .decoder import Decoder
 from .graphs import GraphPool
 from .host_choice import HostChoice
 from .kept_rows import HeldRow
@@ -67,9 +65,9 @@ class RunAhead:
         self.features = torch.zeros((slots, width, drafter.features.shape[2]), dtype=drafter.features.dtype,
                                     device=device)  # fmt: skip
         """As `BufferedDrafter.features`."""
-        self.counts = ints(3, dtype=torch.int64)
-        """int64 [3]: partial passes of all slots, the tokens that they accepted, also those for which the chain had no
-        place, and tokens of chains that full passes did not confirm; since it was zeroed."""
+        self.counts = ints(2, dtype=torch.int64)
+        """int64 [2]: partial passes of all slots, and tokens of chains that full passes did not confirm; since it was
+        zeroed."""
 
     def _decoder(self, *args: Any) -> Decoder:
         """What runs ahead."""
@@ -116,21 +114,6 @@ class RunAhead:
         tokens[:, :1] = self.bufs.new_tokens.gather(1, (self.bufs.num_new[:, None].long() - 1).clamp(min=0))
         tokens[:, 1:] = self._chain[:, :-1]
 
-    def with_trees(self) -> RunAhead:
-        """The same with the drafter's trees in the place of chains: see `draft_tree`."""
-        other, drawn = copy(self), self.drafter.bufs
-        other.tree, other.bufs = self.drafter.tree, replace(
-            self.bufs, draft_tokens=drawn.draft_tokens, parents=drawn.parents, tree_position_ids=drawn.tree_position_ids
-        )  # fmt: skip
-        return other
-
-    def draft_tree(self) -> None:
-        """Draft the trees of one step, without running ahead."""
-        self._take_pairs()
-        for name in ("active_slots", "active_inverse", "active_count"):
-            getattr(self.drafter.bufs, name).copy_(getattr(self.bufs, name))
-        self.drafter.draft()
-
     def _take_pairs(self) -> None:
         """Give the drafter what the last full pass accepted: all pairs but the last, which its first level takes."""
         outer, inner = self.bufs, self.drafter.bufs
@@ -161,16 +144,15 @@ class RunAhead:
         self._chain.scatter_(1, at.long(), own.new_tokens)
         self._count.add_(accepted).clamp_(max=most)
         self.counts[0] += (accepted > 0).sum()
-        self.counts[1] += accepted.sum()
 
     def count_lost(self, state: SlotState) -> None:
         """Count what the full pass that was walked just now did not confirm."""
         accepted = state.record[:-1, 0]
-        self.counts[2] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
+        self.counts[1] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
 
     def counted(self) -> dict[str, int]:
         """See `Decoder.counts`."""
-        passes, _, lost = self.counts.tolist()
+        passes, lost = self.counts.tolist()
         return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def confirm(self, most: Tensor) -> None:
@@ -210,22 +192,10 @@ class PartialDecoder(Decoder):
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.
         self._bufs.queries, self._prompt_queries = queries(self.num_slots * self.nodes), queries(ROWS)
 
-    @cached_property
-    def full(self) -> Decoder:
-        """The same slots and their sequences, with full passes over trees from where they are; there is no way back."""
-        return _FullDecoder(self)
-
     def clear_(self) -> None:
         """See `Decoder.clear_`."""
         super().clear_()
         self.run_ahead.counts.zero_()
-
-    def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
-        """See `Decoder.warm_up`; with what runs where running ahead does not pay."""
-        found = super().warm_up(rules, num_active)
-        if self.run_ahead.option.always or not self.has_graphs:
-            return found
-        return found + self.full.warm_up(rules, num_active)
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""
@@ -261,7 +231,6 @@ class PartialDecoder(Decoder):
             queries = self._prompt_queries.expand(self.num_slots, -1, -1, -1)
         else:
             self.run_ahead.count_lost(state)
-            state.record[-1, 1:4] = self.run_ahead.counts
             back = torch.arange(ROWS, device=state.num_new.device)
             node = (state.num_new[:, None] - 1 - back).clamp(min=0)
             place = state.active_inverse.clamp(min=0)[:, None].long()
@@ -269,20 +238,3 @@ class PartialDecoder(Decoder):
             queries = self._bufs.queries[place * self.nodes + node]
         # Only a prompt's last chunk has a record.
         self.run_ahead.part.keep_queries(queries, state.record[:-1, 0] > 0)
-
-
-class _FullDecoder(Decoder):
-    """A decoder of trees for the sequences of one that runs ahead."""
-
-    def __init__(self, other: PartialDecoder) -> None:
-        self.drafts = other.run_ahead.with_trees()
-        super().__init__(
-            other.target, other.cache, self.drafts, other.num_slots, other.waits, other._pool, other=other
-        )  # fmt: skip
-
-    def counts(self) -> dict[str, int]:
-        """See `Decoder.counts`."""
-        return self.drafts.counted()
-
-    def _draft(self, places: int, rules: ChoiceRules) -> None:
-        self.drafts.draft_tree()

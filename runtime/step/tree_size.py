@@ -8,8 +8,8 @@ milliseconds of steps on named devices. The size with the most tokens a second i
 decoding. What is not in the tables uses the nearest entry: tables of the same device, else of another of its kind
 (GPU or CPU); of those the target nearest in bytes of weights; then the next larger number of slots, and the nearest
 context, by ratio. Only the draft is scaled, as heads differ in their vocabulary; for the rest only ratios decide. That
-drafting does not pay at all applies to the GPU that was measured, and to CPUs; on other GPUs there is always a tree,
-and for a call whose own steps tell whether drafting pays (`step.pace`).
+drafting does not pay at all applies to the GPU that was measured alone; on other GPUs, and on CPUs, there is always a
+tree.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-from ..settings import PartialVerification
-from ..target.short_cache import rows_seen
 
 TABLES = Path(__file__).with_name("tree_sizes.json")
 
@@ -97,9 +94,8 @@ class TreeSizes:
         slots: int,
         context: int,
         most_nodes: int,
-        is_paced: bool = False,
     ) -> TreeSize:
-        """Choose a number of nodes, at most ``most_nodes``; ``is_paced``: at least 2.
+        """Choose a number of nodes, at most ``most_nodes``.
 
         ``device``: its name; ``kind``: "cuda" or "cpu"; ``weight_bytes``, ``draft_bytes``: as in `StepTable`;
         ``slots``: sequences side by side; ``context``: tokens of the longest.
@@ -109,7 +105,7 @@ class TreeSizes:
             return TreeSize(most_nodes, f"no steps were measured on any {kind}")
         steps = _nearest_steps(table.steps, slots, max(1, context))
         more = draft_bytes / table.draft_bytes - 1
-        least = 1 if table.device == device and not is_paced else 2
+        least = 1 if table.device == device and kind == "cuda" else 2
         rates = {
             step.nodes: self.accepted_lengths[step.nodes] / (step.step_ms + step.draft_ms * more)
             for step in steps
@@ -123,29 +119,6 @@ class TreeSizes:
             return TreeSize(1, f"drafting does not pay there, {here:.0f} tokens/s beside {plain:.0f}: {where}")
         fastest = "fastest" if least == 1 else "of trees the fastest"
         return TreeSize(min(best, most_nodes), f"{fastest} where it was measured: {where}")
-
-    def cost_ahead(
-        self, device: str, kind: str, weight_bytes: int, row_bytes: int, slots: int, context: int, num_nodes: int,
-        option: PartialVerification,
-    ) -> float:  # fmt: skip
-        """What ``num_steps`` partial passes and the full one after them take, in steps with full passes over trees.
-
-        By measured steps, where the device's table has such within a factor of two; else by the bytes of weights and of
-        keys and values. ``row_bytes``: keys and values of a token; else as `choose`.
-        """
-        seen = min(context, rows_seen(option.num_blocks))
-        long, short = (float(weight_bytes + slots * tokens * row_bytes) for tokens in (context, seen))
-        table = self._table(device, kind, weight_bytes)
-        if table is not None and table.device == device and _is_near(table.weight_bytes, weight_bytes):
-            whole, part = (
-                min(_nearest_steps(table.steps, slots, tokens), key=lambda step: _distance(step.nodes, num_nodes))
-                for tokens in (context, seen)
-            )
-            found = ((whole.slots, slots), (part.slots, slots), (whole.context, context), (whole.nodes, num_nodes))
-            if whole.nodes == part.nodes and all(_is_near(*pair) for pair in found):
-                # A draft sees all of the prefix.
-                long, short = whole.step_ms, part.step_ms - part.draft_ms + whole.draft_ms
-        return 1 + option.num_steps * min(1.0, short / long)
 
     def _table(self, device: str, kind: str, weight_bytes: int) -> StepTable | None:
         tables = [table for table in self.tables if table.kind == kind]
@@ -171,10 +144,6 @@ def _nearest_steps(steps: Iterable[Step], slots: int, context: int) -> list[Step
     contexts = {step.context for step in steps if step.slots == count}
     nearest = min(contexts, key=lambda found: (_distance(found, context), found))
     return [step for step in steps if (step.slots, step.context) == (count, nearest)]
-
-
-def _is_near(one: float, other: float) -> bool:
-    return _distance(one, other) <= math.log(2)
 
 
 def _distance(one: float, other: float) -> float:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime import PartialVerification
 from eagle_slim.runtime.drafter.tuning import problem
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 
-from benchmarks.partial import rates
 from benchmarks.shared import decoding, partial
 
 
@@ -35,13 +33,3 @@ def test_survivals() -> None:
     assert sum(drawn) / len(drawn) == pytest.approx(sum(0.9**k for k in range(1, 32)), rel=0.01)
     assert sum(drawn[16:32]) / 16 == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
     assert set(partial.survivals(1.0, 31)) == {31}
-
-
-@pytest.mark.slow
-def test_rates() -> None:
-    rows = list(rates("The sky is blue. " * 120, [70], [10**6], num_new=8))
-    assert [row["mode"] for row in rows] == ["exact", "lossy"]
-    for row in rows:
-        assert (row["tokens"], row["same_tokens"], row["rolled_back"]) == (70, 8, 0)
-    # Greedy tokens are the most probable ones.
-    assert -2 < rows[0]["log_prob"] == rows[1]["log_prob"] < 0

@@ -13,7 +13,7 @@ from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.raising import raises, waiting_for_nothing
+from support.raising import waiting_for_nothing
 
 
 def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -65,17 +65,17 @@ def test_nothing_waits_for_what_is_not_a_regular_file(
 ) -> None:
     path = tmp_path / name
     os.mkfifo(path)
-    with waiting_for_nothing(), raises(EagleSlimError, found="a pipe or a device"):
+    with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):
         read(path)
     path.unlink()
     path.symlink_to("/dev/zero")
-    with waiting_for_nothing(), raises(EagleSlimError, found="a pipe or a device"):
+    with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):
         read(path)
 
 
 @pytest.mark.parametrize("read", [TokenCounts.load, DraftVocab.load])
 def test_a_folder_is_not_a_file(tmp_path: Path, read: Callable[[Path], object]) -> None:
-    with raises(VocabularyError, found="a folder"):
+    with pytest.raises(VocabularyError, match="a folder"):
         read(tmp_path)
 
 

@@ -171,6 +171,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "--tokenizer", "WORDS"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer range."),
         (["rank", "", "--tokenizer", "TOK"], "is empty"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--candidates", ""], "is empty"),
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),

@@ -17,7 +17,7 @@ from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import EagleSlimError, NothingToFollowError, PromptError, UsageError
-from eagle_slim.runtime.settings import PartialVerification, SamplingConfig, TreeConfig
+from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises, raises_with
 from support.tiny_models import tiny_target, write_head, write_pair
@@ -123,16 +123,16 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
 
 
 def test_drafted_answers_run_ahead(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, made, asked = PartialVerification("exact", 1, min_length=0), SpeculativeModel.generate, []
+    made, asked = SpeculativeModel.generate, []
 
     def noted(*args: Any, **options: Any) -> Any:
         asked.append((options.get("speculative"), options.get("partial_verification")))
         return made(*args, **options)
 
     monkeypatch.setattr(SpeculativeModel, "generate", noted)
-    result = compare(model, [Prompt(("one two",))], greedy("full", 300, partial_verification=ahead))
-    assert Counter(asked[-3:]) == {(False, None): 1, (True, ahead): 2}
-    assert result.report.setup["partial_verification"] == {"ahead": str(ahead), "from": 0}
+    result = compare(model, [Prompt(("one two",))], greedy("full", 300, partial_verification="exact"))
+    assert Counter(asked[-3:]) == {(False, None): 1, (True, "exact"): 2}
+    assert result.report.setup["partial_verification"] == "exact"
 
 
 def test_every_step_is_timed(model: SpeculativeModel) -> None:

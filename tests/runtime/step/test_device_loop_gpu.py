@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import PartialVerification, SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import CheckError
+from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
-from eagle_slim.runtime.step.run_ahead import PartialDecoder
-from eagle_slim.runtime.step.tree_size import TreeSizes
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
@@ -66,36 +66,20 @@ def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_running_ahead_changes_no_token(tmp_path: Path, sampling: dict[str, Any]) -> None:
+def test_running_ahead_changes_no_token(
+    tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = pair(tmp_path, "llama")
     prompts = random_prompts([440, 9, 333])
     options: dict[str, Any] = {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True, **sampling}
     plain = model.generate(prompts, speculative=False, **options)
     for mode, num_blocks in (("exact", 1), ("lossy", 8)):
-        ahead = PartialVerification(mode, num_blocks, min_length=0, always=True)
-        found = model.generate(prompts, partial_verification=ahead, **options)
+        small = partial(PartialVerification, num_blocks=num_blocks, min_length=0)
+        monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+        found = model.generate(prompts, partial_verification=mode, **options)
         assert found.token_ids == plain.token_ids
         assert found.stats.num_partial_passes > found.stats.num_passes > 0
         assert "steps from CUDA graphs;" in found.stats.path
-
-
-def test_full_passes_go_on_where_running_ahead_does_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From graphs that the call has captured before its first step, and which its statistics count."""
-    # Three passes ahead would have to accept a whole chain to be worth that.
-    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
-    model, _ = pair(tmp_path, "llama")
-    prompts = random_prompts([440, 9, 333, 200])
-    options: dict[str, Any] = {"max_new_tokens": 60, "max_slots": 2, "ignore_eos": True}
-    plain = model.generate(prompts, speculative=False, **options)
-    captured = model._decoders.graph_bytes
-    ahead = PartialVerification("exact", 1, num_steps=3, min_length=0)
-    for _ in range(2):
-        found = model.generate(prompts, partial_verification=ahead, **options)
-        assert found.token_ids == plain.token_ids
-        assert "then full passes (running ahead does not pay here" in found.stats.path
-        assert found.stats.graph_bytes == model._decoders.graph_bytes > captured
-    (decoder,) = (each for each in model._decoders._decoders.values() if isinstance(each, PartialDecoder))
-    assert [len(graphs) for each in (decoder, decoder.full) for graphs in each._graphs.values()] == [4, 4]
 
 
 def greedy(model: SpeculativeModel, prompt: list[int], count: int, **options: Any) -> list[int]:

@@ -15,17 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import PartialVerification, SpeculativeModel
+import transformers
+from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
+from eagle_slim.runtime.loading import load_target
+from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoder, decoders, graphs
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.decoder import MOST_RULES
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
 from eagle_slim.runtime.step.graphs import GraphPool, recall
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
-from eagle_slim.runtime.step.tree_size import TreeSizes
 from support.raising import raises
-from support.tiny_models import random_prompts, tiny_target, write_head
+from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -108,6 +110,18 @@ def test_full_memory_is_told_and_the_next_call_works(
     assert model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True).token_ids == wanted
 
 
+def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = write_pair(tmp_path)
+
+    def to(_model: Any, *_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", to)
+    with raises(DeviceMemoryError, option="dtype") as caught:
+        load_target(target, torch.float32, torch.device("cpu"), None, offline=True)
+    assert "in float32" in str(caught.value)
+
+
 def test_models_that_are_derived_keep_the_drafters_reason(model: SpeculativeModel) -> None:
     derived = model.with_tree(model.drafter.tree), model.with_draft_vocab(None), model.with_follow(None)
     assert {each.drafter_reason for each in (model, *derived)} == {"the model is on cpu"}
@@ -170,22 +184,19 @@ def test_graphs_of_rules_are_bounded_and_captured_anew(
     assert pool.count == counts[-1]
 
 
-def test_running_ahead_and_what_follows_it_are_captured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_ahead_is_captured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama", max_position_embeddings=512)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=2, top_k=2, total_tokens=5)
-    prompts, options = random_prompts([440, 9, 333]), {"max_new_tokens": 40, "max_slots": 2, "ignore_eos": True}
+    prompts, options = random_prompts([440, 9, 333]), {"max_new_tokens": 20, "max_slots": 2, "ignore_eos": True}
     wanted = model.generate(prompts, speculative=False, **options).token_ids
-    pool, ahead = captures(model, monkeypatch), PartialVerification("exact", 1, num_steps=3, min_length=0)
-    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
-    assert model.warmup(2, 490, partial_verification=ahead).num_graphs == pool.count
+    pool, small = captures(model, monkeypatch), partial(PartialVerification, num_blocks=1, num_steps=3, min_length=0)
+    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+    assert model.warmup(2, 490, partial_verification="exact").num_graphs == pool.count
     (kept,) = model._decoders._decoders.values()
     assert isinstance(kept, PartialDecoder)
-    captured = [[key for graphs in each._graphs.values() for key in graphs] for each in (kept, kept.full)]
-    assert captured[0] == captured[1]
-    assert {("step", 1, "commit"), ("step", 2, "commit"), ("chunk", 64)} <= set(captured[0])
-    found = model.generate(prompts, partial_verification=ahead, **options)
-    assert found.token_ids == wanted
-    assert "then full passes" in found.stats.path
+    captured = {key for graphs in kept._graphs.values() for key in graphs}
+    assert {("step", 1, "commit"), ("step", 2, "commit"), ("chunk", 64)} <= captured
+    assert model.generate(prompts, partial_verification="exact", **options).token_ids == wanted
 
 
 def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
@@ -193,12 +204,12 @@ def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
     kept = model._decoders
     decoder = kept.get(2, 40, kept.tree, PartialVerification("exact", 1, min_length=0))
     assert isinstance(decoder, PartialDecoder)
-    gone = weakref.ref(decoder.full), weakref.ref(decoder)
+    gone = weakref.ref(decoder)
     gc.disable()
     try:
         del decoder
         kept._decoders.clear()
-        assert [each() for each in gone] == [None, None]
+        assert gone() is None
     finally:
         gc.enable()
 

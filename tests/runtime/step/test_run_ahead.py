@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import PartialVerification, SpeculativeModel
-from eagle_slim.runtime.drafter.drafter import BufferedDrafter
+from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
-from eagle_slim.runtime.step.ahead_pace import AheadPace
-from eagle_slim.runtime.step.run_ahead import RunAhead
-from eagle_slim.runtime.step.tree_size import TreeSizes
+from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels.attention import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
@@ -29,8 +26,19 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
 
 
-def ahead(mode: str = "exact", num_blocks: int = 2, always: bool = True, **options: int) -> PartialVerification:
-    return PartialVerification(mode, num_blocks, min_length=0, always=always, **options)
+Sizes = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    """Let calls run ahead from the first token on; a test may ask for other sizes than two blocks."""
+
+    def set_sizes(**sizes: int) -> None:
+        made = partial(PartialVerification, **{"num_blocks": 2, "min_length": 0, **sizes})
+        monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", made)
+
+    set_sizes()
+    return set_sizes
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +63,13 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("backend", ["transformers", "fused"])
-def test_all_blocks_are_a_full_pass(models: Any, backend: str, sampling: dict[str, Any]) -> None:
+def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sampling: dict[str, Any]) -> None:
     """Then partial passes accept what passes over trees accept, and full ones confirm all of it."""
     model = models("llama", backend)
     given = prompts(5, 70, 450)
     full = model.generate(given, max_new_tokens=24, ignore_eos=True, **sampling)
-    found = model.generate(given, max_new_tokens=24, ignore_eos=True, partial_verification=ahead(num_blocks=ALL),
-                           **sampling)  # fmt: skip
+    sizes(num_blocks=ALL)
+    found = model.generate(given, max_new_tokens=24, ignore_eos=True, partial_verification="exact", **sampling)
     assert found.token_ids == full.token_ids
     assert found.stats.num_rolled_back_tokens == 0
     # A full pass adds a token of its own.
@@ -70,14 +78,15 @@ def test_all_blocks_are_a_full_pass(models: Any, backend: str, sampling: dict[st
 
 @pytest.mark.parametrize("case", ["greedy", "sampled", "batch", "ends", "one ahead", "far ahead", "reused", "penalty"])
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_exact_is_plain_decoding(models: Any, kind: str, case: str) -> None:
+def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str) -> None:
     model = models(kind)
     given = prompts(500, 333, 65, 7) if case == "batch" else prompts(430 + len(case))
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": case not in ("ends", "batch")}
     options |= SAMPLED if case in ("sampled", "batch") else {}
     options |= {"repetition_penalty": 1.3} if case == "penalty" else {}
     options |= {"max_slots": 2} if case == "batch" else {}
-    many = {"one ahead": ahead(num_steps=1, num_tokens=1), "far ahead": ahead(num_steps=12, num_tokens=40)}
+    others = {"one ahead": {"num_steps": 1, "num_tokens": 1}, "far ahead": {"num_steps": 12, "num_tokens": 40}}
+    sizes(**others.get(case, {}))
     plain = model.generate(given, speculative=False, **options)
     if case == "ends":
         # Whatever comes up last for the first time.
@@ -85,8 +94,8 @@ def test_exact_is_plain_decoding(models: Any, kind: str, case: str) -> None:
         plain = model.generate(given, speculative=False, **options)
     if case == "reused":
         options["reuse_prefix"] = True
-        model.generate([given[0][:400]], partial_verification=ahead(), **options)
-    found = model.generate(given, partial_verification=many.get(case, ahead()), **options)
+        model.generate([given[0][:400]], partial_verification="exact", **options)
+    found = model.generate(given, partial_verification="exact", **options)
     assert found.token_ids == plain.token_ids
     # An answer may end with the token that its prompt gives.
     assert (found.stats.num_partial_passes > 0) == (found.stats.num_passes > 0)
@@ -97,90 +106,26 @@ def test_exact_is_plain_decoding(models: Any, kind: str, case: str) -> None:
 
 
 @pytest.mark.slow
-def test_exact_over_many_lengths(models: Any) -> None:
+def test_exact_over_many_lengths(models: Any, sizes: Sizes) -> None:
     """Around the borders of blocks, and where the first ones fall out of sight."""
     lost = 0
+    sizes(num_blocks=1, num_steps=3)
     for length in [*range(60, 70), *range(250, 262), *range(316, 330), *range(380, 460, 7), *range(505, 515), 700]:
         model, given = models("llama", ("transformers", "fused")[length % 2]), prompts(length)
         plain = model.generate(given, speculative=False, max_new_tokens=20)
-        found = model.generate(given, partial_verification=ahead(num_blocks=1, num_steps=3), max_new_tokens=20)
+        found = model.generate(given, partial_verification="exact", max_new_tokens=20)
         assert found.token_ids == plain.token_ids, length
         lost += found.stats.num_rolled_back_tokens
     assert lost > 0
 
 
-@pytest.mark.parametrize("case", ["greedy", "sampled", "penalty", "batch", "reused"])
-def test_where_it_does_not_pay_passes_are_full(models: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """The sequences go on from where they are, and those that still wait begin so."""
-    model = models()
-    given = prompts(500, 333, 65, 7) if case == "batch" else prompts(430 + len(case))
-    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
-    options |= SAMPLED if case in ("sampled", "batch") else {}
-    options |= {"repetition_penalty": 1.3} if case == "penalty" else {}
-    options |= {"max_slots": 2} if case == "batch" else {}
-    plain = model.generate(given, speculative=False, **options)
-    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
-    found = model.generate(given, partial_verification=ahead(always=False, num_steps=3), **options)
-    assert found.token_ids == plain.token_ids
-    assert "then full passes (running ahead does not pay here" in found.stats.path
-    assert 0 < found.stats.num_partial_passes < found.stats.num_passes
-    if case == "reused":
-        longer = [given[0] + plain.token_ids[0]]
-        after = model.generate(longer, reuse_prefix=True, partial_verification=ahead(always=False), **options)
-        assert after.token_ids == model.generate(longer, speculative=False, **options).token_ids
-        assert after.stats.num_reused_tokens > 430
-
-
-def test_trees_after_running_ahead_are_as_ever(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From where running ahead ended, trees are accepted as in a call that begins there."""
-    model, (prompt,), begun, options = models(), prompts(436), [], {"max_new_tokens": 60, "ignore_eos": True}
-    monkeypatch.setattr(TreeSizes, "cost_ahead", lambda *_: 3.99)
-    with monkeypatch.context() as patch:
-        draft = RunAhead.draft_tree
-        patch.setattr(RunAhead, "draft_tree", lambda self: (begun.append(pairs(self.bufs)), draft(self)))
-        switched = model.generate([prompt], partial_verification=ahead(always=False, num_steps=3), **options)
-    assert len(begun) > 5
-    known = begun[0] + 1 - len(prompt)
-    expected: list[int] = []
-    with monkeypatch.context() as patch:
-        own = BufferedDrafter.draft
-        patch.setattr(BufferedDrafter, "draft", lambda self: (expected.append(pairs(self.bufs)), own(self)))
-        options["max_new_tokens"] -= known
-        found = model.generate([prompt + switched.token_ids[0][:known]], **options)
-    assert switched.token_ids[0][known:] == found.token_ids[0]
-    # The first token of a call comes from its prompt.
-    assert expected[0] == begun[0] + 1
-    assert set(begun) & set(expected)
-    later = begun.index(next(place for place in begun if place in expected))
-    assert begun[later:] == expected[expected.index(begun[later]) :]
-
-
-def pairs(bufs: Any) -> int:
-    return int(bufs.prefix[0] + bufs.num_new[0])
-
-
-def test_what_pays() -> None:
-    """Two passes over a part and a full one cost 2 steps; trees of the part give 3 tokens."""
-    pace = AheadPace(PartialVerification(), cost=2.0)
-    for num_lost, loses in ((0, False), (8, False), (9, True), (48, True)):
-        pace.num_passes, pace.num_partial, pace.num_partial_tokens = 8, 16, 48
-        pace.num_accepted, pace.num_lost = 8 + 48 - num_lost, num_lost
-        assert (pace.loses is not None) == loses, num_lost
-    assert "0 of 48 tokens ahead were confirmed" in str(pace.loses)
-    # Trees of 5 tokens, of which chains have place for 6 in 10.
-    full_chains = replace(pace, num_partial_tokens=80, num_accepted=8 + 48, num_lost=0)
-    assert full_chains.loses is not None
-    assert replace(pace, num_passes=5).loses is None
-    assert replace(pace, option=PartialVerification(always=True)).loses is None
-
-
-def test_lossy_is_what_ran_ahead(models: Any) -> None:
-    model, given = models("llama"), prompts(600)
+def test_lossy_is_what_ran_ahead(models: Any, sizes: Sizes) -> None:
+    model, given, found = models("llama"), prompts(600), []
     plain = model.generate(given, max_new_tokens=40, ignore_eos=True)
-    all_of_it, little = (
-        model.generate(given, max_new_tokens=40, ignore_eos=True, partial_verification=ahead("lossy", num_blocks))
-        for num_blocks in (ALL, 1)
-    )
+    for num_blocks in (ALL, 1):
+        sizes(num_blocks=num_blocks)
+        found.append(model.generate(given, max_new_tokens=40, ignore_eos=True, partial_verification="lossy"))
+    all_of_it, little = found
     assert all_of_it.token_ids == plain.token_ids
     # Random weights attend to all alike, so that little of the prompt gives another text.
     assert little.token_ids != plain.token_ids
@@ -189,34 +134,28 @@ def test_lossy_is_what_ran_ahead(models: Any) -> None:
     assert "(lossy)" in little.stats.path
 
 
-def test_what_is_refused_and_what_stays_full(models: Any, folder: Path) -> None:
+def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: Path) -> None:
     model, given = models("llama"), prompts(20)
-    with pytest.raises(UsageError, match="expected one of 'exact', 'lossy'"):
-        model.generate(given, partial_verification="some")
-    with pytest.raises(UsageError, match="got True"):
-        model.generate(given, partial_verification=True)
-    with pytest.raises(UsageError, match="num_steps"):
-        PartialVerification(num_steps=0)
+    for wrong in ("some", True):
+        with pytest.raises(UsageError, match="expected one of 'exact', 'lossy'"):
+            model.generate(given, partial_verification=wrong)
     with pytest.raises(UsageError, match="lossy"):
-        model.generate(given, partial_verification=ahead("lossy"), repetition_penalty=1.5)
-    with pytest.raises(UsageError, match="always"):
-        PartialVerification(always="yes")  # type: ignore[arg-type]
-    whole = model.generate(given, partial_verification=ahead(always=False), max_new_tokens=4)
-    assert "every pass is full (2 blocks are no cheaper than 20 tokens)" in whole.stats.path
-    short = model.generate(given, partial_verification="exact", max_new_tokens=4)
-    assert "every pass is full (20 tokens; runs ahead from 65,536)" in short.stats.path
-    assert short.stats.num_partial_passes == 0
-    plain = model.generate(given, partial_verification=ahead(), speculative=False, max_new_tokens=4)
+        model.generate(given, partial_verification="lossy", repetition_penalty=1.5)
+    plain = model.generate(given, partial_verification="exact", speculative=False, max_new_tokens=4)
     assert "every pass is full (plain decoding)" in plain.stats.path
     for kind, backend in (("mistral", "transformers"), ("mistral", "fused"), ("qwen2", "transformers")):
         windowed = SpeculativeModel.from_pretrained(tiny_target(kind), folder, target_backend=backend, **TREE)
         with pytest.raises(UnsupportedModelError, match="sliding window"):
-            windowed.generate(given, partial_verification=ahead())
+            windowed.generate(given, partial_verification="exact")
+    sizes(min_length=65536)
+    short = model.generate(given, partial_verification="exact", max_new_tokens=4)
+    assert "every pass is full (20 tokens; runs ahead from 65,536)" in short.stats.path
+    assert short.stats.num_partial_passes == 0
 
 
 def test_profilers_see_what_runs_ahead(models: Any) -> None:
     with torch.profiler.profile() as profile:
-        found = models().generate(prompts(300), max_new_tokens=6, partial_verification=ahead(), time_phases=True)
+        found = models().generate(prompts(300), max_new_tokens=6, partial_verification="exact", time_phases=True)
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["ahead verify"] == calls["ahead draft"] >= found.stats.num_partial_passes > 0
     # Of a call that times its phases, what runs ahead is the draft of a full pass.
@@ -272,8 +211,8 @@ def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     model, (prompt,) = models("llama", backend), prompts(100)
-    model.generate([prompt], max_new_tokens=1, partial_verification=ahead())
-    decoder = model._decoders.get(1, 101, model.drafter.tree, ahead())
+    model.generate([prompt], max_new_tokens=1, partial_verification="exact")
+    decoder = model._decoders.get(1, 101, model.drafter.tree, PartialVerification(num_blocks=2, min_length=0))
     llama = model.target.model.model
     tokens, positions = torch.tensor([prompt[::-1][:ROWS]]), torch.tensor([[99 - back for back in range(ROWS)]])
     layer = llama.layers[0]
