@@ -12,6 +12,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import itertools
 import json
 import lzma
 import re
@@ -317,6 +318,7 @@ class Stream:
         self._raw = _open_raw(path)
         self._unpacked: Any = _UNPACK[self._suffix](self._raw) if self._suffix in _UNPACK else self._raw
         self._ahead = b""
+        self._told = 0
 
     def __enter__(self) -> Stream:
         return self
@@ -358,27 +360,25 @@ class Stream:
         self._ahead = head + self._ahead
         return head.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
-    def packed_bytes(self) -> int:
-        """Return how many bytes of the file itself were read."""
-        return self._raw.tell()
+    def moved(self) -> int:
+        """Return how many bytes of the file itself were read since the last call."""
+        before, self._told = self._told, self._raw.tell()
+        return self._told - before
 
     def _piece(self) -> bytes:
         # Small: a call that meets damage loses what it had unpacked before.
         try:
             piece: bytes = self._unpacked.read(_READ_BYTES)
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            self.fault = self._damage(error)
-            return b""
-        except OSError as error:
-            # One with a number is the system's, one of a class of its own the Hub's: the others are the unpackers'.
-            if type(error) is not OSError or error.errno is not None:
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            # An OSError with a number is the system's, one of another class the Hub's: the rest are the unpackers'.
+            if isinstance(error, OSError) and (type(error) not in _OF_UNPACKERS or error.errno is not None):
                 raise
-            self.fault = self._damage(error)
+            self.fault = f"the {self._suffix} stream is damaged from about here: {error}"
             return b""
         return piece
 
-    def _damage(self, error: Exception) -> str:
-        return f"the {self._suffix} stream is damaged from about here: {error}"
+
+_OF_UNPACKERS = (OSError, gzip.BadGzipFile)
 
 
 def _open_raw(path: str) -> BinaryIO:
@@ -401,7 +401,7 @@ def stream_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
 
 def _lines_of(stream: Stream, path: str, shard: int, is_text: bool) -> Iterator[Block]:
     """Cut a stream where `plain_blocks` cuts a file."""
-    held, start, first, told, offset, ended = b"", 0, 0, 0, BLOCK_BYTES, False
+    held, start, first, offset, ended = b"", 0, 0, BLOCK_BYTES, False
     while not ended:
         data, dropped = held + stream.read(offset - start - len(held)), 0
         held, ended = b"", len(data) < offset - start
@@ -415,32 +415,24 @@ def _lines_of(stream: Stream, path: str, shard: int, is_text: bool) -> Iterator[
         if stream.fault is not None:
             # Bytes after the last line end belong to a line that was cut off.
             data, ended = data[: data.rfind(b"\n") + 1], True
-        moved = stream.packed_bytes() - told
-        yield LinesBlock(shard, moved, stream.fault, path, "line", is_text, start, None, first, data)
-        start, first, told = start + len(data) + dropped, first + data.count(b"\n"), told + moved
+        yield LinesBlock(shard, stream.moved(), stream.fault, path, "line", is_text, start, None, first, data)
+        start, first = start + len(data) + dropped, first + data.count(b"\n")
         offset = max(offset, start - start % BLOCK_BYTES) + BLOCK_BYTES
 
 
 def _array_blocks(stream: Stream, path: str, shard: int) -> Iterator[Block]:
     """Read one array of records as lines of JSON, a record a line."""
-    records: list[bytes] = []
-    size_bytes = first = told = 0
-    fault = None
+    lines, first, fault = bytearray(), 0, None
     try:
         for record in _array_records(stream):
-            records.append(record)
-            size_bytes += len(record)
-            if size_bytes >= BLOCK_BYTES:
-                moved = stream.packed_bytes() - told
-                lines = b"\n".join(records)
-                yield LinesBlock(shard, moved, None, path, "record", False, first, None, first, lines)
-                first, told, records, size_bytes = first + len(records), told + moved, [], 0
-    except ValueError as error:
+            lines += record + b"\n"
+            if len(lines) >= BLOCK_BYTES:
+                yield LinesBlock(shard, stream.moved(), None, path, "record", False, first, None, first, bytes(lines))
+                first += lines.count(b"\n")
+                lines.clear()
+    except (ValueError, RecursionError) as error:
         fault = stream.fault or f"the array cannot be read from here on: {error}"
-    moved = stream.packed_bytes() - told
-    yield LinesBlock(
-        shard, moved, fault, path, "record", False, first, None, first, b"".join(r + b"\n" for r in records)
-    )
+    yield LinesBlock(shard, stream.moved(), fault, path, "record", False, first, None, first, bytes(lines))
 
 
 def _array_records(stream: Stream) -> Iterator[bytes]:
@@ -487,18 +479,16 @@ def rows_blocks(
 
     held: list[pa.Array] = []
     first = 0
-    for table in tables:
-        if column not in table.schema.names:
-            raise CorpusError(f"{where}: no column {column!r}; it has {', '.join(table.schema.names)}.")
-        values = table.column(column)
-        held.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
-        if sum(chunk.nbytes for chunk in held) >= BLOCK_BYTES:
+    for table in itertools.chain(tables, [None]):
+        if table is not None:
+            if column not in table.schema.names:
+                raise CorpusError(f"{where}: no column {column!r}; it has {', '.join(table.schema.names)}.")
+            values = table.column(column)
+            held.extend(values.chunks if isinstance(values, pa.ChunkedArray) else [values])
+        if held and (table is None or sum(chunk.nbytes for chunk in held) >= BLOCK_BYTES):
             rows = pa.chunked_array(held)
             yield RowsBlock(shard, int(size_of_row * len(rows)), None, where, first, rows)
             held, first = [], first + len(rows)
-    if held:
-        rows = pa.chunked_array(held)
-        yield RowsBlock(shard, int(size_of_row * len(rows)), None, where, first, rows)
 
 
 def parquet_blocks(path: str, shard: int, size: int, column: str) -> Iterator[Block]:
@@ -509,8 +499,8 @@ def parquet_blocks(path: str, shard: int, size: int, column: str) -> Iterator[Bl
     reached = 0
     try:
         with pq.ParquetFile(path, buffer_size=1 << 20) as file:
-            present = [name for name in (column,) if name in file.schema_arrow.names]
-            tables = file.iter_batches(batch_size=_ROWS, columns=present or None, use_threads=False)
+            wanted = [column] if column in file.schema_arrow.names else None
+            tables = file.iter_batches(batch_size=_ROWS, columns=wanted, use_threads=False)
             for block in rows_blocks(tables, column, shard, path, size / max(1, file.metadata.num_rows)):
                 yield block
                 reached = block.first + len(block.data or ())

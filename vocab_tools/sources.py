@@ -342,11 +342,11 @@ def _is_plain(file: SourceFile) -> bool:
 
 def _file_blocks(file: SourceFile, shard: int, column: str) -> Iterator[Block]:
     is_text = file.format == ".txt"
-    if file.size is not None and file.format == ".parquet":
+    if file.size is None or not (_is_plain(file) or file.format == ".parquet"):
+        return stream_blocks(file.path, shard, is_text)
+    if file.format == ".parquet":
         return parquet_blocks(file.path, shard, file.size, column)
-    if file.size is not None and _is_plain(file):
-        return plain_blocks(file.path, shard, file.size, is_text)
-    return stream_blocks(file.path, shard, is_text)
+    return plain_blocks(file.path, shard, file.size, is_text)
 
 
 def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
@@ -383,12 +383,13 @@ def refuse_repeated_inputs(sources: Sequence[OpenSource]) -> None:
             # The Hub finds its datasets in upper and lower case.
             inputs = [f"{opened.source.location.lower()}, {opened.origin['config']}, split {opened.origin['split']}"]
         for name in inputs:
-            first = seen.setdefault((name, opened.column), opened.source.name)
-            if first != opened.source.name or inputs.count(name) > 1:
+            first = seen.get((name, opened.column))
+            if first is not None:
                 raise UsageError(
                     f"{name}: read by source {first} and by source {opened.source.name}. Its text would count twice. "
                     "Leave one out; weight=2 gives a source more weight."
                 )
+            seen[name, opened.column] = opened.source.name
 
 
 def _open_files(source: CorpusSource) -> OpenSource:
