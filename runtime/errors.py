@@ -104,17 +104,13 @@ def brief(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:
-    """Return the error for a value that cannot be; ``kind``: "option", "field" or "tensor", the fact with its name."""
-    return UsageError(
-        f"{name} must be {expected}, got {brief(found)}.", **{kind: name, "expected": expected, "found": found}
-    )
+def misfit(name: str, expected: object, found: object) -> UsageError:
+    """Return the error for an option, a field or a tensor that cannot be what it is."""
+    return UsageError(f"{name} must be {expected}, got {brief(found)}.", option=name)
 
 
 def check_choice(option: str, value: object, choices: Collection[object]) -> None:
     """Raise `UsageError` for a value that is none of ``choices``."""
     if value not in choices:
         names = ", ".join(map(repr, choices))
-        raise UsageError(
-            f"{option} = {value!r} is unknown; expected one of {names}.", option=option, found=value, expected=choices
-        )
+        raise UsageError(f"{option} = {value!r} is unknown; expected one of {names}.", option=option)

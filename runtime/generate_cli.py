@@ -287,7 +287,7 @@ def _check(
         message += ", as it may with --partial-verification lossy"
     elif str(model.target.dtype) != "torch.float32":
         message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"
-    raise EagleSlimError(message + ".", token=place)
+    raise EagleSlimError(message + ".")
 
 
 def main(args: list[str] | None = None) -> NoReturn:

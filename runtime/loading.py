@@ -72,7 +72,6 @@ class OpenedHead:
                 self.head.location,
                 "is a DFlash draft, which fills a block of tokens at once; this runtime drafts with EAGLE heads.\n"
                 "Serve it with vLLM: docs/serving/dflash.md of eagle-slim has the command.",
-                found="dflash",
             )
 
     def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:
@@ -83,9 +82,8 @@ class OpenedHead:
         if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != most:
             if not 0 < draft_vocab < most:
                 raise UsageError(
-                    f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).",
-                    option="draft_vocab", expected=(1, most), found=draft_vocab,
-                )  # fmt: skip
+                    f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).", option="draft_vocab"
+                )
             draft_vocab = self._rank_by_builtin_counts(draft_vocab)
         return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
 
@@ -155,8 +153,8 @@ def open_any_head(
             raise UsageError(
                 f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
                 "tap_layers and d2t_form out.",
-                head=str(head), option="d2t_form" if tap_layers is None else "tap_layers",
-            )  # fmt: skip
+                option="d2t_form" if tap_layers is None else "tap_layers",
+            )
         return _from_artifact(Artifact.load(source), offline)
     opened = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
     if head is not None:
@@ -180,16 +178,16 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             found = f"GPUs 0 to {there - 1}" if there else "no NVIDIA GPU, or a build of torch without CUDA"
             raise UsageError(
                 f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out.",
-                option="device", found=str(device),
-            )  # fmt: skip
+                option="device",
+            )
     elif place.type != "cpu":
         try:
             torch.zeros(1, device=place).item()
         except (RuntimeError, NotImplementedError) as error:
             raise UsageError(
                 f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out.",
-                option="device", found=str(device),
-            ) from error  # fmt: skip
+                option="device",
+            ) from error
     return place
 
 
@@ -203,8 +201,8 @@ def read_device_map(device_map: Any, device: str | torch.device | None) -> str |
         raise UsageError(
             "device_map names one device here, and device is another name for it: give one of them. A target is not "
             "spread over several.",
-            option="device_map", found=device_map,
-        )  # fmt: skip
+            option="device_map",
+        )
     return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
 
 
@@ -213,7 +211,7 @@ def _device(name: str | torch.device) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise UsageError(
-            f"device = {name!r} is unknown; expected cpu, cuda, cuda:1 and so on.", option="device", found=name
+            f"device = {name!r} is unknown; expected cpu, cuda, cuda:1 and so on.", option="device"
         ) from error
 
 
@@ -238,9 +236,8 @@ def _naming(target: str | Path) -> Iterator[None]:
         raise TargetError(
             f"Target {target}: {folder}transformers cannot load it ({reason}). Expected the folder of a causal "
             "language model, or its repository on the Hub (name/model). A model of another class, such as a "
-            "vision-language one, has to be loaded by you and passed to from_pretrained (in Python).",
-            target=str(target), reason=reason,
-        ) from error  # fmt: skip
+            "vision-language one, has to be loaded by you and passed to from_pretrained (in Python)."
+        ) from error
 
 
 def load_target(
@@ -270,8 +267,8 @@ def load_target(
         f"Target {target}: its weights are {needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}, and the "
         f"memory of {device} does not suffice ({reason}). Load it in a narrower type (dtype), take a smaller target or "
         "another device, or end other programs on this one.",
-        option="dtype", device=str(device), needed_bytes=needed,
-    )  # fmt: skip
+        option="dtype",
+    )
 
 
 def load_target_config(target: str | Path, revision: str | None, offline: bool) -> Any:
@@ -316,8 +313,8 @@ def check_dtype(dtype: torch.dtype | str) -> None:
     if dtype not in (None, "auto") and named_dtype(dtype) not in _DTYPES:
         raise UsageError(
             f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}.",
-            option="dtype", found=dtype,
-        )  # fmt: skip
+            option="dtype",
+        )
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
@@ -337,14 +334,14 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
     if dtype != weight.dtype:
         raise UsageError(
             f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Convert it, or leave dtype out.",
-            option="dtype", expected=weight.dtype, found=dtype,
-        )  # fmt: skip
+            option="dtype",
+        )
     place = weight.device if device is None else _device(device)
     if place.type != weight.device.type or place.index not in (None, weight.device.index):
         raise UsageError(
             f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out.",
-            option="device", expected=str(weight.device), found=str(device),
-        )  # fmt: skip
+            option="device",
+        )
 
 
 def _from_artifact(artifact: Artifact, offline: bool) -> OpenedHead:
@@ -376,7 +373,4 @@ def target_location(
         return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name
     if opened.target_folder is not None and opened.folder is not None:
         return recorded_target(opened.target_folder, opened.folder)
-    raise UsageError(
-        f"Head {opened.head.location} does not say which target it belongs to. Give the target.",
-        head=str(opened.head.location), missing="target",
-    )  # fmt: skip
+    raise UsageError(f"Head {opened.head.location} does not say which target it belongs to. Give the target.")

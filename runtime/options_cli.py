@@ -138,7 +138,7 @@ def options_as_typed(*names: str) -> Iterator[None]:
         yield
     except UsageError as error:
         message = re.sub("|".join(rf"\b{name}\b" for name in typed), lambda found: typed[found[0]], str(error))
-        raise UsageError(message, **error.facts) from error
+        raise UsageError(message) from error
 
 
 def show_warnings_as_lines() -> None:

@@ -34,29 +34,25 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
     if head.target_hidden_size != hidden:
         raise PairingError(
             f"{where}: the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}. "
-            "Give the target that the head was trained for.",
-            field="hidden_size", expected=head.target_hidden_size, found=hidden,
-        )  # fmt: skip
+            "Give the target that the head was trained for."
+        )
     if not has_padding_of(head.target_vocab, vocab):
         raise PairingError(
             f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target that the "
-            "head was trained for.",
-            field="vocab_size", expected=head.target_vocab, found=vocab,
-        )  # fmt: skip
+            "head was trained for."
+        )
     if head.draft_ids_to_target is not None and int(head.draft_ids_to_target.max()) >= vocab:
         raise PairingError(
             f"{where}: the head drafts id {int(head.draft_ids_to_target.max())}, the target has {vocab} tokens. Its "
-            "d2t may have the other form; see d2t_form.",
-            field="d2t", expected=vocab, found=int(head.draft_ids_to_target.max()),
-        )  # fmt: skip
+            "d2t may have the other form; see d2t_form."
+        )
     taps = resolve_tap_layers(head, layers)
     fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
     if taps is not None and fc_columns not in (None, len(taps) * hidden):
         raise PairingError(
             f"{where}: fc.weight takes {fc_columns} features, and {len(taps)} tap layers of width {hidden} give "
-            f"{len(taps) * hidden}. Give the right target, or tap_layers.",
-            field="fc.weight", expected=fc_columns, found=len(taps) * hidden,
-        )  # fmt: skip
+            f"{len(taps) * hidden}. Give the right target, or tap_layers."
+        )
 
 
 def check_tokenizer(head_hash: str | None, target_hash: str | None, location: str, target_name: str) -> None:
@@ -65,9 +61,8 @@ def check_tokenizer(head_hash: str | None, target_hash: str | None, location: st
         raise PairingError(
             f"Head {location} was converted with another tokenizer than that of target {target_name}: expected "
             f"{head_hash[:23]}…, found {target_hash[:23]}…. The ids of its draft vocabulary are other tokens there. "
-            "Convert the head for this target.",
-            field="tokenizer_hash", expected=head_hash, found=target_hash,
-        )  # fmt: skip
+            "Convert the head for this target."
+        )
 
 
 def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -> None:
@@ -77,6 +72,5 @@ def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -
         raise PairingError(
             f"The draft vocabulary was made with another tokenizer than that of target {target_name}: expected "
             f"{target_hash[:23]}…, found {made_with[:23]}…. Its ids are other tokens there. Rank with the target's "
-            "tokenizer.",
-            field="tokenizer_hash", expected=target_hash, found=made_with,
-        )  # fmt: skip
+            "tokenizer."
+        )

@@ -48,8 +48,8 @@ class TreeConfig:
                 f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
                 f"{self.depth} and top_k = {self.top_k} give only top_k + depth * top_k^2 = {self.num_candidates} "
                 f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k.",
-                option="total_tokens", expected=self.num_candidates + 1, found=self.total_tokens,
-            )  # fmt: skip
+                option="total_tokens",
+            )
 
     @property
     def num_candidates(self) -> int:

@@ -22,6 +22,5 @@ def check_tensors(device: torch.device, **wanted: tuple[Tensor, torch.dtype, tup
             sizes = ", ".join("any" if size is None else str(size) for size in shape)
             raise UsageError(
                 f"{name} must be {dtype} [{sizes}], contiguous, on {device}; got {tensor.dtype} "
-                f"{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}.",
-                tensor=name, expected=(dtype, shape), found=(tensor.dtype, tuple(tensor.shape)),
-            )  # fmt: skip
+                f"{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}."
+            )

@@ -176,7 +176,7 @@ def tune(
         return trial
 
     if attempt("derived", derived).fault:
-        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}", fault=trials[0].fault)
+        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}")
     longest = 0.0
     for name, params in tried.items():
         if left() < longest:
@@ -244,9 +244,8 @@ def of_this_gpu(chips: Iterable[str], path: Path, chip: str) -> None:
         others = ", ".join(sorted(set(chips)))
         raise UsageError(
             f"{path} holds no shape" + (f" recorded on {chip}, only on {others}" if chips else "") + ". Record with "
-            "EAGLE_SLIM_SHAPES on the GPU that is tuned, or tune shapes of other GPUs for this one too (--any-gpu).",
-            path=path, chip=chip,
-        )  # fmt: skip
+            "EAGLE_SLIM_SHAPES on the GPU that is tuned, or tune shapes of other GPUs for this one too (--any-gpu)."
+        )
     if left_out:
         print(f"{left_out} shapes of other GPUs are left out (--any-gpu tunes them for this one)", flush=True)
 

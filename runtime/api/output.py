@@ -88,7 +88,7 @@ class RowsOutput(GenerationOutput, tuple[Tensor, ...]):
     def __getattr__(self, name: str) -> Any:
         # Protocols such as copying are the tuple's own.
         if name.startswith("_") or name == "sequences":
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sequences, name)
 
 

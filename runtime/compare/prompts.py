@@ -43,11 +43,11 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptFileError(f"{path}: cannot be read as a prompt file ({error}).", path=str(path)) from error
+        raise PromptFileError(f"{path}: cannot be read as a prompt file ({error}).") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     listed = _json_list("\n".join(lines), is_json)
     if not numbered or listed == []:
-        raise PromptFileError(f"{path}: the file holds no prompt.", path=str(path), prompts=0)
+        raise PromptFileError(f"{path}: the file holds no prompt.")
     if listed is not None:
         prompts = [_from_value(value, path, item=number) for number, value in enumerate(listed, 1)]
     elif numbered[0][1].lstrip().startswith("{") or (is_json and _is_json(numbered[0][1])):
@@ -79,9 +79,7 @@ def _from_json(line: str, path: Path, number: int) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PromptFileError(
-            f"{path}, line {number}: not a JSON object ({getattr(error, 'msg', error)}).", path=str(path), line=number
-        ) from error
+        raise PromptFileError(f"{path}, line {number}: not a JSON object ({getattr(error, 'msg', error)}).") from error
     return _from_value(value, path, line=number)
 
 
@@ -99,8 +97,8 @@ def _from_value(value: Any, path: Path, **place: int) -> Prompt:
             # JSON's escapes can spell it, but no tokenizer takes it.
             raise PromptFileError(
                 f"{path}, {where}: expected text, found half of a surrogate pair (one of \\ud800 to \\udfff alone).",
-                path=str(path), **place,
-            )  # fmt: skip
+                **place,
+            )
         if prompt is not None:
             return prompt
         found = f'"{key}": {value[key]!r}' if key else f"only {', '.join(map(str, value)) or 'an empty object'}"
@@ -109,8 +107,8 @@ def _from_value(value: Any, path: Path, **place: int) -> Prompt:
     raise PromptFileError(
         f'{path}, {where}: expected "turns" (a list of texts), "messages" (with one of the user), "prompt" or '
         f'"question" (a text), found {found}.',
-        path=str(path), **place,
-    )  # fmt: skip
+        **place,
+    )
 
 
 def _from_turns(turns: Any, category: str, several: bool) -> Prompt | None:

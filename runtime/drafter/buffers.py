@@ -92,16 +92,13 @@ class Buffers:
         if not len(active) == len(new_tokens) == len(prefix):
             raise UsageError(
                 f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
-                f"lists of tokens and {len(prefix)} prefixes.",
-                slots=len(active), lists=len(new_tokens), prefixes=len(prefix),
-            )  # fmt: skip
+                f"lists of tokens and {len(prefix)} prefixes."
+            )
         try:
             active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
         except TypeError as error:
-            raise UsageError(
-                f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.", expected="integers"
-            ) from error
+            raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
         slots = self.keys.shape[0]
         check_active(active, slots)
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
@@ -130,9 +127,7 @@ class Buffers:
         """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
         most = self.new_tokens.shape[1]
         if not 1 <= len(tokens) <= most:
-            raise UsageError(
-                f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.", slot=slot, num_new=len(tokens)
-            )
+            raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
         check_ids(slot, tokens, self.target_vocab)
         check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
 
@@ -159,18 +154,14 @@ def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.
 def check_active(active: Sequence[int], slots: int) -> None:
     """Raise `UsageError` unless active slots are different and there."""
     if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-        raise UsageError(
-            f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
-        )
+        raise UsageError(f"active slots {active} must be different and below {slots}.")
 
 
 def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:
     """Raise `UsageError` for an id that the target does not have."""
     wrong = [token for token in token_ids if not 0 <= token < target_vocab]
     if wrong:
-        raise UsageError(
-            f"Slot {slot}: token id {wrong[0]}; the target has 0 to {target_vocab - 1}.", slot=slot, token=wrong[0]
-        )
+        raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {target_vocab - 1}.")
 
 
 def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:
@@ -178,6 +169,5 @@ def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: 
     if prefix < 0 or prefix + num_new + tree_rows > positions:
         raise UsageError(
             f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
-            f"cache of {positions} positions. Allocate more, or end this sequence.",
-            slot=slot, prefix=prefix, num_new=num_new, positions=positions,
-        )  # fmt: skip
+            f"cache of {positions} positions. Allocate more, or end this sequence."
+        )

@@ -21,26 +21,19 @@ def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence
     if not are_tensors or len(taps) != (3 if separate else 1) or len({_form(tap) for tap in taps}) != 1:
         raise UsageError(
             "Features are one tensor, or three of equal shape, strides and dtype on one device; got "
-            f"{type(X).__name__}.",
-            tensor="features",
+            f"{type(X).__name__}."
         )
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
-        raise UsageError(
-            "Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.", tensor="features"
-        )
+        raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
     shape, width = taps[0].shape, cfg.feature_width // len(taps)
     slots = cfg.num_slots
     if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= cfg.tree.new_tokens_width or shape[2] != width:
         raise UsageError(
             f"Features must be [{slots} slots, 1 to {cfg.tree.new_tokens_width} new tokens, {cfg.feature_width}]; got "
-            f"{[tuple(tap.shape) for tap in taps]}.",
-            tensor="features", found=tuple(shape),
-        )  # fmt: skip
+            f"{[tuple(tap.shape) for tap in taps]}."
+        )
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
-        raise UsageError(
-            f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.",
-            tensor="features", found=taps[0].dtype,
-        )  # fmt: skip
+        raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
     return taps
 
 
@@ -61,22 +54,19 @@ def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     if packed is not None and packed.stream.dtype != cfg.weight_dtype:
         raise UsageError(
             f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
-            f"{cfg.weight_dtype}; take Weights.pack(head, cfg).",
-            field="weight_dtype", found=packed.stream.dtype, expected=cfg.weight_dtype,
-        )  # fmt: skip
+            f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
+        )
     if packed is not None and packed.cos.shape[0] < cfg.max_positions:
         raise UsageError(
             f"The weights are packed for {packed.cos.shape[0]} positions, the configuration has {cfg.max_positions}; "
-            f"take weights.with_positions({cfg.max_positions}).",
-            field="max_positions",
+            f"take weights.with_positions({cfg.max_positions})."
         )
     if packed is not None and not weights.is_fixed_for(cfg.num_tokens):
         raise UsageError(
             f"The head's RoPE scaling depends on the length of the text: the weights have it for {packed.num_tokens} "
             f"tokens, the configuration for {cfg.num_tokens}; take weights.with_positions({cfg.max_positions}, "
-            f"{cfg.num_tokens}).",
-            field="num_tokens", found=packed.num_tokens, expected=cfg.num_tokens,
-        )  # fmt: skip
+            f"{cfg.num_tokens})."
+        )
     bufs.host["fits"] = parts
 
 
@@ -88,20 +78,18 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             weights.head.device, **{name: (getattr(bufs, name), layout[name][1], layout[name][0]) for name in layout}
         )
     except UsageError as error:
-        raise UsageError(f"The buffers are of another configuration: {error} {allocate}", **error.facts) from error
+        raise UsageError(f"The buffers are of another configuration: {error} {allocate}") from error
     width = 0 if bufs.tails is None else bufs.tails.ranks.shape[1]
     if width != cfg.tail_rows:
         raise UsageError(
             f"The buffers have room for {width} rows that join a sequence, the configuration for {cfg.tail_rows}. "
-            f"{allocate}",
-            tensor="tails", found=width, expected=cfg.tail_rows,
-        )  # fmt: skip
+            f"{allocate}"
+        )
     if bufs.tree_rows != cfg.depth * cfg.top_k or bufs.target_vocab != cfg.target_vocab:
         raise UsageError(
             f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
-            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}. {allocate}",
-            tree_rows=bufs.tree_rows, target_vocab=bufs.target_vocab,
-        )  # fmt: skip
+            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}. {allocate}"
+        )
     if weights.packed is None or not bufs.workspace:
         return
     from .workspace import allocate_workspace
@@ -112,9 +100,7 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UsageError(
                 f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}. "
-                f"{allocate}",
-                buffer=name,
-                expected=(like.dtype, tuple(like.shape)),
+                f"{allocate}"
             )
 
 
@@ -123,13 +109,10 @@ def check_step(width: int, bufs: Buffers) -> None:
     slots, count = len(bufs.num_new), int(bufs.active_count)
     active = bufs.active_slots[: max(0, count)].tolist()
     if not 0 <= count <= slots:
-        raise UsageError(f"{count} slots are active, of {slots}.", active=active, slots=slots)
+        raise UsageError(f"{count} slots are active, of {slots}.")
     check_active(active, slots)
     num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
     for slot in active:
         if num_new[slot] > width:
-            raise UsageError(
-                f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.",
-                slot=slot, num_new=num_new[slot], width=width,
-            )  # fmt: skip
+            raise UsageError(f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.")
         bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])

@@ -49,8 +49,8 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
             raise DrafterError(
                 f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
                 "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
-                option="drafter", expected="cuda", found=device.type,
-            )  # fmt: skip
+                option="drafter",
+            )
 
 
 def check_draft_weights(
@@ -67,35 +67,35 @@ def check_draft_weights(
         raise UsageError(
             f"draft_weights = 'bf16', and the model is in {_name(dtype)}. The drafter computes in the model's type and "
             "stores its weights in that or in FP8: leave draft_weights out, or load with dtype = 'bfloat16'.",
-            option="draft_weights", found=dtype, expected=torch.bfloat16,
-        )  # fmt: skip
+            option="draft_weights",
+        )
     if draft_weights != "fp8":
         return
     if drafter not in ("auto", "triton"):
         raise UsageError(
             "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
             f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'.",
-            option="draft_weights", found=drafter, expected="triton",
-        )  # fmt: skip
+            option="draft_weights",
+        )
     if device.type != "cuda":
         raise DrafterError(
             f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}. Leave "
             "draft_weights out.",
-            option="draft_weights", expected="cuda", found=device.type,
-        )  # fmt: skip
+            option="draft_weights",
+        )
     capability = torch.cuda.get_device_capability(device)
     chip = f"sm_{capability[0]}{capability[1]}"
     if capability < _FIRST_WITH_FP8:
         raise DrafterError(
             f"draft_weights = 'fp8' needs a GPU of sm_89 or later; {device} is {chip}. Leave draft_weights out.",
-            option="draft_weights", expected="sm_89", found=chip,
-        )  # fmt: skip
+            option="draft_weights",
+        )
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise UsageError(
             f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}. Leave "
             "draft_weights out, or load with dtype = 'bfloat16'.",
-            option="draft_weights", found=dtype, expected=(torch.bfloat16, torch.float16),
-        )  # fmt: skip
+            option="draft_weights",
+        )
 
 
 def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
@@ -107,22 +107,20 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
     if second_layer:
         raise UnsupportedModelError(
             f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here. Serve it with "
-            "vLLM or SGLang.",
-            tensor=second_layer[0],
+            "vLLM or SGLang."
         )
     if "input_norm.weight" in head.tensors and "fc_norm.0.weight" in head.tensors:
         raise UnsupportedModelError(
             f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first. Take "
-            "out the tensors and the flag of the one that it was trained without.",
-            tensor="input_norm.weight",
+            "out the tensors and the flag of the one that it was trained without."
         )
     activation = str(head.config["hidden_act"])
     if activation not in ACT2FN:
         raise UnsupportedModelError(
             f"{head.location}: hidden_act = {activation!r} is none of transformers' activations. Correct hidden_act in "
             "the head's config.json.",
-            option="activation", found=activation, expected=sorted(ACT2FN),
-        )  # fmt: skip
+            option="activation",
+        )
     if drafter == "triton":
         check_kernel_activation(activation)
     rotary_embedding(head.config)
@@ -158,7 +156,7 @@ def choose_drafter(
             raise DrafterError(
                 f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
                 "draft_weights out.",
-                **{**error.facts, "option": "draft_weights"},
+                option="draft_weights",
             ) from error
         warnings.warn(
             f"drafter = 'auto' drafts with the reference in plain PyTorch, several times slower than the kernel, which "

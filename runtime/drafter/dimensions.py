@@ -77,7 +77,7 @@ class DrafterConfig:
         for name, low in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-                raise misfit(name, f"an integer of at least {low}", value, "field")
+                raise misfit(name, f"an integer of at least {low}", value)
             # NumPy's integers become Python's, which are what is compiled for.
             object.__setattr__(self, name, int(value))
         eps: Any = self.norm_eps
@@ -103,7 +103,7 @@ class DrafterConfig:
             ),
         ):  # fmt: skip
             if not holds:
-                raise misfit(field, expected, getattr(self, field), "field")
+                raise misfit(field, expected, getattr(self, field))
 
     @classmethod
     def of(
@@ -191,9 +191,7 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
 
 
 def _beyond_kernel(field: str, takes: str, found: object, expected: object) -> UsageError:
-    return UsageError(
-        f"The persistent drafter takes {takes}; got {found!r}.", field=field, found=found, expected=expected
-    )
+    return UsageError(f"The persistent drafter takes {takes}; got {found!r}.")
 
 
 def check_kernel_activation(activation: str) -> None:
@@ -202,8 +200,8 @@ def check_kernel_activation(activation: str) -> None:
         raise UnsupportedModelError(
             'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
             f'{activation}. Use drafter="reference".',
-            option="activation", found=activation, expected=sorted(ACTIVATIONS),
-        )  # fmt: skip
+            option="activation",
+        )
 
 
 def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
@@ -212,9 +210,8 @@ def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
         if value != getattr(cfg, name):
             raise UsageError(
                 f"The head has {name} = {value}, the configuration {getattr(cfg, name)}; make it with "
-                "DrafterConfig.of(head, ...).",
-                field=name, found=value, expected=getattr(cfg, name),
-            )  # fmt: skip
+                "DrafterConfig.of(head, ...)."
+            )
 
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:

@@ -155,9 +155,8 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     if params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
             f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
-            "the head for this device.",
-            programs=params.num_programs, num_sms=chip_of(device).num_sms,
-        )  # fmt: skip
+            "the head for this device."
+        )
     count("drafter", packed.launches.is_tuned(cfg))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(params.num_programs,)](

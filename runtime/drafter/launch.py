@@ -55,12 +55,9 @@ def launch_drafter(
     check_parts(cfg, weights, bufs)
     taps = check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
-        raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.", tensor="features")
+        raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
     if weights.head.draft_vocab < cfg.draft_vocab:
-        raise UsageError(
-            f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.",
-            field="draft_vocab", found=cfg.draft_vocab, expected=weights.head.draft_vocab,
-        )  # fmt: skip
+        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
     if backend == "triton":
         _launch_triton(cfg, X, taps[0].shape[1], weights, bufs)
     else:
@@ -97,7 +94,7 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
     """
     follow = weights.head.follow
     if follow is None or bufs.tails is None:
-        raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.", field="follow")
+        raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.")
     _check_slot(cfg, slot)
     check_ids(slot, token_ids, cfg.target_vocab)
     bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
@@ -120,8 +117,7 @@ def timed_out(bufs: Buffers) -> DrafterError:
             bufs.workspace[name].zero_()
     return DrafterError(
         "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
-        "draft is undefined. Is another process using the GPU's SMs exclusively?",
-        buffer="barrier",
+        "draft is undefined. Is another process using the GPU's SMs exclusively?"
     )
 
 
@@ -150,9 +146,8 @@ def prefill_drafter(
     if not are_ids or not isinstance(X, Tensor) or given != ((num_pairs, cfg.feature_width), (num_pairs,)):
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
-            f"got {given[0]} and {given[1]}.",
-            tensor="features" if are_ids else "next_tokens", found=given,
-        )  # fmt: skip
+            f"got {given[0]} and {given[1]}."
+        )
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
@@ -169,32 +164,21 @@ def prefill_drafter(
 
 def _check_slot(cfg: DrafterConfig, slot: int) -> None:
     if not 0 <= slot < cfg.num_slots:
-        raise UsageError(
-            f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).", slot=slot
-        )
+        raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
 
 
 def _launch_triton(
     cfg: DrafterConfig, X: Tensor | Sequence[Tensor], width: int, weights: Weights, bufs: Buffers
 ) -> None:
     if weights.packed is None:
-        raise DrafterError(
-            "backend='triton' needs packed weights: Weights.pack(head, cfg).",
-            backend="triton",
-            missing="packed weights",
-        )
+        raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
     if not bufs.workspace:
-        raise DrafterError(
-            "backend='triton' needs a workspace: allocate_buffers(cfg, weights).", backend="triton", missing="workspace"
-        )
+        raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
     device = bufs.keys.device
     if device.type == "cpu":
         check_step(width, bufs)
     elif (bufs.most_new_tokens() or 0) > width:
-        raise UsageError(
-            f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.",
-            num_new=bufs.most_new_tokens(), width=width,
-        )  # fmt: skip
+        raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.")
     from .kernel_launch import launch
 
     try:
@@ -206,6 +190,5 @@ def _launch_triton(
             raise
         raise DrafterError(
             f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
-            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
-            backend="triton", device=str(device),
-        ) from error  # fmt: skip
+            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
+        ) from error

@@ -44,14 +44,13 @@ class StoredLayout:
     def __post_init__(self) -> None:
         """Raise `DrafterError` for what the kernel would compute wrongly."""
         if not all(1 <= split <= MAX_SPLIT for split in self.split.values()):
-            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.", split=self.split)
+            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.")
         sizes = {**self.chunks, "head_rows": self.head_rows}
         is_power = all(size >= 16 and size & (size - 1) == 0 for size in sizes.values())
         if set(self.chunks) != {"layer", "mlp", "head"} or not is_power:
             raise DrafterError(
-                f"A layout has chunks of layer, mlp and head, and head_rows: powers of two from 16 on; got {sizes}.",
-                chunks=self.chunks, head_rows=self.head_rows,
-            )  # fmt: skip
+                f"A layout has chunks of layer, mlp and head, and head_rows: powers of two from 16 on; got {sizes}."
+            )
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,8 @@ class LaunchParams:
             chunk = self.layout.chunks[name]
             if tile.block_k & (tile.block_k - 1) or (tile.block_k > chunk and name != "head"):
                 raise DrafterError(
-                    f"{name}: tiles of {tile.block_k} columns cannot be read from stored chunks of {chunk}.",
-                    tile=name, block_k=tile.block_k, chunk=chunk,
-                )  # fmt: skip
+                    f"{name}: tiles of {tile.block_k} columns cannot be read from stored chunks of {chunk}."
+                )
 
     @property
     def num_programs(self) -> int:
@@ -162,10 +160,7 @@ def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
     Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
     """
     if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
-        raise DrafterError(
-            f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.",
-            field="weight_dtype", chip=chip.name,
-        )  # fmt: skip
+        raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
     cfg = replace(cfg, num_slots=1)
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
     owned = {**_owned_rows(cfg, split, chip.num_sms), "head": HEAD_ROWS}
@@ -238,7 +233,7 @@ def _choose_tile(cfg: DrafterConfig, name: str, owned: int, chip: Chip, most_col
     largest = largest if most_columns is None else min(largest, most_columns)
     block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
     if block_k == 0:
-        raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.", tile=name)
+        raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.")
     budget = int(chip.shared_bytes * 0.9)
     while block_k > 32 and budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1)) < 4:
         block_k //= 2

@@ -31,9 +31,9 @@ class Weights:
 
     def __post_init__(self) -> None:
         if not isinstance(self.head, HeadWeights):
-            raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.", part="head")
+            raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.")
         if self.packed is not None and self.packed.draft_vocab != self.head.draft_vocab:
-            raise misfit("draft_vocab", self.head.draft_vocab, self.packed.draft_vocab, "field")
+            raise misfit("draft_vocab", self.head.draft_vocab, self.packed.draft_vocab)
 
     @classmethod
     def pack(
@@ -56,7 +56,7 @@ class Weights:
         _check_order(head, order)
         ids = head.draft_to_target
         if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
-            raise misfit("draft_to_target", f"ids of the target, 0 to {cfg.target_vocab - 1}", ids, "tensor")
+            raise misfit("draft_to_target", f"ids of the target, 0 to {cfg.target_vocab - 1}", ids)
         cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
         launches = LaunchTable(cache.layout(cfg, chip), cache, chip)
         launches.get(cfg)  # a miss that is an error is one before anything is packed
@@ -133,9 +133,9 @@ def _check_order(head: HeadWeights, order: Tensor | None) -> None:
         return
     wanted = f"int64 with each of the {head.draft_vocab} rows of the LM head once"
     if not isinstance(order, Tensor):
-        raise misfit("order", wanted, type(order).__name__, "tensor")
+        raise misfit("order", wanted, type(order).__name__)
     if order.device.type == "meta":
         return
     rows = torch.arange(head.draft_vocab, device=order.device)
     if order.dtype != torch.int64 or order.shape != rows.shape or not torch.equal(order.sort().values, rows):
-        raise misfit("order", wanted, (order.dtype, tuple(order.shape)), "tensor")
+        raise misfit("order", wanted, (order.dtype, tuple(order.shape)))

@@ -82,10 +82,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
         scaling.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
     head_dim, rotated = config["head_dim"], rotary_dim(config)
     if head_dim % 2:
-        raise UnsupportedModelError(
-            f"The head's head_dim = {head_dim} is odd; RoPE rotates two values together.",
-            field="head_dim", found=head_dim,
-        )  # fmt: skip
+        raise UnsupportedModelError(f"The head's head_dim = {head_dim} is odd; RoPE rotates two values together.")
 
     # transformers before 5 looks for longrope's beside the scaling alone.
     length = "original_max_position_embeddings"
@@ -118,9 +115,8 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"The head's RoPE scaling {scaling or None} with rope_theta = {config['rope_theta']} cannot be initialised "
-            f"({type(error).__name__}: {error}). Correct rope_scaling in the head's config.json.",
-            field="rope_scaling", found=kind,
-        ) from error  # fmt: skip
+            f"({type(error).__name__}: {error}). Correct rope_scaling in the head's config.json."
+        ) from error
 
 
 def rotary_dim(config: Mapping[str, Any]) -> int:
@@ -133,9 +129,8 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
     if rotated < 2 or rotated % 2:
         raise UnsupportedModelError(
             f"The head's partial_rotary_factor = {factor!r} rotates {rotated} of {head_dim} values; expected an even "
-            "number of them. Correct it in the head's config.json.",
-            field="partial_rotary_factor", found=factor,
-        )  # fmt: skip
+            "number of them. Correct it in the head's config.json."
+        )
     return rotated
 
 

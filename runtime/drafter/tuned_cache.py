@@ -67,8 +67,7 @@ class TunedCache:
         except (OSError, ValueError, TypeError, AttributeError, KeyError, DrafterError) as error:
             raise DrafterError(
                 f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
-                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
-                path=path,
+                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED)."
             ) from error
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
@@ -90,9 +89,8 @@ class TunedCache:
             raise DrafterError(
                 f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Record "
                 "shapes with EAGLE_SLIM_SHAPES=FILE and without EAGLE_SLIM_STRICT, then run python -m "
-                "eagle_slim.runtime.tune FILE on this GPU.",
-                key=key, path=tuned_path(),
-            )  # fmt: skip
+                "eagle_slim.runtime.tune FILE on this GPU."
+            )
         logger.info("No tuned launch parameters of the drafter for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
@@ -204,7 +202,7 @@ def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: shapes cannot be read ({error}).", path=path) from error
+        raise UsageError(f"{path}: shapes cannot be read ({error}).") from error
     found: dict[tuple[str, DrafterConfig], None] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -217,9 +215,8 @@ def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error}). Expected a "
-                "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line.",
-                path=path, line=number,
-            ) from error  # fmt: skip
+                "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
+            ) from error
     return list(found)
 
 
@@ -236,6 +233,5 @@ def _record(line: dict[str, Any]) -> None:
             file.write((json.dumps(line) + "\n").encode())
     except OSError as error:
         raise DrafterError(
-            f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder.",
-            path=name,
+            f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder."
         ) from error

@@ -66,20 +66,20 @@ class HeadWeights:
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
         if self.embedding.dim() != 2 or self.embedding.shape[1] != hidden:
-            raise misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape), "tensor")
+            raise misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape))
         if self.lm_head.dim() != 2 or self.lm_head.shape[1] != hidden:
-            raise misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape), "tensor")
+            raise misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape))
         if ids.dtype != torch.int64 or ids.shape != self.lm_head.shape[:1]:
-            raise misfit("draft_to_target", f"int64 [{self.draft_vocab}]", f"{ids.dtype} {tuple(ids.shape)}", "tensor")
+            raise misfit("draft_to_target", f"int64 [{self.draft_vocab}]", f"{ids.dtype} {tuple(ids.shape)}")
         for name, tensor in {"embedding": self.embedding, "draft_to_target": ids, **self.tensors}.items():
             if tensor.device != self.device or (tensor is not ids and tensor.dtype != self.dtype):
                 found = f"{tensor.dtype} on {tensor.device}"
-                raise misfit(name, f"{self.dtype} on {self.device}, as lm_head", found, "tensor")
+                raise misfit(name, f"{self.dtype} on {self.device}, as lm_head", found)
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
-                raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
+                raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
 
     @property
     def tap_norms(self) -> list[str]:
@@ -172,8 +172,8 @@ def choose_draft_ids(
         raise UsageError(
             f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
             f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab.",
-            option="draft_vocab", missing="ranking", found=draft_vocab,
-        )  # fmt: skip
+            option="draft_vocab",
+        )
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
         trained = len(available)
@@ -181,8 +181,8 @@ def choose_draft_ids(
         raise UsageError(
             f"draft_vocab = {draft_vocab} is outside {smallest} (the forced ids) to {count} (all rows of this head)."
             + (larger if count < draft_vocab <= trained else ""),
-            option="draft_vocab", expected=(smallest, count), found=draft_vocab,
-        )  # fmt: skip
+            option="draft_vocab",
+        )
     return np.sort(rank_order[:draft_vocab])
 
 
@@ -193,8 +193,8 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
         raise UsageError(
             f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
             f"(first: {missing[0]}). Rank among the head's own ids.",
-            option="draft_vocab", ids=missing.tolist(),
-        )  # fmt: skip
+            option="draft_vocab",
+        )
 
 
 def load_head_weights(
@@ -284,8 +284,7 @@ def gather_target_rows(
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
             f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}. Load the "
-            "target with an LM head of a floating-point type.",
-            tensor="lm_head.weight", found=target.lm_head.dtype,
-        )  # fmt: skip
+            "target with an LM head of a floating-point type."
+        )
     rows = torch.from_numpy(ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(device, dtype)

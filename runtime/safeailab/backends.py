@@ -136,7 +136,7 @@ def fused_draft_token_generation(
         expected = "an NVIDIA GPU of sm_80 (Ampere) or later"
         found = f"sm_{capability[0]}{capability[1]}" if has_gpu else f"none for a model on {device}"
         hint = 'Move the model to one, or pass drafter="reference" to run in plain PyTorch, slowly.'
-        raise GPUAssertionError(f"Expected {expected}, found {found}. {hint}", expected=expected, found=found)
+        raise GPUAssertionError(f"Expected {expected}, found {found}. {hint}")
     if isinstance(model, SpeculativeModel) and draft_weights != "auto":
         raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
     how = {"drafter": drafter, "draft_weights": draft_weights}

@@ -86,28 +86,24 @@ class LayerPatch:
         if hidden_states.dim() != 3 or input_ids.dim() != 2 or hidden_states.shape[0] != 1 or input_ids.shape[0] != 1:
             raise UsageError(
                 f"topK_genrate takes one sequence: hidden_states [1, new, width] and input_ids [1, seq]; got "
-                f"{tuple(hidden_states.shape)} and {tuple(input_ids.shape)}.",
-                argument="hidden_states", found=(tuple(hidden_states.shape), tuple(input_ids.shape)),
-            )  # fmt: skip
+                f"{tuple(hidden_states.shape)} and {tuple(input_ids.shape)}."
+            )
         new = input_ids.shape[1] - 1 - self.session.length
         if new < 1 or hidden_states.shape[1] != new:
             raise UsageError(
                 f"{input_ids.shape[1]} ids make {input_ids.shape[1] - 1} pairs, of which stable_kv holds "
                 f"{self.session.length}: expected hidden_states of {max(new, 1)} tokens, got {hidden_states.shape[1]}. "
-                "Call reset_kv() when a new prompt begins.",
-                argument="hidden_states", expected=new, found=hidden_states.shape[1],
-            )  # fmt: skip
+                "Call reset_kv() when a new prompt begins."
+            )
         weight = self.layer.embed_tokens.weight
         own = self.session.head.embedding
         if (weight.device, weight.dtype) != (own.device, own.dtype):
             raise DrafterError(
                 f"The model was moved after it was patched: to {weight.dtype} on {weight.device}, from {own.dtype} on "
-                f"{own.device}. Unpatch it, move it, and patch it again.",
-                expected=str(own.device), found=str(weight.device),
-            )  # fmt: skip
+                f"{own.device}. Unpatch it, move it, and patch it again."
+            )
         if self.kind == "eagle" and head is not self.lm_head:
             raise UsageError(
                 "This EAGLE-1/2 head was patched with the LM head of its own target; topK_genrate was given another. "
-                "Unpatch the model to draft with it.",
-                argument="head",
+                "Unpatch the model to draft with it."
             )

@@ -60,8 +60,8 @@ class TreeForward:
             raise UsageError(
                 f"The fused forward takes trees that branch to {REACH} levels; depth = {tree.depth} gives {deepest}. "
                 "Lower ea_layer.depth, or patch the model with target_backend='upstream'.",
-                option="depth", expected=REACH, found=deepest,
-            )  # fmt: skip
+                option="depth",
+            )
         self.data = data
         self._target, self._trees = target, trees
         self._cache = KVCache.over(data[0::2], data[1::2])

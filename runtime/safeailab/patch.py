@@ -76,8 +76,8 @@ def patch_ea_model_with_triton_drafter(
         if drafter not in BACKENDS:
             raise UsageError(
                 "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out.",
-                option="use_triton", found=drafter,
-            )  # fmt: skip
+                option="use_triton",
+            )
         drafter = "reference"
     EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False).apply()
     return model

@@ -37,29 +37,27 @@ def check_ea_model(model: Any) -> None:
         raise UsageError(
             f"Expected a loaded EaModel of SafeAILab's EAGLE (with {' and '.join(_MODEL)}, and ea_layer.topK_genrate); "
             f"got {type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained.",
-            option="model", expected="EaModel", found=type(model).__name__,
-        )  # fmt: skip
+            option="model",
+        )
     layer = model.ea_layer
     missing = [name for name in _LAYER if not hasattr(layer, name)]
     if missing:
         raise UnsupportedModelError(
             f"{type(layer).__name__} has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) "
-            "have. docs/upstream.md names the versions that are known to work.",
-            attribute=missing[0], found=type(layer).__name__,
-        )  # fmt: skip
+            "have. docs/upstream.md names the versions that are known to work."
+        )
     config = _block(layer).self_attn.config
     places = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(places) > 1:
         raise UnsupportedModelError(
             f"This EaModel lies on {', '.join(places)}. The persistent drafter and the step's kernels run on one "
-            "device: load it with device_map=\"cuda:0\", or leave it as it is.",
-            option="device_map", found=places,
-        )  # fmt: skip
+            'device: load it with device_map="cuda:0", or leave it as it is.',
+            option="device_map",
+        )
     if config.pretraining_tp > 1:
         raise UnsupportedModelError(
-            f"The head's pretraining_tp is {config.pretraining_tp}; expected 1.",
-            option="pretraining_tp", expected=1, found=config.pretraining_tp,
-        )  # fmt: skip
+            f"The head's pretraining_tp is {config.pretraining_tp}; expected 1.", option="pretraining_tp"
+        )
 
 
 def kind_of(layer: Any) -> str:
@@ -72,14 +70,10 @@ def kind_of(layer: Any) -> str:
     if not hasattr(layer, "layers"):
         raise UnsupportedModelError(
             f"{type(layer).__name__} is of neither kind: expected midlayer, norm and lm_head (EAGLE-3, cnets.Model) or "
-            "layers (EAGLE-1/2, cnets1.Model).",
-            attribute="midlayer", found=type(layer).__name__,
-        )  # fmt: skip
+            "layers (EAGLE-1/2, cnets1.Model)."
+        )
     if len(layer.layers) != 1:
-        raise UnsupportedModelError(
-            f"The head has {len(layer.layers)} decoder layers; the drafter runs one.",
-            attribute="layers", expected=1, found=len(layer.layers),
-        )  # fmt: skip
+        raise UnsupportedModelError(f"The head has {len(layer.layers)} decoder layers; the drafter runs one.")
     return "eagle"
 
 
@@ -102,9 +96,8 @@ def trained_ids(model: Any) -> NDArray[np.int64]:
     if len(np.unique(ids)) != rows or ids.min() < 0 or ids.max() >= vocab:
         raise PairingError(
             f"The head's d2t must hold offsets that give each of its {rows} rows another id below {vocab}; got "
-            f"{len(np.unique(ids))} different ids from {ids.min()} to {ids.max()}. Was the checkpoint read whole?",
-            tensor="d2t", expected=rows, found=len(np.unique(ids)),
-        )  # fmt: skip
+            f"{len(np.unique(ids))} different ids from {ids.min()} to {ids.max()}. Was the checkpoint read whole?"
+        )
     return ids.astype(np.int64)
 
 
@@ -169,9 +162,8 @@ def rotary_of(module: Any, device: torch.device) -> RotaryEmbedding:
     if "Dynamic" in type(module).__name__:
         raise UnsupportedModelError(
             "The head uses dynamic RoPE scaling, which recomputes frequencies as the text grows, so keys already "
-            "cached would be wrong. Use a head without it, or with linear scaling.",
-            field="rope_scaling", found="dynamic",
-        )  # fmt: skip
+            "cached would be wrong. Use a head without it, or with linear scaling."
+        )
     exponents = torch.arange(0, module.dim, 2, dtype=torch.int64).float() / module.dim
     frequencies = 1.0 / (module.base**exponents) / getattr(module, "scaling_factor", 1.0)
     return RotaryEmbedding(frequencies.to(device), 1.0)

@@ -175,7 +175,6 @@ def _check_kv(kv: StableKV, kv_heads: int, head_dim: int) -> tuple[Tensor, Tenso
     if not fits:
         raise UsageError(
             f"stable_kv must be None or ((keys, values),), both [1, {kv_heads}, length, {head_dim}], as topK_genrate "
-            f"leaves it; got {found}.",
-            attribute="stable_kv", expected=(1, kv_heads, None, head_dim), found=found,
-        )  # fmt: skip
+            f"leaves it; got {found}."
+        )
     return keys, values

@@ -287,9 +287,8 @@ def _check_loop(model_class: type, name: str) -> None:
         raise UnsupportedModelError(
             f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. docs/upstream.md names "
             "the versions of SafeAILab's EAGLE that are known to work; patch_ea_model_with_triton_drafter replaces "
-            "the drafter alone.",
-            method=name, missing=missing[0],
-        )  # fmt: skip
+            "the drafter alone."
+        )
 
 
 _NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)

@@ -39,19 +39,19 @@ def choose_ids(
     ids that the head does not have; `VocabularyError` and `TokenizerError` as the files' readers do.
     """
     if counts is not None and token_map is not None:
-        raise UsageError("counts and token_map exclude each other: give one ranking.", options=["counts", "token_map"])
+        raise UsageError("counts and token_map exclude each other: give one ranking.")
     if isinstance(draft_vocab, str | Path):
         if counts is not None or token_map is not None:
             raise UsageError(
                 f"draft_vocab = {str(draft_vocab)!r} names a ranking, and another was given with it: give one.",
-                option="draft_vocab", found=str(draft_vocab),
-            )  # fmt: skip
+                option="draft_vocab",
+            )
         if is_counts_file(draft_vocab):
             raise UsageError(
                 f"{draft_vocab} holds counts, which do not say how many ids to keep. Give draft_vocab=N and "
                 f"counts={str(draft_vocab)!r}.",
-                option="draft_vocab", missing="size",
-            )  # fmt: skip
+                option="draft_vocab",
+            )
         draft_vocab, token_map = None, draft_vocab
     available = np.sort(trained_ids(model))
     if isinstance(draft_vocab, DraftVocab):
@@ -70,8 +70,8 @@ def choose_ids(
     if size not in (None, len(available)):
         raise UsageError(
             f"draft_vocab = {size} needs a ranking of the ids: give counts=, token_map=, or a DraftVocab.",
-            option="draft_vocab", missing="ranking", found=size,
-        )  # fmt: skip
+            option="draft_vocab",
+        )
     return None
 
 
@@ -98,9 +98,8 @@ def _ranked_by_counts(
 ) -> NDArray[np.int64] | None:
     if size is None:
         raise UsageError(
-            "counts rank the ids and do not say how many to keep: give draft_vocab=N with them.",
-            option="draft_vocab", missing="size",
-        )  # fmt: skip
+            "counts rank the ids and do not say how many to keep: give draft_vocab=N with them.", option="draft_vocab"
+        )
     if size == len(available):
         return None
     loaded = counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts)

@@ -65,9 +65,8 @@ class Checks:
             at, left = f", {label} {left % size}{at}", left // size
         raise CheckError(
             f"EAGLE_SLIM_CHECK: after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}. What "
-            "follows of this step is undefined.",
-            phase=phase, slot=int(slot), what=what, found=value, expected=expected,
-        )  # fmt: skip
+            "follows of this step is undefined."
+        )
 
 
 def checks_wanted() -> bool:

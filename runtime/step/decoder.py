@@ -167,8 +167,8 @@ class Decoder:
             raise UsageError(
                 f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
                 f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
-                option="depth", expected=REACH - 1, found=self.longest - 2,
-            )  # fmt: skip
+                option="depth",
+            )
         self._allocate_slots(drafter, cache.capacity)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)

@@ -87,8 +87,8 @@ class Decoders:
             "and answers (max_new_tokens, max_model_len) or the trees' size (total_tokens); draft_weights='fp8', a "
             "smaller draft_vocab and fewer other programs on the device leave more, too. What this call held is free "
             "again.",
-            option="max_slots", device=str(self.model.device),
-        )  # fmt: skip
+            option="max_slots",
+        )
 
     @property
     def has_graphs(self) -> bool:

@@ -70,6 +70,6 @@ def choose_forward(
     if reason is not None:
         raise UnsupportedModelError(
             f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}.",
-            option="target_backend", reason=reason,
-        )  # fmt: skip
+            option="target_backend",
+        )
     return Choice("fused", "asked for")

@@ -26,17 +26,16 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
     """
     if is_missing_folder(str(given)):
         raise UsageError(
-            f"Target {given}: there is no such folder. Expected a folder or a Hub repository (name/model).",
-            target=str(given), missing="folder",
-        )  # fmt: skip
+            f"Target {given}: there is no such folder. Expected a folder or a Hub repository (name/model)."
+        )
     folder = Path(given).expanduser()
     if folder.is_dir():
         if is_draft_head(folder):
             raise UsageError(
                 f"{given} is a draft head, not a target. Name it with head= (on the command line as HEAD), and leave "
                 "the target out or name the model that the head belongs to.",
-                target=str(given), option="head",
-            )  # fmt: skip
+                option="head",
+            )
         return folder
     if str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline()) and not _is_cached(given):
         warnings.warn(
@@ -63,9 +62,8 @@ def recorded_target(name: str, head_folder: Path) -> Path:
     variable = f"in {MODELS_FOLDER} ({models})" if models else f"in {MODELS_FOLDER} (which is not set)"
     raise UsageError(
         f"Head {head_folder} was converted with the target folder {name!r}, which is neither beside it ({places[0]}) "
-        f"nor {variable}. Name the target (--target, or target= in Python).",
-        head=str(head_folder), missing=name,
-    )  # fmt: skip
+        f"nor {variable}. Name the target (--target, or target= in Python)."
+    )
 
 
 def is_draft_head(folder: Path) -> bool:

@@ -35,8 +35,7 @@ class GenerationLock:
             if self._call.locked():
                 raise UsageError(
                     "generate() was called from its own streamer while the model is generating. Let that answer end "
-                    "first.",
-                    held_by="this thread",
+                    "first."
                 )
             with self._call:
                 yield

@@ -140,8 +140,8 @@ class TargetModel:
                 raise UsageError(
                     f"The target's {name} was {value} when this model was built from it, and is {sizes[name]} now. "
                     "Change it back, or build the model again with from_pretrained.",
-                    option=name, expected=value, found=sizes[name],
-                )  # fmt: skip
+                    option=name,
+                )
         autocast = autocast_of(self.device.type)
         backend = choose_target_backend(self._asked, model, autocast, self._fused_on)
         if backend.is_loss and backend.reason not in self._warned:

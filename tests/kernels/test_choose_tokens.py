@@ -29,7 +29,7 @@ from eagle_slim.runtime.target.kernels.machine import NO_FUSION
 from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
 from scipy import stats
 from support.noise import exponentials, splitmix
-from support.raising import raises
+from support.raising import raises, raises_with
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -355,8 +355,8 @@ def test_refused() -> None:
         (4, out.long(), "out"),
         (5, choice_scratch(1, 5, 50, "cpu"), "best_score"),
     ]:
-        with raises(UsageError, tensor=named):
+        with raises_with(UsageError, named):
             choose_tokens(*arguments[:place], wrong, *arguments[place + 1 :])
     wide = torch.zeros(1, 1 << 19)
-    with raises(UsageError, vocab=1 << 19):
+    with raises(UsageError):
         choose_tokens(wide, *arguments[1:4], out[:1, :1], scratch)

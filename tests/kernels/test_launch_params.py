@@ -126,12 +126,12 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
 def test_layouts_beyond_the_kernels_are_refused() -> None:
     params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
     values = vars(params.layout)
-    with raises(DrafterError, split={**params.layout.split, "o": 8}):
+    with raises(DrafterError):
         StoredLayout(**{**values, "split": {**params.layout.split, "o": 8}})
-    with raises(DrafterError, head_rows=100):
+    with raises(DrafterError):
         StoredLayout(**{**values, "head_rows": 100})
     tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}
-    with raises(DrafterError, tile="mlp", block_k=128, chunk=64):
+    with raises(DrafterError):
         replace(params, tiles=tiles)
 
 
@@ -154,13 +154,13 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, True]
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     assert cache.find(cfg, chip)[1]
-    with raises(DrafterError, key=cache_key(replace(cfg, num_slots=1), chip)):
+    with raises(DrafterError):
         cache.find(replace(cfg, num_slots=1), chip)
     path.write_text('{"chip": "sm_90"}\n')
-    with raises(UsageError, path=path, line=1):
+    with raises(UsageError):
         read_shapes(path)
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(tmp_path / "missing" / "shapes.json"))
-    with raises(DrafterError, path=str(tmp_path / "missing" / "shapes.json")):
+    with raises(DrafterError):
         cache.find(replace(cfg, num_slots=2), chip)
 
 
@@ -203,7 +203,7 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tuned.json").write_text(text)
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
-    with raises(DrafterError, path=tmp_path / "tuned.json") as refused:
+    with raises(DrafterError) as refused:
         open_tuned_cache()
     assert "EAGLE_SLIM_TUNED" in str(refused.value)
 

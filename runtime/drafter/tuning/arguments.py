@@ -43,4 +43,4 @@ def check_output(path: Path, option: str) -> None:
     while not place.exists() and place != place.parent:
         place = place.parent
     if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-        raise UsageError(f"{path} cannot be written. Name a file in a folder of yours with {option}.", path=path)
+        raise UsageError(f"{path} cannot be written. Name a file in a folder of yours with {option}.")

@@ -228,13 +228,12 @@ def _check(logits: Tensor, trees: Trees, state: ChoiceState, out: Tensor, scratc
     if out.dim() != 2 or logits.dim() != 2 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UsageError(
             f"logits must be bfloat16, float16 or float32 [places * nodes, vocab] and out [places, nodes]; got "
-            f"{logits.dtype} {list(logits.shape)} and {list(out.shape)}.",
-            tensor="logits",
+            f"{logits.dtype} {list(logits.shape)} and {list(out.shape)}."
         )
     places, nodes = out.shape
     vocab = logits.shape[1]
     if not 1 <= vocab < MAX_VOCAB:
-        raise UsageError(f"vocab must be 1 to {MAX_VOCAB - 1}; got {vocab}.", vocab=vocab)
+        raise UsageError(f"vocab must be 1 to {MAX_VOCAB - 1}; got {vocab}.")
     rows, words, slots = places * nodes, num_words(vocab), trees.active_slots.numel()
     nodes_of_slots = (torch.int64, (slots, nodes))
     check_tensors(

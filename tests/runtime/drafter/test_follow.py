@@ -14,7 +14,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import draft, random_head, union_head, with_follow
-from support.raising import raises
+from support.raising import raises, raises_with
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -66,7 +66,7 @@ def test_a_draft_is_that_of_a_head_of_base_and_tail(kind: str) -> None:
 def test_rows_of_another_head_are_refused() -> None:
     head = with_follow(random_head(), 60)
     for other in (random_head(dtype=torch.float16), random_head(hidden=48, heads=3, kv_heads=3)):
-        with raises(UsageError, tensor="follow"):
+        with raises(UsageError):
             replace(other, follow=head.follow)
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_followed_is_refused(
     tmp_path: Path, options: dict[str, object], facts: dict[str, object]
 ) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         SpeculativeModel.from_pretrained(target, head, **TREE, **options)  # type: ignore[arg-type]
-    with raises(UsageError, **facts):
+    with raises_with(UsageError, *map(str, facts.values())):
         SpeculativeModel.from_pretrained(target, head, **TREE).with_follow(**options)  # type: ignore[arg-type]

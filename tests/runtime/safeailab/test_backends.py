@@ -36,24 +36,24 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 def test_names_and_functions_are_checked(drafts: list[None]) -> None:
     for name, draft in (("triton", draft_ref), ("reference", None), ("mine", draft_ref), ("", None)):
-        with raises(UsageError, option="name", found=name):
+        with raises(UsageError, option="name"):
             runtime.register_triton_backend(name, draft)
     for draft, draft_weights in ((3, "auto"), (draft_ref, "fp8")):
         with raises(UsageError, option="draft"):
             runtime.register_triton_backend("new", draft, draft_weights=draft_weights)  # type: ignore[arg-type]
-    with raises(UsageError, option="draft_weights", found="int4"):
+    with raises(UsageError, option="draft_weights"):
         runtime.register_triton_backend("new", draft_weights="int4")
     runtime.register_triton_backend()
-    with raises(UsageError, option="name", found="triton"):
+    with raises(UsageError, option="name"):
         runtime.register_triton_backend(draft_weights="fp8")
     runtime.register_triton_backend(draft_weights="fp8", overwrite=True)
     assert runtime.registered_backends() == ("reference", "triton", "mine")
-    with raises(UsageError, option="backend", found="other", expected=runtime.registered_backends()):
+    with raises(UsageError, option="backend"):
         frontier_generate(object(), [1], backend="other")
-    with raises(UsageError, option="model", found="Linear"):
+    with raises(UsageError, option="model"):
         frontier_generate(torch.nn.Linear(2, 2), [1])
     runtime.unregister_backend("mine")
-    with raises(UsageError, option="name", found="mine"):
+    with raises(UsageError, option="name"):
         runtime.unregister_backend("mine")
 
 
@@ -111,7 +111,7 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, drafts: list[None])
         assert [patch.layer.layer for patch in kept_on(model)] == [layer, layer], "built once for a layer and backend"
     assert drafts
     runtime.register_triton_backend("fp8", draft_weights="fp8")
-    with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
+    with raises(DrafterError, option="draft_weights"):
         frontier_generate(model, prompt(model), backend="fp8")
     wanted = model.eagenerate(prompt(model), max_new_tokens=12)
     found = fused_draft_token_generation(model, prompt(model), max_new_tokens=12, drafter="reference")
@@ -141,10 +141,10 @@ def test_features_alone_draft_a_tree(drafts: list[None]) -> None:
     for parts in ({}, {"weights": weights}, {"weights": weights, "bufs": bufs, "max_new_tokens": 3}):
         with raises(UsageError, option="model"):
             frontier_generate(config, features_concat, backend="mine", **parts)
-    with raises(UsageError, option="model", found="Linear"):
+    with raises(UsageError, option="model"):
         frontier_generate(torch.nn.Linear(2, 2), [1], weights=weights)
     runtime.register_triton_backend("fp8", draft_weights="fp8")
-    with raises(UsageError, option="backend", found="fp8"):
+    with raises(UsageError, option="backend"):
         frontier_generate(config, features_concat, weights=weights, bufs=bufs, backend="fp8")
 
 
@@ -170,9 +170,9 @@ def test_one_call_says_what_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     for model, has_gpu, found in ((torch.nn.Linear(2, 2), True, "cpu"), (None, False, "cuda"), (None, True, "sm_75")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        with raises(GPUAssertionError, expected="an NVIDIA GPU of sm_80 (Ampere) or later") as caught:
+        with raises(GPUAssertionError) as caught:
             fused_draft_token_generation(model, [1, 2])
-        assert found in caught.value.facts["found"]
+        assert found in str(caught.value)
         assert 'drafter="reference"' in str(caught.value)
     assert isinstance(caught.value, DrafterError)
 

@@ -69,7 +69,7 @@ def test_wrong_drafts_are_named(tmp_path: Path, name: str) -> None:
     model = build(tmp_path, drafter=spoil_draft(spoil))
     with pytest.raises(CheckError, match="after draft, " + re.escape(message)) as caught:
         model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
-    assert caught.value.facts["phase"] == "draft"
+    assert "after draft" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["logits", "features"])

@@ -198,7 +198,7 @@ def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
         def end(self) -> None:
             pass
 
-    with raises(UsageError, held_by="this thread"):
+    with raises(UsageError):
         model.generate(PROMPTS[0], max_new_tokens=8, streamer=Streamer())
     assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
 

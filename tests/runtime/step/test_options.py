@@ -336,11 +336,10 @@ def test_an_end_in_every_form(model: SpeculativeModel, eos: Any) -> None:
 
 def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
-    expected = {"dtype": torch.float32, "device": "cpu"}
     for options in ({"dtype": torch.float16}, {"dtype": "bfloat16"}, {"dtype": "float7"}, {"device": "meta"}):
-        with raises(UsageError, option=next(iter(options)), expected=expected[next(iter(options))]):
+        with raises(UsageError, option=next(iter(options))):
             SpeculativeModel.from_pretrained(target, head, **options)
-    with raises(UsageError, option="device", found="gpu"):
+    with raises(UsageError, option="device"):
         SpeculativeModel.from_pretrained(target, head, device="gpu")
     SpeculativeModel.from_pretrained(target, head, dtype="float32", device="cpu")
 
@@ -348,7 +347,7 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_type_to_load_in(tmp_path: Path) -> None:
     target, head = write_pair(tmp_path)
     for wrong in ("float7", "int8", "Tensor", "torch.float32", 7, torch.int8, torch.float8_e4m3fn):
-        with raises(UsageError, option="dtype", found=wrong):
+        with raises(UsageError, option="dtype"):
             SpeculativeModel.from_pretrained(target, head, dtype=wrong)
     for dtype in ("bfloat16", torch.bfloat16):
         assert SpeculativeModel.from_pretrained(target, head, dtype=dtype).target.dtype == torch.bfloat16
@@ -358,7 +357,7 @@ def test_a_number_of_rows_in_numpys_form(tmp_path: Path) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
     assert SpeculativeModel.from_pretrained(target, head, draft_vocab=np.int64(24)).draft_vocab == 24
     for wrong in ("full", 24.0):
-        with raises(UsageError, option="draft_vocab", found=wrong):
+        with raises(UsageError, option="draft_vocab"):
             SpeculativeModel.from_pretrained(target, head, draft_vocab=wrong)
 
 

@@ -81,5 +81,5 @@ def test_a_converted_head_drafts_as_its_rows_do_unconverted(
     smaller = converted.with_draft_vocab(1024)
     expected = full.with_draft_vocab(1024)
     assert torch.equal(smaller.drafter.weights.draft_to_target, expected.drafter.weights.draft_to_target)
-    with raises(UsageError, option="draft_vocab", found=2049):
+    with raises(UsageError, option="draft_vocab"):
         converted.with_draft_vocab(2049)
