@@ -7,20 +7,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from eagle_slim.runtime.drafter.kernels.ancestor_attention import (
-    AttentionParts,
-    AttentionShape,
-    KVCache,
-    Rope,
-    attend_unit,
-    cache_at,
-    heads_per_attention_unit,
-    merge_parts,
-    parts_at,
-    query_place,
-    unit_of,
-)
-from eagle_slim.runtime.drafter.kernels.frontier import ROWS, Frontier, choose_frontier
 from eagle_slim.runtime.drafter.kernels.gated_mlp import MlpShape, gated_mlp
 from eagle_slim.runtime.drafter.kernels.grid_barrier import grid_barrier, leave_grid
 from eagle_slim.runtime.drafter.kernels.lm_topk import (
@@ -41,8 +27,7 @@ from eagle_slim.runtime.drafter.kernels.packing import (
     cut_tiles,
     rows_per_program,
 )
-from eagle_slim.runtime.drafter.kernels.row_operands import RowShape, norm_factor, write_taps
-from eagle_slim.runtime.drafter.kernels.selection import LOWEST_KEY, order_key
+from eagle_slim.runtime.drafter.kernels.selection import LOWEST_KEY
 from eagle_slim.runtime.drafter.kernels.tree_build import (
     TreeCandidates,
     TreeOutputs,
@@ -86,34 +71,6 @@ def gated_mlp_on_device(
         x, factor, stream.contiguous(), biases, out, rows, block_m, shape, Tile(block_n, block_k, 2), num_warps=8
     )
     return out
-
-
-@triton.jit
-def _frontier_kernel(
-    score_ptr, key_ptr, level, num_nodes, first_candidate, frontier, chain_ptr, next_chain_ptr, SELECT: tl.constexpr
-):
-    MAX_K: tl.constexpr = SELECT.max_k
-    place = tl.arange(0, SELECT.pairs)
-    node = place // MAX_K
-    child = place % MAX_K
-    real = (node < num_nodes) & (child < SELECT.top_k)
-    candidate = node * SELECT.top_k + child
-    score = tl.load(score_ptr + candidate, mask=real, other=0.0)
-    tl.store(key_ptr + place, tl.where(real, order_key(score, candidate), LOWEST_KEY))
-    tl.debug_barrier()
-    choose_frontier(key_ptr, num_nodes, first_candidate, level, frontier, chain_ptr, next_chain_ptr, SELECT)
-
-
-def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -> tuple[Frontier, Tensor]:
-    """Choose the next level's nodes; arguments as `frontier_ref`, ``top_k`` 1 to 16."""
-    nodes = 1 if level == 0 else top_k
-    select = Selection.of(top_k, 16, 16, 1)
-    keys = torch.empty(select.pairs, dtype=torch.int64, device=scores.device)
-    frontier = Frontier(scores.new_empty(16), *(chains.new_empty(16) for _ in range(3)))
-    longer = torch.empty_like(chains)
-    first = 0 if level == 0 else top_k + (level - 1) * top_k**2
-    _frontier_kernel[(1,)](scores, keys, level, nodes, first, frontier, chains, longer, select, num_warps=8)
-    return Frontier(*(field[:top_k] for field in frontier)), longer[:top_k]
 
 
 @triton.jit
@@ -187,62 +144,6 @@ def lm_head_topk(
 
 
 @triton.jit
-def _attention_kernel(
-    qkv_ptr, norm_ptr, cache, rope, chain_ptr, parts, prefix_ptr, num_new_ptr, level, SHAPE: tl.constexpr
-):
-    group = tl.program_id(0)
-    num_parts = tl.num_programs(1)
-    slot, unit = unit_of(group, tl.program_id(1), num_parts, SHAPE)
-    attend_unit(
-        qkv_ptr + slot * ROWS * SHAPE.qkv_size, norm_ptr, cache_at(cache, slot.to(tl.int64), unit.kv_head), rope,
-        chain_ptr + slot * ROWS * SHAPE.max_depth, parts_at(parts, group.to(tl.int64) * num_parts, SHAPE), unit,
-        tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot), level + slot * 0, SHAPE, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _merge_parts_kernel(parts, out_ptr, num_parts, SHAPE: tl.constexpr):
-    slot, node = tl.program_id(0), tl.program_id(1)
-    head = tl.program_id(2) + tl.arange(0, 1)
-    group, row = query_place(slot, node, head, SHAPE)
-    merge_parts(
-        parts, group.to(tl.int64) * num_parts, row, head * 0 + num_parts, head >= 0,
-        out_ptr, head * 0 + slot * ROWS + node, head, SHAPE,
-    )  # fmt: skip
-
-
-def ancestor_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
-    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
-    num_parts: int = 1, block_t: int = 64, window: int | None = None, norms: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Attend one pass of drafted nodes, and append their keys and values to the cache.
-
-    Arguments as `ancestor_attention_ref`. Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not
-    query are undefined. The caller sees to it that all positions are within the cache.
-    """
-    slots, head_dim = keys.shape[0], keys.shape[3]
-    shape = AttentionShape(
-        heads, kv_heads, head_dim, top_k, chain.shape[-1], heads_per_attention_unit(heads // kv_heads, head_dim),
-        block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)), window=window or 0,
-        head_norms=norms is not None, norm_eps=eps,
-    )  # fmt: skip
-    groups = slots * shape.groups
-    out = torch.empty(slots, 16, heads * head_dim, dtype=keys.dtype, device=qkv.device)
-    parts = AttentionParts(
-        qkv.new_empty(groups, num_parts, 2, shape.group_rows),
-        qkv.new_empty(groups, num_parts, shape.group_rows, shape.block_d),
-    )
-    cached = KVCache(keys, values, keys.stride(0), keys.stride(1))
-    _attention_kernel[(groups, num_parts)](
-        qkv, norms, cached, Rope(cos, sin), chain, parts, prefix, num_new, level, shape, num_warps=8
-    )
-    nodes = 1 if level == 0 else top_k
-    _merge_parts_kernel[(slots, nodes, heads)](parts, out, num_parts, shape, num_warps=4)
-    return out
-
-
-@triton.jit
 def _build_tree_kernel(drafted, root_ptr, out, SHAPE: tl.constexpr):
     slot = tl.program_id(0)
     build_tree(candidates_of(drafted, slot.to(tl.int64), SHAPE), tl.load(root_ptr + slot), slot, out, SHAPE)
@@ -302,51 +203,4 @@ def count_rounds(state: Tensor, num_programs: int, num_rounds: int, num_warps: i
     _count_rounds_kernel[(num_programs,)](
         state, seen, out, num_rounds, NUM_CTAS=num_programs, num_warps=num_warps, **cooperative
     )
-    return out
-
-
-@triton.jit
-def _taps_kernel(
-    source_ptr, offset_1, offset_2, x_ptr, factor_ptr, norm_ptr, stride, SHAPE: tl.constexpr, SCALED: tl.constexpr
-):
-    row = tl.program_id(0)
-    write_taps(source_ptr + row * stride, offset_1, offset_2, x_ptr, row, factor_ptr + row, norm_ptr, SHAPE, SCALED)
-
-
-@triton.jit
-def _factor_kernel(squares_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr):
-    offs_m = tl.arange(0, BLOCK_M)
-    mask_m = offs_m < num_rows
-    tl.store(out_ptr + offs_m, norm_factor(squares_ptr, mask_m, PROGRAMS, SHAPE), mask=mask_m)
-
-
-def tap_operands(
-    taps: tuple[Tensor, ...], scaled: bool, norm: Tensor | None = None, norms: int = 1, eps: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Join one tap or three, [rows, size] of one dtype, as operands: `tap_operands_ref` on the device, fp32.
-
-    ``norms``: one, or as many as pieces; one tensor is cut into so many.
-    """
-    first = taps[0]
-    rows, size = first.shape
-    segments = norms if len(taps) == 1 else len(taps)
-    piece = size * len(taps) // segments
-    offsets = [(tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (*taps, first, first)[1:3]]
-    if len(taps) == 1:
-        offsets = [piece, 2 * piece]
-    x = torch.empty(rows, len(taps) * size, device=first.device)
-    divisor = torch.ones(rows, device=first.device)
-    shape = RowShape(piece, segments, eps, 0 if norm is None else norms)
-    _taps_kernel[(rows,)](first, *offsets, x, divisor, first if norm is None else norm, first.stride(0), shape, scaled)
-    return x, divisor
-
-
-def norm_factors(squares: Tensor, size: int, eps: float) -> Tensor:
-    """Compute `norm_factors_ref` on the device, for up to 256 rows."""
-    programs, rows = squares.shape
-    block_m = max(16, triton.next_power_of_2(rows))
-    padded = squares.new_full((programs, block_m), float("nan"))
-    padded[:, :rows] = squares
-    out = squares.new_empty(rows)
-    _factor_kernel[(1,)](padded, out, rows, programs, block_m, RowShape(size, eps=eps))
     return out

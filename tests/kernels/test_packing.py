@@ -8,6 +8,7 @@ from eagle_slim.runtime.drafter.kernels.packing import (
     assign_rows,
     chunk_size,
     cut_chunks,
+    cut_parts,
     cut_tiles,
     quantize_rows,
     rows_per_program,
@@ -63,3 +64,17 @@ def test_fp8_error_is_bounded() -> None:
     scaled = weight / scale[:, None]
     assert ((rounded.float() - scaled).abs() <= (scaled.abs() * 2**-4).clamp(min=2**-10) * 1.0001).all()
     assert torch.equal(rounded.float().abs().amax(1)[weight.any(1)], torch.full((49,), 448.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_worked_example_of_parts(dtype: torch.dtype) -> None:
+    """Two rows of three chunks, one group of two parts: part 0 has the first chunk, part 1 the other two."""
+    weight = (torch.arange(96).reshape(2, 48) / 8).to(dtype)
+    cut = cut_parts(assign_rows(weight, 1), 2, 16, 2)
+    assert cut.shape == (2, 1, 2, 2, 16)
+    assert torch.equal(cut[0, 0, 0].float(), weight[:, :16].float())
+    assert not cut[0, 0, 1].float().any()
+    assert torch.equal(cut[1, 0, 0].float(), weight[:, 16:32].float())
+    assert torch.equal(cut[1, 0, 1].float(), weight[:, 32:].float())
+    # One program does both parts in turn.
+    assert torch.equal(cut_parts(assign_rows(weight, 1), 2, 16, 1).float()[0], cut.float()[:, 0])

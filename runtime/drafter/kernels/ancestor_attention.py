@@ -25,14 +25,11 @@ Limits: head_dim <= 256 and even; rows of one pass <= 16.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .frontier import ROWS, chain_at
 from .weight_stream import hidden_zero, store_activation
@@ -496,55 +493,6 @@ def merge_heads(
             parts, (group * most).to(tl.int64), row, parts_of(prefix, most, SHAPE), mask,
             out_ptr, a * ROWS + node, head, SHAPE,
         )  # fmt: skip
-
-
-def ancestor_attention_ref(
-    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
-    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int, window: int | None = None,
-    norms: Tensor | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Definition, one node and one head at a time in fp32; the new keys and values are put into the cache.
-
-    ``qkv`` fp32 [slots, 16, (heads + 2 kv_heads) * head_dim], not rotated; ``keys``, ``values`` [slots, kv_heads,
-    positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
-    max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
-    last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
-    ``norms`` [2, head_dim]: weights of the RMSNorms over each query and each key, with ``eps``; None without them.
-    Returns fp32 [slots, 16, heads * head_dim]; rows that do not query are 0.
-    """
-    slots, _, _, head_dim = keys.shape
-    half = head_dim // 2
-    out = torch.zeros(slots, 16, heads, head_dim)
-    for slot in range(slots):
-        past, new = int(prefix[slot]), int(num_new[slot])
-        rows = qkv[slot].float().unflatten(-1, (-1, head_dim))  # [rows, heads + 2 kv_heads, head_dim]
-        if norms is not None:
-            for own, weight in ((slice(heads), norms[0]), (slice(heads, heads + kv_heads), norms[1])):
-                mean = rows[:, own].pow(2).mean(-1, keepdim=True)
-                rows[:, own] = weight.float() * rows[:, own] / (mean + eps).sqrt()
-        num_rows = new if level == 0 else top_k
-        first = past if level == 0 else past + new + (level - 1) * top_k
-        for i in range(num_rows):
-            position = past + i if level == 0 else past + new - 1 + level
-            c, s = cos[position].float(), sin[position].float()
-            low, high = rows[i, : heads + kv_heads, :half].clone(), rows[i, : heads + kv_heads, half:].clone()
-            rows[i, : heads + kv_heads, :half] = low * c - high * s
-            rows[i, : heads + kv_heads, half:] = high * c + low * s
-            keys[slot, :, first + i] = rows[i, heads : heads + kv_heads].to(keys.dtype)
-            values[slot, :, first + i] = rows[i, heads + kv_heads :].to(values.dtype)
-        for node in range(1 if level == 0 else top_k):
-            query = rows[new - 1 if level == 0 else node]
-            at = past + new - 1 + level
-            nearest = at + 1 if window is None else window
-            seen = [place for place in range(past + new) if at - place < nearest]
-            if level > 0:
-                seen += [past + new + int(chain[slot, node, e]) for e in range(level - 1) if level - 1 - e < nearest]
-                seen.append(first + node)
-            for head in range(heads):
-                k = keys[slot, head // (heads // kv_heads), seen].float()
-                v = values[slot, head // (heads // kv_heads), seen].float()
-                out[slot, node, head] = torch.softmax(k @ query[head] / math.sqrt(head_dim), 0) @ v
-    return out.flatten(2)
 
 
 def heads_per_attention_unit(group: int, head_dim: int) -> int:

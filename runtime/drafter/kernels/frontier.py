@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .selection import LOWEST_KEY, count_ahead, key_index, key_value
 from .weight_stream import hidden_zero
@@ -89,22 +87,3 @@ def choose_frontier(
     chain = tl.load(chain_ptr + parent[:, None] * CHAIN_COLUMNS + offs_e[None, :], mask=older, other=-1)
     chain = tl.where((offs_e == level - 1)[None, :], (level - 1) * TOP_K + parent[:, None], chain)
     tl.store(next_chain_ptr + offs_k[:, None] * CHAIN_COLUMNS + offs_e[None, :], chain, mask=mask_k[:, None])
-
-
-def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> tuple[Frontier, Tensor]:
-    """Definition, with Python's own sorting: the nodes chosen, best first, and their chains int32 [top_k, MAX_DEPTH].
-
-    ``scores`` fp32 [candidates of the level]: top_k at level 0, else top_k squared, by (node, child); ``chains`` int32
-    [16, MAX_DEPTH] of the level's nodes.
-    """
-    first = 0 if level == 0 else top_k + (level - 1) * top_k**2
-    values = [0.0 + value for value in scores.tolist()]
-    best = sorted(range(len(values)), key=lambda place: (-values[place], place))[:top_k]
-    longer = torch.full((top_k, MAX_DEPTH), -1, dtype=torch.int32)
-    for node, candidate in enumerate(best):
-        parent = candidate // top_k
-        longer[node, : max(0, level - 1)] = chains[parent, : max(0, level - 1)]
-        if level > 0:
-            longer[node, level - 1] = (level - 1) * top_k + parent
-    chosen = torch.tensor(best, dtype=torch.int32)
-    return Frontier(scores[best], first + chosen, chosen // top_k, chosen % top_k), longer

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .weight_stream import hidden_zero, store_activation
 
@@ -157,24 +155,3 @@ def norm_factor(squares_ptr, mask_m, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
         part = tl.load(squares_ptr + (first + offs_p)[:, None] * BLOCK_M + offs_m[None, :], mask=mask, other=0.0)
         total += tl.sum(part, axis=0)
     return tl.rsqrt(total / SHAPE.size + SHAPE.eps)
-
-
-def tap_operands_ref(
-    taps: tuple[Tensor, ...], scaled: bool, norm: Tensor | None = None, norms: int = 1, eps: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Definition: (fp32 [rows, all taps], each row's divisor fp32 [rows]: ``max|row| / 256``, or 1).
-
-    ``norm`` [all taps]: weights of ``norms`` RMSNorms, over pieces of equal size; ``eps`` is theirs.
-    """
-    joined = torch.cat([tap.float() for tap in taps], -1)
-    if norm is not None:
-        pieces = joined.unflatten(-1, (norms, -1))
-        joined = (pieces * torch.rsqrt(pieces.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2) * norm.float()
-    peak = joined.abs().amax(-1) / 256
-    divisor = torch.where(peak > 0, peak, 1.0) if scaled else torch.ones_like(peak)
-    return joined / divisor[:, None], divisor
-
-
-def norm_factors_ref(squares: Tensor, size: int, eps: float) -> Tensor:
-    """Definition: fp32 [rows] from each program's part of the sum of squares, fp32 [programs, rows]."""
-    return torch.rsqrt(squares.sum(0) / size + eps)
