@@ -1,6 +1,8 @@
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +17,6 @@ from hypothesis import strategies as st
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, with_reserved, write_folder
 from support.token_counts import source, token_counts
-
-
-def test_the_worked_example() -> None:
-    ranked = rank_vocabulary(token_counts([5, 9, 9, 0, 7]), forced=[3])
-    assert ranked.target_ids.tolist() == [3, 1, 2, 4, 0]
-    assert ranked.num_forced == 1
 
 
 @st.composite
@@ -65,29 +61,26 @@ def test_weights_decide_between_sources() -> None:
     assert rank_vocabulary(counts, size=1, forced=[], weights={"chat": 3}).target_ids.tolist() == [1]
 
 
-def test_size_errors_name_both_numbers() -> None:
-    counts = token_counts([1, 2, 3, 4])
-    with pytest.raises(UsageError, match="of 1 is smaller than the 2 forced ids"):
-        rank_vocabulary(counts, size=1, forced=[0, 1])
-    with pytest.raises(UsageError, match="of 4 is not smaller than the 4 real"):
-        rank_vocabulary(counts, size=4, forced=[])
-    with raises(UsageError, option="--coverage"):
-        rank_vocabulary(counts, size=2, coverage=0.9)
-    with pytest.raises(UsageError, match="of 0 is too small"):
-        rank_vocabulary(counts, size=0, forced=[])
-    with raises(UsageError, option="--force-id"):
-        rank_vocabulary(counts, size=2, forced=[4])
-    with raises(UsageError, option="--target-vocab"):
-        rank_vocabulary(counts, size=2, forced=[], target_vocab=-3)
-    with pytest.raises(TypeError, match="float"):
-        rank_vocabulary(counts, size=2, forced=[1.5])
-
-
-def test_ids_are_integers() -> None:
-    with pytest.raises(VocabularyError, match="integers"):
-        rank_vocabulary(token_counts([5, 9, 9, 0]), candidates=[1.5, 2.0])
-    with pytest.raises(UsageError, match="source text"):
-        rank_vocabulary(token_counts([5, 9, 9, 0]), weights={"text": "3"})  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"size": 1, "forced": [0, 1]}, UsageError, "of 1 is smaller than the 2 forced ids"),
+        ({"size": 4}, UsageError, "of 4 is not smaller than the 4 real"),
+        ({"size": 0}, UsageError, "of 0 is too small"),
+        ({"size": 2, "coverage": 0.9}, UsageError, "--coverage"),
+        ({"coverage": 99}, UsageError, "--coverage"),
+        ({"coverage": 1.0}, UsageError, r"3 ids, covers 0\.9"),
+        ({"size": 2, "forced": [4]}, UsageError, "--force-id"),
+        ({"size": 2, "target_vocab": -3}, UsageError, "--target-vocab"),
+        ({"size": 2, "forced": [1.5]}, TypeError, "float"),
+        ({"candidates": [1.5, 2.0]}, VocabularyError, "integers"),
+        ({"weights": {"text": "3"}}, UsageError, "source text"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused(asked: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as refused:
+        rank_vocabulary(token_counts([1, 2, 3, 4]), **{"forced": [], **asked})
+    assert re.search(words, f"{refused.value} {getattr(refused.value, 'facts', '')}")
 
 
 def test_a_size_off_64_is_kept_with_a_warning() -> None:
@@ -170,13 +163,6 @@ def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
     assert rank_vocabulary(weighed, size=3, forced=[], weights={"b": 0}).num_uncounted == 2
 
 
-def test_unreachable_coverage_names_the_best() -> None:
-    with pytest.raises(UsageError, match=r"2 ids, covers 0\.666667"):
-        rank_vocabulary(token_counts([1, 1, 1]), coverage=1.0, forced=[])
-    with raises(UsageError, option="--coverage"):
-        rank_vocabulary(token_counts([1, 1, 1]), coverage=99, forced=[])
-
-
 def test_a_found_size_holds_the_forced_ids() -> None:
     found = rank_vocabulary(token_counts([100, *[0] * 299]), coverage=0.5, forced=list(range(200, 300)))
     assert found.size == 128
@@ -198,16 +184,13 @@ def test_repruning_chooses_only_trained_ids() -> None:
         rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
 
 
-def test_order_by_ids_is_the_first_ids_and_the_forced_ones() -> None:
-    ranked = rank_by_order(size=4, forced=[7, 5], target_vocab=10)
-    assert ranked.target_ids.tolist() == [5, 7, 0, 1]
-    with raises(UsageError, option="--tokenizer"):
-        rank_by_order(size=4)
-
-
 def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
     added = rank_by_order([4, 2, 8, 6], forced=[9], target_vocab=10)
     assert added.target_ids.tolist() == [9, 4, 2, 8]
+    # Without a map, the order of the ids.
+    assert rank_by_order(size=4, forced=[7, 5], target_vocab=10).target_ids.tolist() == [5, 7, 0, 1]
+    with raises(UsageError, option="--tokenizer"):
+        rank_by_order(size=4)
     assert any("lacks 1 forced ids" in warning for warning in added.warnings)
     with pytest.raises(UsageError, match="of 5 was asked for, but only 4"):
         rank_by_order([4, 2, 8, 6], size=5, forced=[], target_vocab=10)

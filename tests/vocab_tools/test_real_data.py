@@ -71,14 +71,6 @@ def test_ranking_on_the_models_own_text_beats_the_first_ids(chats: TokenCounts) 
     assert chats.sources[0].counts[end_of_turn] == chats.sources[0].provenance["documents"]
 
 
-def test_coverage_99_of_the_models_own_text(chats: TokenCounts) -> None:
-    found = rank_vocabulary(chats, coverage=0.98, tokenizer=smollm2())
-    assert found.size % 64 == 0
-    assert found.provenance["size_from_coverage"]["measured_on"] == "held-out"
-    report = measure_coverage(found, chats, sizes=[found.size - 64, found.size])
-    assert report.at("chat") >= 0.98 > report.at("chat", found.size - 64)
-
-
 def test_prose_does_not_rank_for_code(llama3: dict[str, TokenCounts]) -> None:
     """The table behind the default warning: shares of the text covered by 32,768 ids."""
     covered = {
@@ -96,9 +88,3 @@ def test_prose_does_not_rank_for_code(llama3: dict[str, TokenCounts]) -> None:
     report = measure_coverage(rank_vocabulary(llama3["prose"], size=32768, forced=[]), llama3["code"])
     assert any("first 32768 ids" in warning for warning in report.warnings)
     assert report.sources[0].baseline[-1] == pytest.approx(0.934, abs=0.0005)
-
-
-def test_sizes_for_a_coverage_of_prose(llama3: dict[str, TokenCounts]) -> None:
-    for coverage, thousands in ((0.9, 5.9), (0.95, 10.8), (0.99, 23.6), (0.999, 39.8)):
-        found = rank_vocabulary(llama3["prose"], coverage=coverage, forced=[]).provenance["size_from_coverage"]
-        assert found["smallest"] == pytest.approx(1000 * thousands, abs=60)
