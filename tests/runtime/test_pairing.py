@@ -69,22 +69,6 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head), device="cpu", **options)
 
 
-def test_wrong_pairs_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    folder.mkdir()
-    tiny_target("llama", vocab_size=40).config.save_pretrained(folder)  # no weights beside it
-    with pytest.raises(PairingError, match=r"the head's vocab_size is 24, the target's 40\. Give the target that"):
-        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
-
-
-@pytest.mark.parametrize("drafter", ["reference"])
-def test_rows_that_pad_the_heads_vocabulary_are_never_drafted(tmp_path: Path, drafter: str) -> None:
-    target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, vocab=30), drafter=drafter)
-    assert model.draft_vocab == VOCAB == 24
-    assert model.generate([[3, 4, 5]], max_new_tokens=4).results[0].token_ids
-
-
 def test_tokenizer_hashes() -> None:
     check_tokenizer(None, "a", "head", "target")
     check_tokenizer("a", None, "head", "target")
@@ -268,11 +252,3 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     for name in (target, transformers.AutoModelForCausalLM.from_pretrained(target)):
         with raises(PairingError):
             SpeculativeModel.from_pretrained(name, head, draft_vocab=wrong, tokenizer=tokenizer)
-
-
-def test_head_config_is_read_from_its_folder(tmp_path: Path) -> None:
-    folder = write_head(tmp_path, rms_norm_eps=3e-4, norm_output=True, eagle_config={"norm_before_residual": True})
-    assert json.loads((folder / "config.json").read_text())["norm_output"] is True
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder)
-    weights = model.drafter.weights
-    assert (weights.norm_eps, weights.norm_output, weights.norm_before_residual) == (3e-4, True, True)

@@ -219,14 +219,6 @@ def test_too_many_rows_of_the_built_in_head_are_refused_at_once(run: Run, monkey
         SpeculativeModel.from_pretrained(draft_vocab=99999)
 
 
-def test_sizes_that_no_head_has_are_refused_before_loading(compare: Run, pair: Pair) -> None:
-    for more in (["--sizes", "full,341"], ["--sizes", "341", "--head", pair.head]):
-        code, _, err = compare(*more)
-        assert (code, "which has 340 rows" in err, "loading" in err) == (2, True, False), err
-    code, _, err = compare("--sizes", "300", "--head", pair.head + "-gone")
-    assert (code, "loading" in err) == (1, False)
-
-
 def test_ctrl_c_while_a_head_is_loading_ends_with_130(
     compare: Run, generate: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,12 +243,6 @@ def test_a_target_that_cannot_be_looked_up_is_told(
         assert (code, "no such repository could be looked up" in err) == (1, True), err
         with pytest.raises(TargetError, match=r"no such folder here, and .* cannot be reached"):
             SpeculativeModel.from_pretrained("nope", pair.slim)
-
-
-def test_what_runs_is_said_once(chat: Run) -> None:
-    err = chat("hello", "hello", "/quit").err
-    for said in ("transformers (the model is on cpu)", "drafter reference, fp32 weights", "trees of 20 nodes"):
-        assert err.count(said) == 1
 
 
 def test_a_head_that_does_not_fit_is_told_once(
@@ -291,12 +277,6 @@ def test_a_terminal_that_lacks_a_letter_gets_the_answer(generate: Run, monkeypat
     assert generate("--prompt", "hello", "--max-new-tokens", "1").code == 0
     terminal.seek(0)
     assert "\\xe9" in terminal.read()
-
-
-def test_a_closed_stdin_is_no_prompt(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    code, _, err = generate()
-    assert (code, "There is no prompt" in err) == (2, True)
 
 
 def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,16 +371,6 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "/system TEXT" in err
     assert "there is no message yet" in err
     assert "unknown command /nonsense; see /help" in err
-
-
-def test_ctrl_c_between_answers_ends_with_130(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_prompt: str) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupt)
-    code, _, err = chat()
-    assert code == 130, err
-    assert "Traceback" not in err
 
 
 def test_a_seed_is_drawn_and_printed(generate: Run) -> None:

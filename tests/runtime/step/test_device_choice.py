@@ -11,7 +11,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.kept_rows import KeptRows, capacity_for, match_slots
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
-from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -24,23 +24,6 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose tokens as on a GPU, where the rules of the call allow it."""
     of = CallRules.of
     monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
-
-
-@pytest.mark.usefixtures("by_twins")
-@pytest.mark.parametrize("is_drafted", [True, False])
-@pytest.mark.parametrize("backend", ["fused", "transformers"])
-def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bool) -> None:
-    """Four prompts over two slots: ends at different steps, slots taken again, a prompt of one token."""
-    target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), target_backend=backend, **TREE)
-    options = {"max_new_tokens": 20, "max_slots": 2, "speculative": is_drafted}
-    prompts = random_prompts([1, 9, 70, 2])
-    output = model.generate(prompts, **options)
-    assert output.stats.path.startswith("eager steps (the model is on cpu); target " + backend)
-    assert output.token_ids == [plain_greedy(target, prompt, 20) for prompt in prompts]
-    assert len(output.stats.steps) > output.stats.num_steps  # one is launched ahead
-    again = model.generate(prompts[::-1], **options)
-    assert again.token_ids == output.token_ids[::-1]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
 from eagle_slim.runtime.loading import load_target
 from eagle_slim.runtime.settings import PartialVerification
-from eagle_slim.runtime.step import decoder, decoders, graphs
+from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.decoder import MOST_RULES
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
@@ -122,11 +122,6 @@ def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkey
     assert "in float32" in str(caught.value)
 
 
-def test_models_that_are_derived_keep_the_drafters_reason(model: SpeculativeModel) -> None:
-    derived = model.with_tree(model.drafter.tree), model.with_draft_vocab(None), model.with_follow(None)
-    assert {each.drafter_reason for each in (model, *derived)} == {"the model is on cpu"}
-
-
 def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) -> None:
     for act in (copy.deepcopy, pickle.dumps):
         with raises(UsageError, option="model"):
@@ -184,21 +179,6 @@ def test_graphs_of_rules_are_bounded_and_captured_anew(
     assert pool.count == counts[-1]
 
 
-def test_running_ahead_is_captured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama", max_position_embeddings=512)
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=2, top_k=2, total_tokens=5)
-    prompts, options = random_prompts([440, 9, 333]), {"max_new_tokens": 20, "max_slots": 2, "ignore_eos": True}
-    wanted = model.generate(prompts, speculative=False, **options).token_ids
-    pool, small = captures(model, monkeypatch), partial(PartialVerification, num_blocks=1, num_steps=3, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
-    assert model.warmup(2, 490, partial_verification="exact").num_graphs == pool.count
-    (kept,) = model._decoders._decoders.values()
-    assert isinstance(kept, PartialDecoder)
-    captured = {key for graphs in kept._graphs.values() for key in graphs}
-    assert {("step", 1, "commit"), ("step", 2, "commit"), ("chunk", 64)} <= captured
-    assert model.generate(prompts, partial_verification="exact", **options).token_ids == wanted
-
-
 def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
     """Its memory is there for the next one without waiting for cycles to be collected."""
     kept = model._decoders
@@ -212,30 +192,3 @@ def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_pool_without_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch refuses graphs for a pool of which all have gone; one that failed is none."""
-    used = []
-
-    class Graph:
-        def replay(self) -> None: ...
-
-    def graph(_graph: Graph, pool: int, **_: Any) -> nullcontext[None]:
-        used.append(pool)
-        return nullcontext()
-
-    handles = iter(range(9))
-    monkeypatch.setattr(graphs, "side_stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    pool = GraphPool()
-    with pytest.raises(ZeroDivisionError):
-        pool.capture(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    kept = [pool.capture(lambda: None) for _ in range(3)]
-    del kept[:2]
-    kept.append(pool.capture(lambda: None))
-    kept.clear()
-    pool.capture(lambda: None)
-    assert used == [0, 1, 1, 1, 1, 2]

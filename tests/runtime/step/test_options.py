@@ -17,7 +17,7 @@ from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -81,12 +81,6 @@ def test_the_targets_generation_configuration_is_followed(model: SpeculativeMode
     assert model.generate(PROMPTS, max_new_tokens=20, repetition_penalty=1.0).token_ids == plain
 
 
-def test_a_configuration_as_the_hub_has_them(model: SpeculativeModel) -> None:
-    config = GenerationConfig(max_new_tokens=8, cache_implementation="hybrid", num_assistant_tokens=3, unheard="x")
-    config._commit_hash = "0f1e"
-    assert model.generate(PROMPTS, generation_config=config).token_ids == own_generate(model, max_new_tokens=8)
-
-
 @pytest.mark.parametrize(
     ("processor", "words"),
     [(lambda _, scores: None, "returned None"), (lambda _, scores: scores[0], "returned a tensor [")],
@@ -100,16 +94,6 @@ def test_a_tree_that_is_none_is_refused(model: SpeculativeModel) -> None:
     wrong: Any = "5,10,60"
     with pytest.raises(UsageError, match=r"tree must be a TreeConfig, such as .*, got '5,10,60'"):
         model.with_tree(wrong)
-
-
-def test_processors_see_the_tokens_before(model: SpeculativeModel) -> None:
-    def shift(input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores + (input_ids.sum() % 7).float() * torch.arange(scores.shape[1]).float().sin()[None]
-
-    expected = own_generate(model, max_new_tokens=20, logits_processor=LogitsProcessorList([shift]))
-    assert model.generate(PROMPTS, max_new_tokens=20, logits_processor=[shift]).token_ids == expected
-    two_slots = model.generate(PROMPTS, max_new_tokens=20, logits_processor=LogitsProcessorList([shift]), max_slots=2)
-    assert two_slots.token_ids == expected
 
 
 def test_sampling_with_everything_equals_plain_decoding(model: SpeculativeModel) -> None:
