@@ -18,8 +18,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, generate_cli, options_cli
 from eagle_slim.runtime.api.streaming import StopTextStreamer
 from eagle_slim.runtime.compare import cli as compare_cli
-from eagle_slim.runtime.errors import AcceptanceWarning, TargetError, UsageError
-from eagle_slim.runtime.options_cli import load_heads
+from eagle_slim.runtime.errors import AcceptanceWarning, TargetError
 from eagle_slim.runtime.step.tree_size import TreeSize
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
@@ -207,16 +206,6 @@ def test_mistakes(generate: Run, monkeypatch: pytest.MonkeyPatch, args: list[str
     assert message in err
     assert "Traceback" not in err
     assert code == 1 or "target: transformers" not in err  # a misspelled call is refused before the target is loaded
-
-
-def test_too_many_rows_of_the_built_in_head_are_refused_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for slow in ("embedded_target_folder", "load_tokenizer"):
-        monkeypatch.setattr(f"eagle_slim.runtime.loading.{slow}", None)
-    code, _, err = run(generate_cli.main, "--draft-vocab", "99999", "--prompt", "x")
-    assert code == 2
-    assert "99999 is larger than the built-in head, which has 49152 rows" in err
-    with pytest.raises(UsageError, match="draft_vocab = 99999 is outside 1 to 49152"):
-        SpeculativeModel.from_pretrained(draft_vocab=99999)
 
 
 def test_ctrl_c_while_a_head_is_loading_ends_with_130(
@@ -417,20 +406,6 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert (written["is_complete"], written["setup"]["target"]) == (False, "target")  # as --target calls it
     assert {row["num_answers"] for row in written["rows"]} == {1}
-
-
-def test_heads_trees_and_batches_in_one_comparison(compare: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    models: list[SpeculativeModel] = []
-    monkeypatch.setattr(compare_cli, "load_heads", lambda options: models.extend(load_heads(options)) or models)
-    trees = ("--tree", "2,4,20", "--tree", "1,1,3", "--tree", "2,4,20")
-    more = ("--head", pair.head, *trees, "--batch", "1,2", "--json")
-    rows = answer(compare("--sizes", "full", "--max-new-tokens", "4", *more, prompts="one\ntwo\n"))["rows"]
-    assert {row["follow"] for row in rows} == {None}
-    assert [(row["head"], row["depth"], row["draft_vocab"]) for row in rows if row["batch"] == 2] == [
-        ("", 0, 0), ("slim", 2, 340), ("slim", 1, 340), ("head", 2, 360), ("head", 1, 360),
-    ]  # fmt: skip
-    assert len({row["candidate"] for row in rows}) == 5
-    assert models[1].target.model is models[0].target.model
 
 
 def test_progress_is_told_without_a_terminal(

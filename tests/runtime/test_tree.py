@@ -66,11 +66,6 @@ def test_worked_example_tree() -> None:
     ]
 
 
-def test_equal_scores_keep_the_lower_candidate_index() -> None:
-    tree = example_tree(TreeConfig(depth=2, top_k=2, total_tokens=6))
-    assert tree.draft_tokens.tolist() == [[ROOT, A, B, C, D, E]]
-
-
 def test_to_upstream_has_upstream_shapes_and_orders() -> None:
     tokens, paths, mask, positions = example_tree().to_upstream()
     assert tokens.tolist() == [[ROOT, A, B, C, D, E, G]]

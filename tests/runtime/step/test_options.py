@@ -96,16 +96,6 @@ def test_a_tree_that_is_none_is_refused(model: SpeculativeModel) -> None:
         model.with_tree(wrong)
 
 
-def test_sampling_with_everything_equals_plain_decoding(model: SpeculativeModel) -> None:
-    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.2, "min_p": 0.05, "seed": 3}
-    penalties = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
-    drafted = model.generate(PROMPTS, **options, **penalties).token_ids
-    assert drafted == model.generate(PROMPTS, speculative=False, **options, **penalties).token_ids
-    assert drafted != model.generate(PROMPTS, **options).token_ids
-    config = GenerationConfig(**{name: value for name, value in options.items() if name != "seed"}, **penalties)
-    assert model.generate(PROMPTS, generation_config=config, seed=3).token_ids == drafted
-
-
 LENGTHS = {
     "max_new_tokens": (None, 3, 12),
     "max_length": (None, 14),
@@ -137,14 +127,6 @@ def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(model:
         model.generate(PROMPTS, max_new_tokens=4)
 
 
-def test_several_answers_to_a_prompt(model: SpeculativeModel) -> None:
-    options = {"max_new_tokens": 6, "do_sample": True, "seed": 1, "ignore_eos": True}
-    output = model.generate(PROMPTS[:2], num_return_sequences=3, **options)
-    assert [result.prompt_ids for result in output.results] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
-    assert len({tuple(tokens) for tokens in output.token_ids[3:]}) > 1
-    assert output.token_ids == model.generate([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, **options).token_ids
-
-
 @pytest.mark.parametrize(
     ("configs", "pad"),
     [(({"pad_token_id": 21}, {}), 21), (({}, {"pad_token_id": 22}), 22), (({"eos_token_id": [2, 5]}, {}), 2),
@@ -157,19 +139,6 @@ def test_padding_is_what_transformers_pads_with(
     model.target.model.generation_config = GenerationConfig(**configs[0])
     model.target.config.pad_token_id = configs[1].get("pad_token_id")
     assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
-
-
-def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: SpeculativeModel) -> None:
-    padded = torch.tensor([[0] * (9 - len(prompt)) + prompt for prompt in PROMPTS])
-    expected = model.target.model.generate(padded, max_new_tokens=8, do_sample=False)[:, 9:]
-    output = model.generate(padded, max_new_tokens=8)
-    assert [result.prompt_ids for result in output.results] == PROMPTS
-    for tokens, row in zip(output.token_ids, expected.tolist(), strict=True):
-        assert tokens == row[: len(tokens)]
-    kept = [(padded, {"eos_token_id": 0}), (padded.tolist(), {}), (padded, {"attention_mask": torch.ones(3, 9)})]
-    for given, options in kept:
-        results = model.generate(given, max_new_tokens=0, **options).results
-        assert [result.prompt_ids for result in results] == padded.tolist()
 
 
 @pytest.mark.parametrize(
