@@ -70,27 +70,6 @@ def test_accuracy_vs_speed(run_here: Callable[..., str], tmp_path: Path) -> None
     assert re.search(r'"coverage": \[\{"name": "these answers", .*\{"name": "self-chat \(held-out\)", ', page)
 
 
-def test_safeailab_dropin_says_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ended(*arguments: str) -> object:
-        monkeypatch.setattr(sys, "argv", ["safeailab_dropin.py", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            runpy.run_path(str(EXAMPLES / "safeailab_dropin.py"), run_name="__main__")
-        return caught.value.code
-
-    monkeypatch.delenv("EAGLE_SLIM_UPSTREAM", raising=False)
-    # A clone that other tests have put there would come first: its package has an __init__.py.
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != UPSTREAM])
-    assert ended() is None
-    assert "git clone https://github.com/SafeAILab/EAGLE" in capsys.readouterr().out
-    for option in ("--base-model", "--ea-model"):
-        assert ended(option, "x") == 2
-        assert "go together" in capsys.readouterr().err
-    assert ended("--upstream", str(tmp_path)) == 2
-    assert f"{tmp_path} is not a clone of SafeAILab's EAGLE" in capsys.readouterr().err
-
-
 @NEEDS_UPSTREAM
 def test_safeailab_dropin(tmp_path: Path) -> None:
     out = run("safeailab_dropin.py", "--upstream", str(UPSTREAM), "--max-new-tokens", "4", folder=tmp_path)

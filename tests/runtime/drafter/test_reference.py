@@ -9,7 +9,6 @@ import pytest
 import torch
 from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.drafter.choose import check_computable
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch import prefill_drafter
 from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
@@ -99,12 +98,6 @@ def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
         expected = naive.draft(features[: ends[upto - 1]], tokens[: ends[upto - 1]], TREE)
         assert feed(drafter, steps, slot=1) == expected
         assert drafter.bufs.draft_tokens[0].eq(-1).all()
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_the_persistent_drafter_takes_every_head(tmp_path: Path, head: str) -> None:
-    weights = head_weights(write_head(tmp_path, **HEADS[head]))
-    check_kernel_limits(DrafterConfig.of(weights, TREE, num_slots=1, capacity=30))
 
 
 def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
