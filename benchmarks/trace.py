@@ -51,7 +51,7 @@ PARTS = {
     "output and down": ("add_product_kernel",),
     "MLP": ("gated_product_kernel",),
     "LM head": ("head_product_kernel", "norm_kernel"),
-    "accept": ("penalise_kernel", "best_kernel", "pick_kernel", "mass_kernel", "draw_kernel", "survey_kernel",
+    "accept": ("penalise_kernel", "best_kernel", "pick_kernel", "race_kernel", "draw_kernel", "survey_kernel",
                "narrow_kernel", "collect_kernel", "cut_kernel", "walk_kernel"),
     "commit": ("commit_kv_kernel", "commit_features_kernel", "mark_seen_kernel",
                "list_active_kernel"),

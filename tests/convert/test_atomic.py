@@ -46,14 +46,6 @@ def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_force_replaces_all_of_it(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write(out, "old")
-    (out / "stale").write_text("gone afterwards")
-    write(out, "new", force=True)
-    assert tree(tmp_path) == {"out/a": "new", "out/sub/b": "new"}
-
-
 def test_force_replaces_only_what_is_marked(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -3,19 +3,19 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import support.killed_conversion
 from eagle_slim.convert import Artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from support.heads import trained_ids, write_eagle3, write_freq, write_target
+from support.heads import write_eagle3, write_freq, write_target
 from support.small_tokenizers import byte_level_bpe, write_folder
 
 
@@ -49,15 +49,7 @@ def test_convert_then_verify(run, head, token_map, tmp_path):
 
 def test_dataset_to_artifact_in_one_command(run, tmp_path):
     head, target = write_eagle3(tmp_path / "head", lm_head=False), write_target(tmp_path / "target")
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Say {n}"},
-                {"role": "assistant", "content": f"def main(): {n} fox"},
-            ]
-        }
-        for n in range(200)
-    ]
+    chats = [{"messages": [{"role": "assistant", "content": f"def main(): {n} fox"}]} for n in range(200)]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
     tokens = write_folder(tmp_path / "tokens", byte_level_bpe(), generation_config={"eos_token_id": 2})
     assert (tokens / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
@@ -102,7 +94,8 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "full,auto"), "`full`"),
         ((head, "--unknown"), "--unknown"),
         ((head, "--draft-vocb", "8"), "'--draft-vocab'? Try"),
-        ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
+        # Before the head is looked for.
+        ((tmp_path / "nothing", "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
     ]
     failures = [
         ((tmp_path / "nothing", "--draft-vocab", "8", "--token-map", token_map), "nothing"),
@@ -127,44 +120,27 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
     assert run(verify_command, tmp_path / "nothing")[0] == 1
 
 
-def test_absolute_map_needs_its_flag(run, token_map, tmp_path):
-    ids = trained_ids()
-    absolute = write_eagle3(tmp_path / "absolute", ids=ids, d2t="absolute")
-    chosen = write_freq(tmp_path / "chosen.pt", ids[:20])
-    code, _, err = run(convert_command, absolute, "--draft-vocab", "20", "--token-map", chosen, "--out", "o")
-    assert (code, "--d2t-form absolute" in err) == (1, True)
-    arguments = (absolute, "--draft-vocab", "20", "--token-map", chosen, "--out", "o", "--d2t-form", "absolute")
-    assert run(convert_command, *arguments)[0] == 0
-    assert run(verify_command, "o", "--head", absolute)[0] == 0
+KILLED = """
+import os, signal, sys
+from eagle_slim.convert import atomic
+from eagle_slim.convert.cli import main
+atomic._sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
 
 
-@pytest.mark.parametrize(
-    "name", ["SIGKILL", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM"))]
-)
-def test_killed_at_any_moment(head, token_map, tmp_path, name):
-    out = tmp_path / "work" / "slim"
-    done = subprocess.run(
-        [sys.executable, support.killed_conversion.__file__, str(head), str(token_map), str(out), name],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["moments"] > 20
-    assert all(entry["ok"] for entry in report["found"])
-    assert sum(entry["aside"] for entry in report["found"]) <= (name == "SIGKILL")
-    sizes = [entry["draft_vocab"] for entry in report["found"]]
-    assert set(sizes) == {5, 8}
-    assert sizes[0] == 5
-    assert sizes[-1] == 8
-    exits = [entry["exit"] for entry in report["found"]]
-    assert set(exits[:-1]) == ({-9} if name == "SIGKILL" else {130})
-    assert exits[-1] == 0
-    # What a kill left behind went with the next run.
-    assert not report["found"][-1]["leftovers"]
-    assert sorted(path.name for path in out.parent.iterdir()) == ["slim"]
+def test_a_conversion_that_is_killed_when_all_is_written_leaves_the_old_artifact(run, head, token_map, tmp_path):
+    arguments = (head, "--token-map", token_map, "--out", "work/slim", "--force")
+    assert run(convert_command, *arguments, "--draft-vocab", "5")[0] == 0
+    command = [sys.executable, "-c", KILLED, *map(str, arguments), "--draft-vocab", "8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert Artifact.load(tmp_path / "work/slim").manifest.draft_vocab == 5
+    assert run(verify_command, "work/slim", "--head", head)[0] == 0
+    # What the kill left behind goes with the next run.
+    assert run(convert_command, *arguments, "--draft-vocab", "8")[0] == 0
+    assert os.listdir(tmp_path / "work") == ["slim"]
+    assert Artifact.load(tmp_path / "work/slim").manifest.draft_vocab == 8
 
 
 def test_the_module_of_a_command_runs_it():

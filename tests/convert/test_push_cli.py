@@ -33,9 +33,10 @@ def test_only_what_the_manifest_names_is_uploaded(run, hub, slim):
     assert (code, hub.repos) == (0, {}), err
     told = json.loads(out)
     assert (told["uploads"], told["left"]) == (sorted(own), [".env", "pytorch_model.bin", "secret.txt"])
-    code, out, err = run(push_command, "slim", "tester/slim")
+    code, out, err = run(push_command, "slim", "tester/slim", "--private")
     assert code == 0, err
     assert "uploaded to" in out
+    assert hub.repo("tester/slim").private
     assert "secret.txt is not uploaded" in err
     assert hub.repo("tester/slim").files == own
 

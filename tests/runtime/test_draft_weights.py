@@ -13,7 +13,7 @@ from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.errors import DrafterError, SpeedWarning, UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import random_head
 from support.raising import raises, raises_with
@@ -63,7 +63,8 @@ def test_a_head_that_the_kernel_cannot_take_is_no_reason_to_leave_fp8(
 ) -> None:
     head = replace(random_head(dtype=torch.bfloat16), activation="relu")
     monkeypatch.setattr(HeadWeights, "device", GPU)
-    assert choose_drafter("auto", head, TREE)[0].name == "reference"
+    with pytest.warns(SpeedWarning, match="relu"):
+        assert choose_drafter("auto", head, TREE)[0].name == "reference"
     with raises(DrafterError, option="draft_weights"):
         choose_drafter("auto", head, TREE, "fp8")
 

@@ -87,11 +87,3 @@ def write_folder(
     if generation_config is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
     return folder
-
-
-def many_tokens(tokenizer: Tokenizer, count: int) -> Tokenizer:
-    """The same BPE with further tokens that no merge leads to, `count` in all."""
-    state = json.loads(tokenizer.to_str())
-    known = tokenizer.get_vocab_size()
-    state["model"]["vocab"] |= {f"unused{token_id}": token_id for token_id in range(known, count)}
-    return Tokenizer.from_str(json.dumps(state))

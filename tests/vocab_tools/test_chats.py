@@ -1,11 +1,9 @@
 """What an assistant wrote in a chat: the tokens of each turn, by hand, for templates of public models' forms."""
 
 import functools
-import gzip
 import itertools
 import json
 import re
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -333,17 +331,6 @@ def test_pieces_have_the_tokens_of_the_whole_rendering(contents: list[str], syst
         assert piece.text[piece.header_chars :] == spoken + end
         expected = tail_encoder(tokenizer).encode(prompt + spoken + end, len(prompt)).tolist()
         assert ids_of(tokenizer, piece) == expected
-
-
-def test_real_chats_cut_at_borders_have_the_tokens_of_the_whole() -> None:
-    data = resources.files("eagle_slim.convert.default").joinpath("self_chat.jsonl.gz").read_bytes()
-    for line in gzip.decompress(data).splitlines()[:60]:
-        messages = json.loads(line)["messages"]
-        prompt = rendered(smollm2(), messages[:-1], add_generation_prompt=True)
-        whole = prompt + messages[-1]["content"] + "<|im_end|>"
-        (piece,) = pieces_of(smollm2(), messages)
-        assert len(piece.text) < len(whole)
-        assert ids_of(smollm2(), piece) == tail_encoder(smollm2()).encode(whole, len(prompt)).tolist()
 
 
 def test_templates_run_in_a_sandbox_at_a_fixed_date() -> None:

@@ -38,20 +38,6 @@ def test_interval_of_two_documents_by_hand() -> None:
     assert (wide.low[-1], wide.high[-1]) == (0.0, 1.0)
 
 
-def test_the_interval_holds_the_share_that_it_should() -> None:
-    # Documents of a mixture in which two of three tokens are covered; 95% of 400 intervals hold it, give or take 3%.
-    rng = np.random.default_rng(0)
-    hits = 0
-    for _ in range(400):
-        shares = rng.choice([0.5, 5 / 6], 60)
-        documents = [(rng.random(rng.integers(1, 40)) >= share).astype(int).tolist() for share in shares]
-        text = measure_coverage(vocab([0]), token_counts([1] * 2, documents)).sources[0]
-        assert text.low is not None
-        assert text.high is not None
-        hits += text.low[-1] <= 2 / 3 <= text.high[-1]
-    assert 0.92 < hits / 400 < 0.98
-
-
 @given(
     st.lists(st.lists(st.integers(0, 11), max_size=6), min_size=1, max_size=8).filter(any),
     st.permutations(range(12)),
@@ -186,11 +172,3 @@ def test_bytes_of_the_plot_depend_on_the_figures_only(report: CoverageReport) ->
         assert render_coverage(report) == first
     lower = replace(report.sources[0], coverage=report.sources[0].coverage * 0.5)
     assert render_coverage(replace(report, sources=(lower, *report.sources[1:]))) != first
-
-
-def test_full_coverage_and_a_single_size_can_be_drawn(report: CoverageReport) -> None:
-    full = replace(report.sources[0], coverage=np.ones(len(report.sizes)), error=None)
-    assert render_coverage(replace(report, sources=(full,))).startswith(b"\x89PNG")
-    one = replace(report.sources[0], coverage=np.array([0.5]), baseline=np.array([0.4]), error=None)
-    single = replace(report, sizes=(2048,), shown=(2048,), sources=(one,))
-    assert render_coverage(single).startswith(b"\x89PNG")

@@ -1,5 +1,6 @@
 """Encoding: the same ids through both libraries, and one that differs is refused."""
 
+import re
 import sys
 import types
 from collections.abc import Sequence
@@ -69,21 +70,6 @@ def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longe
         assert (num_cuts > 0) == (len(text) > longest)
 
 
-def test_auto_takes_fastokens_after_the_probe() -> None:
-    library, reason = choose_library("auto", spec_of(smollm2()), [("a", text) for text in TEXTS])
-    assert library == "fastokens"
-    assert f"gave the ids of tokenizers on {len(TEXTS) - 1} texts" in reason
-    assert choose_library("tokenizers", spec_of(smollm2()), [])[0] == "tokenizers"
-
-
-@pytest.mark.parametrize("probe", [[], [("a", "")]])
-def test_without_a_text_to_compare_fastokens_is_not_taken(probe: list[tuple[object, str]]) -> None:
-    library, reason = choose_library("auto", spec_of(smollm2()), probe)
-    assert (library, "no text in the corpus" in reason) == ("tokenizers", True)
-    with raises(TokenizerError, option="--tokenizer-library"):
-        choose_library("fastokens", spec_of(smollm2()), probe)
-
-
 def _wrong_fastokens(ids_of: Any) -> types.ModuleType:
     """A fastokens whose ids are changed."""
     import fastokens
@@ -106,36 +92,35 @@ def _wrong_fastokens(ids_of: Any) -> types.ModuleType:
     return module
 
 
+def fail(text: str, ids: list[int]) -> list[int]:
+    raise RuntimeError("no such pattern")
+
+
 @pytest.mark.parametrize(
-    ("ids_of", "found"),
+    ("ids_of", "texts", "words"),
     [
-        (lambda text, ids: [*ids[:1], 7, *ids[2:]] if "Hi" in text else ids, "[7, "),
-        (lambda text, ids: ids[:-1] if "Hi" in text else ids, "[] "),
+        (lambda text, ids: [*ids[:1], 7, *ids[2:]] if "Hi" in text else ids, TEXTS, r"at document 3: .*found \[7, "),
+        (lambda text, ids: ids[:-1] if "Hi" in text else ids, TEXTS, r"at document 3: .*found \[\] "),
+        (fail, TEXTS, "no such pattern"),
+        (lambda text, ids: ids, [], "no text in the corpus"),
+        (lambda text, ids: ids, [""], "no text in the corpus"),
     ],
 )
-def test_a_library_that_differs_is_refused_at_the_first_document(
-    ids_of: Any, found: str, monkeypatch: pytest.MonkeyPatch
+def test_a_library_that_differs_or_cannot_be_compared_is_refused(
+    ids_of: Any, texts: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", _wrong_fastokens(ids_of))
-    probe = [(f"document {number}", text) for number, text in enumerate([*TEXTS, "Hi again"])]
+    probe = [(f"document {number}", text) for number, text in enumerate(texts)]
     library, reason = choose_library("auto", spec_of(smollm2()), probe)
     assert library == "tokenizers"
-    assert reason.startswith("fastokens differs from tokenizers at document 3: expected ids [")
-    assert f"found {found}" in reason
+    assert re.search(words, reason)
     with raises(TokenizerError, option="--tokenizer-library"):
         choose_library("fastokens", spec_of(smollm2()), probe)
 
 
-def test_a_library_that_fails_on_the_corpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(text: str, ids: list[int]) -> list[int]:
-        raise RuntimeError("no such pattern")
-
-    monkeypatch.setitem(sys.modules, "fastokens", _wrong_fastokens(fail))
-    library, reason = choose_library("auto", spec_of(smollm2()), [("here", "x")])
-    assert (library, "no such pattern" in reason) == ("tokenizers", True)
-
-
-def test_a_tokenizer_that_fastokens_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = EncoderSpec('{"model": {"type": "Unheard"}}', 10)
+def test_auto_takes_fastokens_after_the_probe() -> None:
+    probe = [("a", text) for text in TEXTS]
+    assert choose_library("auto", spec_of(smollm2()), probe)[0] == "fastokens"
+    assert choose_library("tokenizers", spec_of(smollm2()), [])[0] == "tokenizers"
     with pytest.raises(TokenizerError, match="fastokens cannot load"):
-        choose_library("fastokens", spec, [])
+        choose_library("fastokens", EncoderSpec('{"model": {"type": "Unheard"}}', 10), [])

@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
+from eagle_slim.vocab_tools.errors import EagleSlimError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import waiting_for_nothing
-
-
-def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
-    write_file(tmp_path / "x", b"old")
-    write_file(tmp_path / "x", b"new")
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("x", b"new")]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -71,12 +65,6 @@ def test_nothing_waits_for_what_is_not_a_regular_file(
     path.symlink_to("/dev/zero")
     with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):
         read(path)
-
-
-@pytest.mark.parametrize("read", [TokenCounts.load, DraftVocab.load])
-def test_a_folder_is_not_a_file(tmp_path: Path, read: Callable[[Path], object]) -> None:
-    with pytest.raises(VocabularyError, match="a folder"):
-        read(tmp_path)
 
 
 def test_home(monkeypatch: pytest.MonkeyPatch) -> None:

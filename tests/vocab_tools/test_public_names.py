@@ -24,8 +24,3 @@ def test_every_name_is_there_documented_and_typed(name: str) -> None:
         signature = inspect.signature(value)
         assert signature.return_annotation is not inspect.Signature.empty
         assert all(parameter.annotation is not inspect.Parameter.empty for parameter in signature.parameters.values())
-
-
-def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError):
-        vocab_tools.rank  # noqa: B018

@@ -80,30 +80,6 @@ def test_every_format_gives_the_texts_in_order_and_their_places(
     assert abs(sum(block.size for block in blocks) - (opened.size or 0)) <= len(blocks)
 
 
-def test_a_text_that_looks_like_a_date_stays_text(tmp_path: Path) -> None:
-    """`datasets` reads it as a datetime."""
-    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": "2024-01-01"}] * 3))
-    assert values(tmp_path / "a.jsonl") == ["2024-01-01"] * 3
-
-
-def test_chats_of_mixed_form_stand_in_one_file(tmp_path: Path) -> None:
-    """`datasets` raises a TypeError where the second batch has calls and the first has none."""
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": [1, "y"]}}}
-    plain = [{"role": "user", "content": "Hi"}]
-    called = [*plain, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    (tmp_path / "a.jsonl").write_bytes(jsonl([{"messages": plain}] * 2000 + [{"messages": called}]))
-    found = values(tmp_path / "a.jsonl")
-    assert (len(found), found[0], found[-1]) == (2001, plain, called)
-
-
-def test_text_keeps_its_line_breaks(tmp_path: Path) -> None:
-    text = "one\r\ntwo\n\n\nthree\n \n" * 400
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    found = values(tmp_path / "a.txt")
-    assert "".join(found) == text
-    assert len(found) > 1
-
-
 def test_folders_and_globs(files: Path) -> None:
     (files / "sub").mkdir()
     (files / "sub" / "z.jsonl").write_bytes(jsonl([{"text": "deep"}]))
@@ -198,6 +174,7 @@ def test_bad_lines_are_named_by_line_and_reason(
         b'{"text": "NaN elsewhere is taken", "x": NaN}',
         b'{"text": "large", "x": 1000000000000000000000000000000}',
         b"   ",
+        b'{"text": "' + b"long" * 100 + b'"}',
         b'{"text": "crlf"}\r',
         b'{"text": "last, no line end"}',
     ]
@@ -207,8 +184,10 @@ def test_bad_lines_are_named_by_line_and_reason(
         (5, "no column 'text'; the line has 'other', 'more'"),
         (6, "not UTF-8 text: byte 0xff"),
         (7, "half of a surrogate pair"),
+        (11, "the line is too long: at most 300 bytes"),
     ]
-    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+    for bound, size in (("BLOCK_BYTES", block_bytes), ("MAX_RECORD_BYTES", 300), ("_READ_BYTES", 64)):
+        monkeypatch.setattr(records, bound, size)
     data = b"\xef\xbb\xbf" + b"\n".join(lines)
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     found = faults(tmp_path / name)
@@ -217,18 +196,6 @@ def test_bad_lines_are_named_by_line_and_reason(
         assert reason.startswith(start)
     good = [value for _, value in placed(tmp_path / name) if isinstance(value, str)]
     assert good == ["fine", "NaN elsewhere is taken", "large", "crlf", "last, no line end"]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_line_too_long_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for bound, size in (("BLOCK_BYTES", 100), ("MAX_RECORD_BYTES", 300), ("_READ_BYTES", 64)):
-        monkeypatch.setattr(records, bound, size)
-    data = jsonl([{"text": "a"}, {"text": "b" * 1000}, {"text": "c"}, {"text": "d" * 250}, {"text": "e"}])
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    found = values(tmp_path / name)
-    assert (found[0], found[2:]) == ("a", ["c", "d" * 250, "e"])
-    assert found[1] == "the line is too long: at most 300 bytes"
-    assert faults(tmp_path / name)[0][0] == f"{tmp_path / name}, line 2"
 
 
 @pytest.mark.parametrize("suffix", PACKED)
@@ -336,8 +303,7 @@ def test_an_array_that_goes_wrong_is_one_fault_behind_its_records(
 
 def test_text_documents_end_at_blank_lines() -> None:
     paragraph = b"line one\nline two\n\n"
-    documents = text_documents(paragraph * 500)
-    for start, stop in documents[:-1]:
+    for start, stop in text_documents(paragraph * 500)[:-1]:
         assert (start % len(paragraph), stop % len(paragraph)) == (0, 0)
         assert 4096 <= stop - start < 4096 + 2 * len(paragraph)
 
@@ -369,8 +335,8 @@ def test_cut_text_prefers_blank_line_then_line_then_space_then_character() -> No
 
 def test_packed_text_gives_the_documents_of_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "BLOCK_BYTES", 100_000)
-    text = "\n\n".join(f"Paragraph {number}: {'word ' * (number % 90)}größer." for number in range(3000))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    text = "\r\n\n\n" + "\n\n".join(f"Paragraph {number}: {'word ' * (number % 90)}größer." for number in range(3000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     plain = values(tmp_path / "a.txt")
     assert "".join(plain) == text
@@ -384,10 +350,11 @@ def test_undecodable_text_is_named_by_line(tmp_path: Path) -> None:
     assert faults(path) == [(f"{path}, line 3", "not UTF-8 text: byte 0xe9, invalid continuation byte")]
 
 
-def test_text_has_no_columns_and_does_not_mix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["column", "split"])
+def test_text_files_have_no_columns_no_splits_and_do_not_mix(tmp_path: Path, setting: str) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UsageError, match="leave out column=text"):
-        open_source(CorpusSource(str(tmp_path / "a.txt"), column="text"))
+    with pytest.raises(UsageError, match=setting):
+        open_source(CorpusSource(str(tmp_path / "a.txt"), **{setting: "text"}))
     (tmp_path / "b.jsonl").write_bytes(jsonl([{"text": "x"}]))
     with pytest.raises(UsageError, match="two sources"):
         open_source(CorpusSource(str(tmp_path)))
@@ -403,6 +370,7 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_source("x.jsonl,max-tokens=1.5M,max-documents=2k") == CorpusSource(
         "x.jsonl", max_tokens=1_500_000, max_documents=2000
     )
+    assert [amount(text) for text in ("5", "500k", "1.5B", "1_000")] == [5, 500_000, 1_500_000_000, 1000]
     assert parse_source("org/data").name == "data"
     assert parse_source("some/code-*.jsonl.gz").name == "code-"
     assert parse_source("some/code.jsonl.zst").name == "code"
@@ -424,7 +392,7 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("org/x,weight=1,weight=2", "weight is given twice"),
         ("org/x,roles=user", "roles"),
         ("org/x,sample=2", "sample"),
-        ("org/x,max-documents=0", "max_documents"),
+        *((f"org/x,max-documents={text}", "max_documents") for text in ("0", "-1", "1.5", "k", "ten")),
         ("", "dataset id, file, folder or glob"),
         ("-", "standard input is not read"),
     ],
@@ -432,24 +400,6 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parse_source_refuses(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_source(spec)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("5", 5), ("500k", 500_000), ("10M", 10_000_000), ("1.5B", 1_500_000_000), ("1_000", 1000)]
-)
-def test_amounts(text: str, number: int) -> None:
-    assert amount(text) == number
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "k", "ten"])
-def test_no_amounts(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a number above 0"):
-        amount(text)
-
-
-def test_local_files_take_no_hub_settings(files: Path) -> None:
-    with pytest.raises(UsageError, match="split is for Hub datasets"):
-        open_source(CorpusSource(str(files / "a.jsonl"), split="train"))
 
 
 def test_names_are_made_unique() -> None:

@@ -15,6 +15,7 @@ from support.small_tokenizers import (
     with_reserved,
     write_folder,
 )
+from support.tokenizers import smollm2
 from tokenizers import Tokenizer, normalizers
 
 
@@ -70,12 +71,7 @@ def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path:
     assert len(hashes) == 4
     assert base.tokenizer_hash not in hashes
     assert base.tokenizer_hash.startswith("sha256:")
-
-
-def test_hash_is_the_same_after_saving_again(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_fallback_bpe()))
-    again = load_tokenizer(write_folder(tmp_path / "b", loaded.backend))
-    assert again.tokenizer_hash == loaded.tokenizer_hash
+    assert load_tokenizer(write_folder(tmp_path / "again", base.backend)).tokenizer_hash == base.tokenizer_hash
 
 
 def test_check_tokenizer(tmp_path: Path) -> None:
@@ -117,17 +113,6 @@ def test_forced_ids_of_a_chat_model(tmp_path: Path) -> None:
     assert np.all(np.diff(forced.ids) > 0)
     assert forced.warnings == ()
     assert len(forced_ids(load_tokenizer(folder), "all").ids) == 309
-
-
-def test_missing_bytes_are_not_invented(tmp_path: Path) -> None:
-    # SmolLM2's vocabulary lacks 21 single bytes.
-    state = json.loads(byte_level_bpe(260).to_str())
-    dropped = ["ñ", "ò", "Ā"]
-    state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if k not in dropped}
-    state["model"]["merges"] = []
-    loaded = load_tokenizer(write_folder(tmp_path / "t", Tokenizer.from_str(json.dumps(state))))
-    assert len(loaded.byte_of_id) == 253
-    assert sum("byte" in reason for reason in forced_ids(loaded).reasons.values()) == 253
 
 
 TEMPLATES = {
@@ -186,6 +171,9 @@ def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
     forced = forced_ids(loaded)
     assert "no chat template" in forced.warnings[0]
     assert forced.reasons[2] == "end of turn"
+    invalid = load_tokenizer(write_folder(tmp_path / "invalid", byte_level_bpe(), "{% for %}"))
+    with raises(TokenizerError, option="--chat-template"):
+        forced_ids(invalid)
 
 
 def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
@@ -264,12 +252,6 @@ def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypat
     assert not ran.exists()
 
 
-def test_invalid_jinja_is_named(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), "{% for %}"))
-    with raises(TokenizerError, option="--chat-template"):
-        forced_ids(loaded)
-
-
 def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     missing = (str(tmp_path / "none"), "./none/tokenizer.json", "models/org/Llama-3.1-8B", tmp_path / "empty", "")
@@ -280,3 +262,20 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct", "not//valid"):
         with pytest.raises(TokenizerError, match=name):
             load_tokenizer(name, offline=True)
+
+
+def test_smollm2_lacks_21_single_bytes_and_forces_the_rest() -> None:
+    tokenizer = smollm2()
+    assert tokenizer.vocab_size == 49152
+    assert len(tokenizer.real_ids) == 49152
+    assert len(tokenizer.byte_of_id) == 256 - 21
+    forced = forced_ids(tokenizer)
+    others = [token_id for token_id in forced.ids.tolist() if token_id not in tokenizer.byte_of_id]
+    markers = {tokenizer.token_texts[token_id]: forced.reasons[token_id] for token_id in others}
+    assert markers == {
+        "<|endoftext|>": "end of turn",
+        "<|im_start|>": "bos, chat template",
+        "<|im_end|>": "eos, pad, end of turn, chat template",
+    }
+    assert len(forced.ids) == 238
+    assert forced.warnings == ()

@@ -1,7 +1,6 @@
 """Tokenizers from a Hub, through the real huggingface_hub against a server on loopback."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,60 +61,25 @@ def test_revisions(hub: HubServer, tmp_path: Path) -> None:
             load_tokenizer(REPO, "v3")
 
 
-def test_gated_private_and_missing(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+def test_repositories_without_a_tokenizer_for_us(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     hub.add_model("org/gated", files(folder), gated=True)
-    hub.add_model("org/private", files(folder), private=True)
-    with connected(hub, tmp_path / "home"):
-        with pytest.raises(TokenizerError, match=r"org/gated: .*a gated repository(.|\n)*HF_TOKEN"):
-            load_tokenizer("org/gated")
-        for name in ("org/private", "org/none"):
-            with pytest.raises(TokenizerError, match=name):
-                load_tokenizer(name)
-    with connected(hub, tmp_path / "home", token="hf_good"):
-        assert load_tokenizer("org/gated").vocab_size == 300
-
-
-def test_a_repository_without_a_tokenizer(hub: HubServer, tmp_path: Path) -> None:
     hub.add_model("org/weights", {"model.safetensors": b"x", "config.json": '{"model_type": "llama"}'})
-    with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=r"org/weights: no tokenizer.json"):
-        load_tokenizer("org/weights")
+    for name, words in (("gated", "HF_TOKEN"), ("none", "no such repository"), ("weights", "no tokenizer.json")):
+        with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=rf"org/{name}: (.|\n)*{words}"):
+            load_tokenizer(f"org/{name}")
 
 
-@pytest.mark.parametrize("fault", [Fault(head_status=500), Fault(unanswered=True), Fault(status=503)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "chat_template.jinja",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "tool_use.jinja")
-        ),
-    ],
-)
 def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
-    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: Fault
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The library waits before it asks again.
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    (folder / "chat_template.jinja").write_text("<|im_start|>{{ messages }}")
-    hub.add_model(REPO, files(folder))
-    hub.inject(name, replace(fault))
+    hub.inject("tool_use.jinja", Fault(unanswered=True))
     with connected(hub, tmp_path / "home"):
-        with pytest.raises(TokenizerError, match=f"{name}(.|\\n)*{REPO}"):
+        with pytest.raises(TokenizerError, match=f"tool_use.jinja(.|\\n)*{REPO}"):
             load_tokenizer(REPO)
         hub.clear_faults()
         assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
         # What is in the cache needs no connection.
-        hub.inject(name, replace(fault))
+        hub.inject("tool_use.jinja", Fault(unanswered=True))
         assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
-
-
-def test_without_an_answer_what_is_in_the_cache_does(folder: Path, tmp_path: Path) -> None:
-    with HubServer() as hub:
-        hub.add_model(REPO, files(folder))
-        with connected(hub, tmp_path / "home"):
-            load_tokenizer(REPO)
-    with connected(hub, tmp_path / "home"):
-        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
-        with pytest.raises(TokenizerError, match=r"org/other: .*cannot be reached"):
-            load_tokenizer("org/other")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools import common_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.common_cli import EagleCommand, run_cli
@@ -86,13 +87,23 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("ids", "size", "doubted"), [(range(9), 8, True), (range(9), 9, False), (range(9, 0, -1), 8, False)]
-)
-def test_the_beginning_of_a_sorted_map_is_doubted(run, tmp_path: Path, ids: range, size: int, doubted: bool) -> None:
-    (tmp_path / "m.json").write_text(json.dumps(list(ids)))
-    done = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", size)
-    assert (done.code, f"its first {size} are only the lowest ids" in done.err) == (0, doubted)
+def test_count_writes_the_same_file_again(run, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "counts.safetensors"
+    arguments = (files / "chat.jsonl", "--tokenizer", embedded_target_folder(), "--out", out)
+    counted = run("count", *arguments, "--json", "--progress")
+    assert counted.code == 0
+    counts = TokenCounts.load(out)
+    assert (counted.json["tokens"], counted.json["tokenizer_hash"]) == (counts.num_tokens, counts.tokenizer_hash)
+    assert (counted.json["sources"][0]["name"], counted.json["sources"][0]["documents"]) == ("chat", 40)
+    assert "tokenizing with fastokens" in counted.err
+    assert "100%" in counted.err
+    first = out.read_bytes()
+    again = run("count", *arguments, "--force", "--no-progress")
+    assert (again.out.splitlines()[0][:6], again.out.splitlines()[-1]) == ("chat: ", f"wrote {out}")
+    assert "100%" not in again.err
+    assert "End the name in .saf" in run("count", *arguments[:-1], tmp_path / "x.json").err
+    assert out.read_bytes() == first
+    assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
 
 
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
@@ -111,16 +122,12 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_ids_that_were_never_counted_are_printed(run, files: Path, tmp_path: Path) -> None:
-    ranking = ("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json")
-    ranked = run(*ranking, "-n", 350)
-    uncounted = DraftVocab.load(tmp_path / "v.json").num_uncounted
-    assert uncounted is not None
-    assert f"{uncounted} never counted" in ranked.out
-    assert f"warning: {uncounted} of the 350 ids never occur" in ranked.err
-    assert run(*ranking, "-n", 350, "--force", "--json").json["num_uncounted"] == uncounted
-    assert f"{uncounted} of the 350 ids" in run("coverage", tmp_path / "v.json", files / "chat.counts").out
-    assert "never occur" in run("export", tmp_path / "v.json", tmp_path / "freq.pt", "-n", 349).err
+def test_the_beginning_of_a_map_is_doubted(run, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8, 9]")
+    ascending = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", 8)
+    assert (ascending.code, "only the lowest ids" in ascending.err) == (0, True)
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json")
+    assert "never occur" in run("export", tmp_path / "v.json", tmp_path / "f.pt", "-n", 349).err
 
 
 def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:
@@ -176,12 +183,24 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
         (["frobnicate"], "No such command"),
+        (["count", "--tokenizer", "TOK"], "Missing argument 'SOURCE...'"),
+        (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
+        (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "/dev/null"], "is a pipe or a device"),
+        (
+            ["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "no.jinja"],
+            "no.jinja: no such chat template",
+        ),
+        (["count", "chat.jsonl", "--tokenizer", "none", "--run-on", "ray"], "eagle-slim[ray]"),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(run, files: Path, tmp_path: Path, arguments, message: str) -> None:
+def test_errors_are_one_line_and_leave_nothing(
+    run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
     write_folder(tmp_path / "words", word_level())
-    places = {"CHAT": files / "chat.counts", "TOK": files / "tok", "WORDS": tmp_path / "words"}
-    out = tmp_path / "out.json"
+    monkeypatch.chdir(files)
+    places = {"CHAT": "chat.counts", "TOK": "tok", "WORDS": tmp_path / "words"}
+    out = tmp_path / "out.safetensors"
     done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
     assert done.code == (1 if "another tokenizer" in message else 2)
     assert done.err.startswith("error: ")

@@ -496,6 +496,8 @@ _WHOLE_MODEL = {
         ({"odd": ones(1)}, {"architectures": ["LingDSparkModel"]}, "a DSpark draft", "in SGLang 0.5.23 or llama.cpp"),
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
         ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
+        ({"model.layers.0.enorm.weight": ones(4)}, {}, "a multi-token-prediction", "or llama.cpp b11434"),
+        ({"mtp.fc.weight": ones(4, 4)}, {}, "a multi-token-prediction", "with fewer rows in SGLang 0.5.23"),
         (_WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
     ],
 )

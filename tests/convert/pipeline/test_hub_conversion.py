@@ -1,13 +1,10 @@
 """Heads and targets from a Hub, through the real `huggingface_hub`, to an artifact and back to the Hub."""
 
-import json
-
 import pytest
 import torch
-from eagle_slim.convert import Artifact, open_head, push_folder, verify_artifact
+from eagle_slim.convert import Artifact, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.rows import hub_tensor
-from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
 from support.conversion import BY_ID, convert
 from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
@@ -72,20 +69,6 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path, monkeypatch):
         assert files(tmp_path / "offline").keys() == files(tmp_path / "slim").keys()
 
 
-def test_revisions(hub, tmp_path):
-    first = hub.commits["org/head"]
-    other = write_eagle3(tmp_path / "other", ids=None)
-    hub.add_model("org/head", files(other) | {"README.md": b"without a target"})
-    with connected(hub, tmp_path / "home"):
-        done = convert(
-            "org/head", draft_vocab=320, vocabulary=BY_ID, revision=first, target="org/target", out=tmp_path / "slim"
-        )
-        assert done.manifest.head["revision"] == first
-        assert done.manifest.lm_head["from"] == "target"
-        newer = convert("org/head", draft_vocab=320, vocabulary=BY_ID, target="org/target", out=tmp_path / "newer")
-        assert newer.manifest.lm_head["from"] == "head"
-
-
 def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     head = {f"heads/eagle3/{name}": data for name, data in files(tmp_path / "head").items() if name != "README.md"}
@@ -113,49 +96,3 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
         path.write_text(path.read_text().replace('"subfolder": "heads/eagle3"', '"subfolder": "../../.."'))
         check = verify_artifact(made)["tensors of the source head"]
         assert (check.status, "expected the name of a folder" in check.detail) == ("failed", True)
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_pushed_and_loaded_again(hub, tmp_path):
-    with connected(hub, tmp_path / "home", token="hf_good"):
-        made = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim").folder
-        assert "tester/slim" in push_folder(made, "tester/slim")
-        pushed = hub.repo("tester/slim").files
-        assert {name: pushed[name] for name in files(made)} == files(made)
-        here, there = Artifact.load(made), Artifact.load(open_head_source("tester/slim").folder)
-        assert there.rank_order_ids.tolist() == here.rank_order_ids.tolist()
-        assert open_head("tester/slim").draft_ids_to_target.tolist() == sorted(here.rank_order_ids.tolist())
-
-
-def test_default_dataset_is_streamed_and_named(hub, tmp_path):
-    from eagle_slim.convert.vocabulary_choice import DEFAULT_DATASET
-
-    chats = [
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"The quick fox {n}"}]}
-        for n in range(300)
-    ]
-    lines = "\n".join(json.dumps(chat) for chat in chats)
-    hub.add_dataset(DEFAULT_DATASET, {"data/train_sft.jsonl": lines, "README.md": CARD})
-    said = []
-    import datasets  # noqa: F401  (before `connected`, which turns its constants too)
-
-    with connected(hub, tmp_path / "home"):
-        done = convert("org/head", draft_vocab=320, out=tmp_path / "slim", say=said.append)
-    assert any("no corpus was named" in line and DEFAULT_DATASET in line for line in said)
-    (source,) = done.manifest.vocabulary["sources"]
-    assert source["provenance"]["dataset"] == DEFAULT_DATASET
-    assert source["provenance"]["split"] == "train_sft"
-    assert len(source["provenance"]["revision"]) == 40
-    assert done.to_json()["coverage"][0]["part"] == "held-out"
-    card = (tmp_path / "slim" / "README.md").read_text()
-    assert f"datasets:\n- {DEFAULT_DATASET}\n" in card.split("---")[1]
-
-
-CARD = """---
-configs:
-- config_name: default
-  data_files:
-  - split: train_sft
-    path: data/train_sft.jsonl
----
-"""

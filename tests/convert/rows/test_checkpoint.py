@@ -176,28 +176,12 @@ def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("shared"), base)
 
 
-def test_negative_and_conjugate_views_in_a_bin(tmp_path: Path) -> None:
-    negative = torch._neg_view(torch.arange(4.0))
-    conjugate = torch.complex(torch.ones(2), torch.arange(2.0)).conj()
-    torch.save({"negative": negative, "conjugate": conjugate}, tmp_path / "pytorch_model.bin")
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.tensor("negative").tolist() == [0, -1, -2, -3]
-    assert checkpoint.tensor("conjugate").tolist() == [1, 1 - 1j]
-
-
 def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(5, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     checkpoint = open_checkpoint(tmp_path)
     assert torch.equal(checkpoint.rows("a", [4, 0]), tensors["a"][[4, 0]])
     assert torch.equal(checkpoint.tensor("b"), tensors["b"])
-
-
-def test_a_bin_of_pickle_protocol_4_is_not_called_damaged(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin", pickle_protocol=4)
-    with pytest.raises(CheckpointError, match="protocol") as caught:
-        open_checkpoint(tmp_path)
-    assert "damaged" not in str(caught.value)
 
 
 def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
@@ -242,19 +226,10 @@ def test_choice_of_weights(names: list[str], chosen: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ([], ["no weights"]),
-        (["config.json"], ["config.json"]),
-        (["a.safetensors", "b.safetensors"], ["a.safetensors", "b.safetensors"]),
-        (
-            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-            ["model-00001-of-00002.safetensors"],
-        ),
-    ],
+    "names", [[], ["config.json"], [f"{name}.safetensors" for name in "ab"], ["model-00001-of-00002.safetensors"]]
 )
-def test_no_choice_of_weights(names: list[str], words: list[str]) -> None:
-    with raises_with(CheckpointError, *words):
+def test_no_choice_of_weights(names: list[str]) -> None:
+    with raises_with(CheckpointError, *names or ["no weights"]):
         choose_weights(names, "here")
 
 
@@ -331,18 +306,11 @@ def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
     "content",
     [
         b"",
-        b"1234567",
         b"<!DOCTYPE html><html>" + b" " * 100,
         safetensors_bytes({"a": entry()}, b"1234567"),
-        safetensors_bytes({"a": entry()}, b"123456789"),
-        safetensors_bytes({"a": entry(shape=(3,))}, b"12345678"),
-        safetensors_bytes({"a": entry(), "b": entry(offsets=(4, 12))}, b"1" * 12),
-        safetensors_bytes({"a": entry("F31")}, b"12345678"),
         safetensors_bytes({"a": entry(shape=(1 << 62, 1 << 62))}, b"12345678"),
-        safetensors_bytes({"a": 7}),
-        safetensors_bytes(b'{"a":' * 100_000),
     ],
-    ids=["empty", "short", "html", "truncated", "longer", "shape", "overlap", "dtype", "huge", "entry", "deep"],
+    ids=["empty", "html", "truncated", "huge"],
 )
 def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
@@ -510,7 +478,10 @@ def test_truncated_bin(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.randn(100)}, path)
     content = path.read_bytes()
-    for size in (0, 1, 10, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:size])
+    for damaged in (
+        *(content[:size] for size in (0, 1, 10, len(content) // 2, len(content) - 1)),
+        b"\x81" + content[1:],
+    ):
+        path.write_bytes(damaged)
         with raises_with(CheckpointError, str(path)):
             open_checkpoint(tmp_path)

@@ -1,10 +1,6 @@
 """One tensor of a target from the Hub: only its bytes travel, over broken connections and killed processes."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +10,6 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, OutputError, SourceError
 from eagle_slim.convert.rows import hub_tensor
-from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from safetensors.torch import load_file, save
 from support.hub_server import Blob, Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
@@ -250,40 +245,3 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
         assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert any(request.token == "hf_good" for request in hub.requests)
     assert hub.leaked_tokens == []
-
-
-SCRIPT = """
-import sys
-from eagle_slim.convert.rows import hub_tensor
-from eagle_slim.convert.rows.target import open_target_lm_head
-from eagle_slim.convert.sources.source import target_files
-hub_tensor.PIECE_BYTES, hub_tensor._FIRST_BYTES = 50_000, 1000
-head = open_target_lm_head(target_files(sys.argv[1]))
-print(head.checkpoint.files[0].path)
-"""
-
-
-def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
-    """`kill -9` in the middle; the next process goes on where the first one was."""
-    home = tmp_path / "home"
-    command = [sys.executable, "-c", SCRIPT, "org/target"]
-    hub.inject(SHARD, Fault(bytes_per_s=200_000))
-    process = subprocess.Popen(command, env=hub.env(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 300
-    partial: list[Path] = []
-    while not partial or partial[0].stat().st_size < 100_000:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        partial = list(home.glob("assets/**/*.partial"))
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    kept = partial[0].stat().st_size
-    assert list(home.glob("assets/**/*.safetensors")) == []
-    hub.clear_faults()
-    hub.reset_counts()
-    done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    assert torch.equal(open_checkpoint(done.stdout.strip()).tensor("lm_head.weight"), LM_HEAD)
-    # The piece that the killed process had asked for may still be sent.
-    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + PIECE + 2000

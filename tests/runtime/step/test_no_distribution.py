@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import PartialVerification, SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import LogitsError
+from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.choice_rules import CallRules
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 from torch import Tensor
@@ -76,17 +78,18 @@ def test_every_token_barred_is_told(
 
 
 @pytest.mark.parametrize("mode", ["exact", "lossy"])
-def test_it_is_told_where_steps_run_ahead(tmp_path: Path, mode: str) -> None:
+def test_it_is_told_where_steps_run_ahead(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
     target = tiny_target("llama", max_position_embeddings=1024)
     head = write_head(tmp_path, max_position_embeddings=1024)
     model = SpeculativeModel.from_pretrained(target, head, depth=3, top_k=4, total_tokens=12)
-    ahead = PartialVerification(mode, 2, num_steps=2, num_tokens=7, min_length=0, always=True)
+    small = partial(PartialVerification, num_blocks=2, num_steps=2, num_tokens=7, min_length=0)
+    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
     prompt = random_prompts([12])
-    answer = model.generate(prompt, max_new_tokens=14, partial_verification=ahead, ignore_eos=True)
+    answer = model.generate(prompt, max_new_tokens=14, partial_verification=mode, ignore_eos=True)
     assert answer.stats.num_partial_passes > 0
     late = next(token for token in answer.token_ids[0][6:] if token not in {*prompt[0], *answer.token_ids[0][:2]})
     with torch.no_grad():
         target.model.embed_tokens.weight[late] = float("nan")
     with pytest.raises(LogitsError, match="its logits hold a NaN"):
-        model.generate(prompt, max_new_tokens=14, partial_verification=ahead, ignore_eos=True)
+        model.generate(prompt, max_new_tokens=14, partial_verification=mode, ignore_eos=True)
