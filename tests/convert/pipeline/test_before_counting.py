@@ -34,7 +34,6 @@ from support.heads import (
     write_eagle3,
     write_freq,
 )
-from support.hub_server import HubServer, connected
 from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
 
@@ -122,20 +121,6 @@ class TestAdvice:
                 write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
             )
         assert "--target" not in str(caught.value)
-
-    def test_a_repository_is_named_by_its_name(self, tmp_path, target):
-        (target / "chat_template.jinja").unlink(missing_ok=True)
-        config = json.loads((target / "tokenizer_config.json").read_text())
-        config.pop("chat_template", None)
-        (target / "tokenizer_config.json").write_text(json.dumps(config))
-        with HubServer() as hub, connected(hub, tmp_path / "home"):
-            hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
-            done = convert(
-                write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
-                out=tmp_path / "o",
-            )  # fmt: skip
-        assert any("org/target" in warning for warning in done.warnings)
-        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.warnings)
 
 
 NO_TORCH = """
