@@ -96,6 +96,7 @@ def test_count_writes_the_same_file_again(run, files: Path, tmp_path: Path) -> N
     assert (counted.json["tokens"], counted.json["tokenizer_hash"]) == (counts.num_tokens, counts.tokenizer_hash)
     assert (counted.json["sources"][0]["name"], counted.json["sources"][0]["documents"]) == ("chat", 40)
     assert "tokenizing with fastokens" in counted.err
+    assert "none of its 40 documents was held out" in counted.err
     assert "100%" in counted.err
     first = out.read_bytes()
     again = run("count", *arguments, "--force", "--no-progress")
