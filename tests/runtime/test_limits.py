@@ -166,14 +166,6 @@ def test_streamer_is_called_with_the_prompt_then_every_token_once(tmp_path: Path
         model.generate([PROMPT, PROMPT], streamer=streamer)
 
 
-def test_transformers_own_streamer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import TextStreamer
-
-    model = build(tmp_path, tokenizer=Letters())
-    output = model.generate(PROMPT, max_new_tokens=20, streamer=TextStreamer(Letters(), skip_prompt=True))
-    assert capsys.readouterr().out.strip() == Letters().decode(output.token_ids[0])
-
-
 @pytest.mark.parametrize("pieces", [[1] * 14, [5, 4, 5], [14]], ids=len)
 def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     class Spelled(Letters):
@@ -198,16 +190,6 @@ def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureF
 def test_a_context_without_room(tmp_path: Path, limit: int) -> None:
     with pytest.raises(UsageError, match=rf"^max_model_len must be an integer of at least 1, got {limit}\.$"):
         build(tmp_path, max_model_len=limit)
-
-
-def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with raises(UsageError):
-        build(tmp_path).generate("hello")
-
-
-def test_an_empty_text_is_an_empty_prompt(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="Prompt 0 is empty"):
-        build(tmp_path, tokenizer=Letters()).generate("")
 
 
 def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:
