@@ -1,55 +1,12 @@
-"""The drafting kernel's tree and barrier, a launch of its own for each."""
+"""The drafting kernel's barrier in a launch of its own."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.drafter.kernels.grid_barrier import grid_barrier, leave_grid
-from eagle_slim.runtime.drafter.kernels.tree_build import (
-    TreeCandidates,
-    TreeOutputs,
-    TreeShape,
-    build_tree,
-    candidates_of,
-)
 from torch import Tensor
-
-
-@triton.jit
-def _build_tree_kernel(drafted, root_ptr, out, SHAPE: tl.constexpr):
-    slot = tl.program_id(0)
-    build_tree(candidates_of(drafted, slot.to(tl.int64), SHAPE), tl.load(root_ptr + slot), slot, out, SHAPE)
-
-
-def build_tree_on_device(
-    root_tokens: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, total_tokens: int, path_width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Build the trees of a batch: the fields of `eagle_slim.runtime.tree.DraftTree`, in their order.
-
-    ``root_tokens`` int32 [batch]; ``tokens`` int32, ``scores`` fp32, ``parents`` int32 [batch, candidates], of
-    which there are as many as nodes to choose, and up to 4096; at most 128 nodes.
-    """
-    batch, candidates = tokens.shape
-    device = tokens.device
-    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
-    outputs = TreeOutputs(
-        torch.empty(batch, total_tokens, **int64),
-        torch.empty(batch, total_tokens, **int64),
-        torch.empty(batch, 1, total_tokens, total_tokens, dtype=torch.bool, device=device),
-        torch.empty(batch, total_tokens, **int64),
-        torch.empty(batch, total_tokens, path_width, **int64),
-        torch.empty(batch, **int64),
-    )
-    node_of = torch.empty(batch, candidates, dtype=torch.int32, device=device)
-    chosen = torch.empty(batch, total_tokens, dtype=torch.int32, device=device)
-    _build_tree_kernel[(batch,)](
-        TreeCandidates(tokens, scores, parents, node_of, chosen), root_tokens, outputs,
-        TreeShape(candidates, total_tokens, path_width), num_warps=8,
-    )  # fmt: skip
-    return outputs
 
 
 @triton.jit

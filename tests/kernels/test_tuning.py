@@ -22,16 +22,6 @@ def test_times_are_medians_of_interleaved_calls() -> None:
     assert (summary.median_us, summary.low_us, summary.high_us) == (10, 2, 18)
 
 
-def test_rows() -> None:
-    rows = problem.all_rows()
-    assert rows[0] == problem.HEADLINE
-    assert rows[0].name == "llama-3.1-8b/v32000/d5/b1/p512"
-    eight = {(row.draft_vocab, row.depth, row.batch, row.prefix) for row in rows if row.model == "llama-3.1-8b"}
-    assert len(eight) == 4 * 2 * 4 * 2
-    assert {row.model for row in rows} == set(problem.MODELS)
-    assert len(rows) == 64 + 6
-
-
 def test_compiling_ahead_needs_more_than_one_kernel() -> None:
     assert precompile.compile_all([], 90, 1.0) == []
     cfg = problem.draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
