@@ -232,11 +232,9 @@ def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
 @pytest.mark.parametrize(
     ("token", "name", "words"),
     [
-        (None, "org/gated", ("Ask for access at ", "/org/gated", "HF_TOKEN")),
-        ("hf_other", "org/gated", ("a gated repository",)),
+        ("hf_other", "org/gated", ("a gated repository", "Ask for access at ", "/org/gated", "HF_TOKEN")),
         (None, "org/nothing", ("no such folder here, and no such repository at", "Check the spelling")),
         (None, "org/private", ("no such folder here, and no such repository at",)),
-        (None, "gpt2", ("no such folder here, and no such repository at",)),
         ("hf_expired", "org/head", ("hf auth login",)),
     ],
 )
