@@ -59,20 +59,12 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path, monkeypatch):
         ids = tensors["d2t"] + torch.arange(320)
         assert torch.equal(tensors["lm_head.weight"], target_lm_head(tmp_path / "target")[ids])
 
-        # A second run asks for no weights again, and neither does verification, which finds everything in the cache.
+        # Verification asks for no weights again: it finds everything in the cache.
         hub.reset_counts()
-        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "again")
-        assert hub.bytes_sent(".safetensors") == hub.bytes_sent(".bin") == 0
-        assert files(tmp_path / "again") == files(tmp_path / "slim") | {
-            "README.md": (tmp_path / "again" / "README.md").read_bytes()
-        }
         result = verify_artifact(tmp_path / "slim")
         assert result.ok
         assert not [check for check in result.checks if check.status == "skipped"]
-        assert hub.bytes_sent(".safetensors") == 0
-    with connected(hub, tmp_path / "home", offline=True):
-        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "offline", offline=True)
-        assert files(tmp_path / "offline").keys() == files(tmp_path / "slim").keys()
+        assert hub.bytes_sent(".safetensors") == hub.bytes_sent(".bin") == 0
 
 
 def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):

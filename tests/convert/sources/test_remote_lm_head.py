@@ -1,8 +1,9 @@
 """One tensor of a target from the Hub: only its bytes travel, over broken connections and killed processes."""
 
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -150,19 +151,22 @@ def test_a_broken_connection_costs_one_piece(hub: HubServer, home: Path) -> None
     assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes + 2000 + 4 * 40_000
 
 
+def before_piece(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Let something happen before a request for so many bytes, counted from 1."""
+    asked, real = itertools.count(1), hub_tensor.HubFile.read
+
+    def read(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
+        if next(asked) == number:
+            act()
+        return real(self, start, end)
+
+    monkeypatch.setattr(hub_tensor.HubFile, "read", read)
+
+
 def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
     hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    real = hub_tensor.HubFile.read
-
-    def cut(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
-        asked.append(start)
-        if len(asked) == 5:
-            hub.inject(SHARD, Fault(break_after=10))
-        return real(self, start, end)
-
-    monkeypatch.setattr(hub_tensor.HubFile, "read", cut)
+    before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
     with raises(SourceError, reason="broken") as caught:
         open_lm_head("org/target")
     assert "150,000 of 512,000 bytes came" in str(caught.value)
@@ -177,16 +181,8 @@ def test_a_file_that_changes_while_it_is_read_is_not_joined(
 ) -> None:
     other = noise(ROWS, HIDDEN, 9)
     files = hub.repo("org/target").commits[hub.repo("org/target").branches["main"]]
-    asked = []
-    real = hub_tensor.HubFile.read
-
-    def changed(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
-        asked.append(start)
-        if len(asked) == 5:
-            files[SHARD] = Blob.of(SHARD, save({"lm_head.weight": other, **OTHERS}))
-        return real(self, start, end)
-
-    monkeypatch.setattr(hub_tensor.HubFile, "read", changed)
+    changed = {SHARD: Blob.of(SHARD, save({"lm_head.weight": other, **OTHERS}))}
+    before_piece(monkeypatch, 5, lambda: files.update(changed))
     with pytest.raises(SourceError, match="changed on the Hub"):
         open_lm_head("org/target")
     assert [path.stat().st_size for path in home.glob("assets/**/*.partial")] == [0]
