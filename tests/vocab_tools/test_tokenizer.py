@@ -15,6 +15,7 @@ from support.small_tokenizers import (
     with_reserved,
     write_folder,
 )
+from support.tokenizers import smollm2
 from tokenizers import Tokenizer, normalizers
 
 
@@ -261,3 +262,20 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct", "not//valid"):
         with pytest.raises(TokenizerError, match=name):
             load_tokenizer(name, offline=True)
+
+
+def test_smollm2_lacks_21_single_bytes_and_forces_the_rest() -> None:
+    tokenizer = smollm2()
+    assert tokenizer.vocab_size == 49152
+    assert len(tokenizer.real_ids) == 49152
+    assert len(tokenizer.byte_of_id) == 256 - 21
+    forced = forced_ids(tokenizer)
+    others = [token_id for token_id in forced.ids.tolist() if token_id not in tokenizer.byte_of_id]
+    markers = {tokenizer.token_texts[token_id]: forced.reasons[token_id] for token_id in others}
+    assert markers == {
+        "<|endoftext|>": "end of turn",
+        "<|im_start|>": "bos, chat template",
+        "<|im_end|>": "eos, pad, end of turn, chat template",
+    }
+    assert len(forced.ids) == 238
+    assert forced.warnings == ()

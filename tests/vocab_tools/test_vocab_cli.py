@@ -96,6 +96,7 @@ def test_count_writes_the_same_file_again(run, files: Path, tmp_path: Path) -> N
     assert (counted.json["tokens"], counted.json["tokenizer_hash"]) == (counts.num_tokens, counts.tokenizer_hash)
     assert (counted.json["sources"][0]["name"], counted.json["sources"][0]["documents"]) == ("chat", 40)
     assert "tokenizing with fastokens" in counted.err
+    assert "none of its 40 documents was held out" in counted.err
     assert "100%" in counted.err
     first = out.read_bytes()
     again = run("count", *arguments, "--force", "--no-progress")
@@ -104,15 +105,6 @@ def test_count_writes_the_same_file_again(run, files: Path, tmp_path: Path) -> N
     assert "End the name in .saf" in run("count", *arguments[:-1], tmp_path / "x.json").err
     assert out.read_bytes() == first
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "size", "doubted"), [(range(9), 8, True), (range(9), 9, False), (range(9, 0, -1), 8, False)]
-)
-def test_the_beginning_of_a_sorted_map_is_doubted(run, tmp_path: Path, ids: range, size: int, doubted: bool) -> None:
-    (tmp_path / "m.json").write_text(json.dumps(list(ids)))
-    done = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", size)
-    assert (done.code, f"its first {size} are only the lowest ids" in done.err) == (0, doubted)
 
 
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
@@ -129,6 +121,14 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 4000)
     assert (other.code, "384" in other.err) == (1, True)
     assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_the_beginning_of_a_map_is_doubted(run, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8, 9]")
+    ascending = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", 8)
+    assert (ascending.code, "only the lowest ids" in ascending.err) == (0, True)
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json")
+    assert "never occur" in run("export", tmp_path / "v.json", tmp_path / "f.pt", "-n", 349).err
 
 
 def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:

@@ -170,10 +170,6 @@ def test_sharded_head(hub: HubServer, home: Path) -> None:
     publish(files)
     with raises(SourceError, reason="missing"):
         open_head_source("org/sharded", subfolder="eagle3")
-    index["weight_map"][last[0]] = "../../../evil.safetensors"
-    publish(files | {"model.safetensors.index.json": json.dumps(index)})
-    with raises_with(CheckpointError, "../../../evil.safetensors"):
-        open_head_source("org/sharded", subfolder="eagle3")
 
 
 def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
@@ -197,8 +193,6 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     with raises(SourceError, reason="offline"):
         open_head_source("org/heads", offline=True, subfolder="heads/b")
     assert hub.requests == []
-    beside = open_head_source("org/heads", subfolder="heads/b")
-    assert sorted(path.name for path in beside.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
