@@ -14,7 +14,6 @@ from eagle_slim.runtime.drafter.launch import (
     allocate_buffers,
     check_finished,
     launch_drafter,
-    prefill_drafter,
 )
 from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
@@ -33,19 +32,6 @@ def step(device: str) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
 
 
 Problem = tuple[DrafterConfig, torch.Tensor, Weights, Buffers]
-
-
-def test_a_full_cache(step: Problem) -> None:
-    cfg, _, weights, bufs = step
-    room = cfg.max_positions - TREE.depth * TREE.top_k
-    bufs.set_step([0], [[1, 2]], [room - 2])
-    with raises(UsageError) as refused:
-        bufs.set_step([1], [[1, 2]], [room - 1])
-    assert f"Slot 1: {room - 1} cached pairs, 2 new and 6 tree rows exceed the drafter's KV cache" in str(refused.value)
-    features = torch.zeros(room + 1, cfg.feature_width, device=bufs.keys.device)
-    tokens = torch.zeros(room + 1, dtype=torch.int64, device=bufs.keys.device)
-    with raises(UsageError):
-        prefill_drafter(cfg, features, tokens, weights, bufs, 0)
 
 
 def test_three_taps_of_a_head_that_norms_two(step: Problem) -> None:
