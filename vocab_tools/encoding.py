@@ -218,7 +218,7 @@ def choose_library(
         reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
         return "fastokens", reason
     if requested == "fastokens":
-        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", option="--tokenizer-library")
+        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.")
     return "tokenizers", reason
 
 

@@ -360,7 +360,7 @@ def test_what_a_request_cannot_have_is_refused(tmp_path, options, vocabulary, op
     plain = {"draft_vocab": 8, "out": tmp_path / "out"}
     with pytest.raises(UsageError) as caught:
         convert(head, **{**plain, "vocabulary": replace(ranked, **vocabulary), **options})
-    assert caught.value.facts.get("option") == option
+    assert option in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
