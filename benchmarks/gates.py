@@ -36,7 +36,14 @@ from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, Tre
 from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, write
-from benchmarks.shared.decoding import RandomModel, attention_of_layers, compile_ahead, filled_phases, take_turns
+from benchmarks.shared.decoding import (
+    RandomModel,
+    attention_of_layers,
+    compile_ahead,
+    draft_bytes,
+    filled_phases,
+    take_turns,
+)
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
 from benchmarks.shared.partial import measure as measure_partial
@@ -96,7 +103,7 @@ def phase_bytes(gates: MicroGates, model: RandomModel, decoder: Decoder) -> dict
     element = model.target.dtype.itemsize
     features = gates.accepted_length * model.target.feature_width * element
     return {
-        "draft": decoder.drafter.cfg.draft_bytes([gates.prefix]),
+        "draft": draft_bytes(decoder.drafter.cfg, [gates.prefix]),
         "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
         "accept": gates.nodes * model.dims.vocab * element,
         "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),

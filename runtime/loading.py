@@ -119,8 +119,7 @@ class OpenedHead:
         base = weights.draft_to_target
         known: FollowRows | JoinableRows | None = weights.follow
         if known is None:
-            ids = base.cpu().numpy()
-            known = load_joinable_rows(self.head, target, ids, weights.dtype, weights.device)
+            known = load_joinable_rows(self.head, target, base.cpu().numpy())
         if rank_order is None:
             rank_order = known.rank_order
         if rank_order is None and self.is_embedded:

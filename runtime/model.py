@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .api.options import own_eos_ids, read_call, read_count, read_flag, read_tokenizer
+from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
@@ -240,7 +240,7 @@ class SpeculativeModel:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
-        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
+        weights = load_head_weights(opened.head, wrapped, draft_ids)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
@@ -266,7 +266,7 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
-        rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
+        rows = gather_lm_head_rows(self.opened.head, self.target, ids)
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
@@ -394,11 +394,6 @@ class SpeculativeModel:
     def draft_bytes(self) -> int:
         """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
         return draft_bytes(self.drafter)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence ids of the target's generation configuration, else of its configuration."""
-        return own_eos_ids(self.target)
 
     def generate(
         self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,

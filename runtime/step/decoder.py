@@ -31,7 +31,7 @@ from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..drafter.weights import HeadWeights
 from ..errors import UsageError
-from ..launches import count_again, counted_apart
+from ..launches import count_launches, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import ForwardBuffers, KVCache, Target
@@ -334,7 +334,7 @@ class Decoder:
         self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
 
         def replayed() -> None:
-            count_again(launches)
+            count_launches(launches)
             replay()
 
         return replayed

@@ -9,12 +9,12 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.drafter.tuning.agreement import Agreement
-from eagle_slim.runtime.drafter.tuning.timing import Times, time_us
+from eagle_slim.runtime.drafter.tuning.timing import time_us
 
 from benchmarks import draft
 
 TINY = problem.Dims(32, 32, 2, 1, 16, 100)
-ROW = problem.Row("tiny", 60, 1, 1, 20)
+ROW = draft.Row("tiny", 60, 1, 1, 20)
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> draft.Problems:
     # Without the runs that warm up.
     monkeypatch.setattr(
         draft, "interleave",
-        lambda variants, device, *_, **__: {name: Times.of([time_us(run, device)]) for name, run in variants.items()},
+        lambda variants, device, *_, **__: {name: [time_us(run, device)] for name, run in variants.items()},
     )  # fmt: skip
     monkeypatch.setattr(draft, "supported_weights", lambda device: ["bf16"])
     return draft.Problems(torch.device("cpu"), torch.float16)
 
 
-def measure(problems: draft.Problems, row: problem.Row = ROW) -> dict[str, Any]:
+def measure(problems: draft.Problems, row: draft.Row = ROW) -> dict[str, Any]:
     return draft.measure(problems, row, 1e9, 1, lambda run: run)
 
 

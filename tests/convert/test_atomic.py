@@ -106,16 +106,10 @@ def test_a_disk_that_fails_at_any_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert tree(tmp_path) == {"out/a": "old", "out/sub/b": "old"}
 
 
-@pytest.mark.parametrize(
-    ("code", "name"), [(errno.EACCES, "model.safetensors"), (errno.EFBIG, None)], ids=["named", "without a name"]
-)
-def test_errors_of_the_body_on_our_disk(tmp_path: Path, code: int, name: str | None) -> None:
-    with pytest.raises(OutputError, match=os.strerror(code)), atomic_directory(tmp_path / "out") as folder:
-        raise OSError(code, os.strerror(code), *([str(folder / name)] if name else []))
-    assert os.listdir(tmp_path) == []
-
-
-def test_errors_about_other_files_pass(tmp_path: Path) -> None:
+def test_errors_of_the_body_are_ours_where_they_are_about_our_disk(tmp_path: Path) -> None:
+    for code, name in ((errno.EACCES, "model.safetensors"), (errno.EFBIG, None)):
+        with pytest.raises(OutputError, match=os.strerror(code)), atomic_directory(tmp_path / "out") as folder:
+            raise OSError(code, os.strerror(code), *([str(folder / name)] if name else []))
     with pytest.raises(FileNotFoundError), atomic_directory(tmp_path / "out"):
         open(tmp_path / "input")  # noqa: SIM115
     assert os.listdir(tmp_path) == []
@@ -130,11 +124,6 @@ def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path: Path, monke
     with raises_with(OutputError, os.strerror(errno.EACCES)):
         check_output(tmp_path / "not" / "yet")
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_place_that_cannot_be_written() -> None:
-    with raises_with(OutputError, os.strerror(errno.ENOENT)), atomic_directory("/proc/out"):
-        pytest.fail("the body must not run")
     with raises_with(OutputExistsError, "/"):
         check_output("/")
 
@@ -214,15 +203,3 @@ def test_what_comes_to_the_name_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(OutputExistsError):
         overtaken()
     assert tree(tmp_path) == {"out/theirs": "theirs"}
-
-
-def test_file_killed(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(b"old")
-    script = (
-        "import os, signal, sys; from eagle_slim.vocab_tools import files\n"
-        "files.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "files.write_file(sys.argv[1], b'new')"
-    )
-    run = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
-    assert (run.returncode, path.read_bytes()) == (-signal.SIGKILL, b"old")

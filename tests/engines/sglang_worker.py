@@ -7,8 +7,6 @@ A job: ``{"head": folder, "algorithm": "EAGLE3" or "EAGLE", "token_map": path or
 ``{"token_map": path}``. Arguments: rank, number of ranks and a free port; with two ranks the tensor-parallel groups are
 real (gloo) and every rank loads its own shard. Result: ``class``, ``unloaded`` (parameters that kept any NaN they were
 filled with before loading), ``hot_token_ids``, ``lm_head_rows``, and whether ``lm_head`` and ``fc`` equal the files.
-With ``{"mtp_rows": rows, "tied": bool, "token_map": path}`` the draft is a made-up MTP layer of Qwen3.5, with random
-weights in the class that SGLang builds for it.
 """
 
 import sys
@@ -80,32 +78,7 @@ def share(model: torch.nn.Module, embed: torch.Tensor, head: torch.Tensor, algor
     return worker.hot_token_id
 
 
-def load_mtp(job: Json) -> Json:
-    from sglang.srt.configs import Qwen3_5TextConfig
-
-    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
-    rows, hidden = job["mtp_rows"], 64
-    config = Qwen3_5TextConfig(
-        vocab_size=rows, hidden_size=hidden, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=64, num_hidden_layers=4, tie_word_embeddings=job["tied"], rope_parameters=rope,
-    )  # fmt: skip
-    model_class, _ = ModelRegistry.resolve_model_cls(["Qwen3_5ForCausalLMMTP"])
-    model = model_class(config)
-    embed, head = (torch.nn.Parameter(torch.randn(rows, hidden), requires_grad=False) for _ in range(2))
-    hot = share(model, embed, embed if job["tied"] else head, "NEXTN")
-    assert hot is not None
-    return {
-        "class": model_class.__name__,
-        "hot_token_ids": hot.tolist(),
-        "lm_head_rows": model.lm_head.weight.shape[0],
-        "lm_head_equal": bool(torch.equal(model.lm_head.weight, head[hot])),
-    }
-
-
 def run(job: Json, ranks: int) -> Json:
-    if "mtp_rows" in job:
-        with get_context().override_server_args(device="cpu", tp_size=ranks, speculative_token_map=job["token_map"]):
-            return load_mtp(job)
     if "head" not in job:
         return {"token_map": load_token_map(job["token_map"]).tolist()}
     with get_context().override_server_args(device="cpu", tp_size=ranks, speculative_token_map=job.get("token_map")):

@@ -1,14 +1,11 @@
 """llama.cpp: its own converter makes our GGUF files, and drafts with them for SmolLM2 are accepted as often as ours."""
 
-import shutil
 import subprocess
 import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-import numpy as np
 import pytest
-from eagle_slim.convert import verify_artifact
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.runtime import SpeculativeModel
 from engines.artifacts import chat_prompts, command
@@ -102,27 +99,3 @@ def test_the_accepted_length_is_ours(
     )
     assert theirs > 1.5
     assert abs(theirs - ours) < 0.1 * ours
-
-
-def test_q8_0_drafts_as_well(
-    program: Path, drafted: list[Answer], artifact: Path, prompts: list[str], figures: dict[str, str]
-) -> None:
-    answers = answers_to(prompts, program, artifact / "model-q8_0.gguf")
-    figures["SmolLM2 in llama.cpp, 16384 rows in q8_0"] = f"accepted length {accepted_length(answers):.3f}"
-    assert accepted_length(answers) > 0.95 * accepted_length(drafted)
-
-
-def test_a_broken_map_is_caught(
-    program: Path, artifact: Path, prompts: list[str], tmp_path: Path, figures: dict[str, str]
-) -> None:
-    """llama.cpp loads it without a word, as other engines do; `eagle-verify` names the file."""
-    import gguf
-
-    folder = shutil.copytree(artifact, tmp_path / "broken")
-    (d2t,) = [tensor for tensor in gguf.GGUFReader(folder / "model-bf16.gguf", "r+").tensors if tensor.name == "d2t"]
-    d2t.data[:] = np.roll(d2t.data, 1)
-    d2t.data.flush()
-    answers = answers_to(prompts[:3], program, folder / "model-bf16.gguf")
-    figures["SmolLM2 in llama.cpp, map shifted"] = f"accepted length {accepted_length(answers):.3f}"
-    assert accepted_length(answers) < 1.1
-    assert "model-bf16.gguf" in verify_artifact(folder, offline=True)["file checksums"].detail

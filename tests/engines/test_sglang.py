@@ -41,7 +41,6 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs["EAGLE-2"] = {"head": str(artifact), "algorithm": "EAGLE", "token_map": token_map}
     biased = str(oracle_files.artifact("eagle1_biased", 320, "--for", "sglang"))
     jobs["EAGLE-2 with biases"] = {"head": biased, "algorithm": "EAGLE", "token_map": token_map}
-    jobs["EAGLE-2 unconverted"] = {"head": str(oracle_files.head("eagle1")), "algorithm": "EAGLE", "token_map": None}
     jobs["token map"] = {"token_map": token_map}
     jobs["token map of an EAGLE-3 artifact"] = {"token_map": str(oracle_files.artifact("full", 640) / "freq_640.pt")}
     return dict(zip(jobs, load(oracle_files, list(jobs.values())), strict=True))
@@ -82,10 +81,6 @@ def test_an_eagle2_head_with_its_token_map(loaded: dict[str, Json], name: str) -
     assert result["fc_equal"]
 
 
-def test_an_unconverted_eagle2_head_would_not_be_a_draft_head(loaded: dict[str, Json]) -> None:
-    assert "error" in loaded["EAGLE-2 unconverted"]
-
-
 @pytest.mark.slow
 def test_norms_of_q_and_k_are_refused_by_their_class_and_dropped_by_llamas(
     oracle_files: OracleFiles, tmp_path: Path
@@ -109,19 +104,3 @@ def test_two_tensor_parallel_ranks_hold_their_own_rows(oracle_files: OracleFiles
         assert result["lm_head_rows"] == result["lm_head_rows_of_file"] == 320
         assert result["lm_head_equal"]
         assert result["hot_token_ids"] == expected_ids(640)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_mtp_layer_of_qwen3_5_takes_a_token_map_unless_its_lm_head_is_tied(
-    oracle_files: OracleFiles, tmp_path: Path, tied: bool
-) -> None:
-    rows, ids = 248_320, [248_000, 5, 77, *range(1000, 5096)]
-    token_map = str(oracle.write_token_map(tmp_path / "freq.pt", ids))
-    (result,) = load(oracle_files, [{"mtp_rows": rows, "tied": tied, "token_map": token_map}])
-    assert "error" not in result, result
-    assert result["class"] == "Qwen3_5ForCausalLMMTP"
-    assert result["hot_token_ids"] == ids
-    # With a tied LM head all rows stay, and a draft of row i is taken for the i-th id of the map, which is another.
-    assert result["lm_head_rows"] == (rows if tied else len(ids))
-    assert result["lm_head_equal"] is not tied

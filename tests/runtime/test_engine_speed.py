@@ -180,21 +180,6 @@ def test_a_server_that_is_down_does_not_hide_the_others(run: Run) -> None:
     assert out.splitlines()[-1].startswith("up")
 
 
-def test_a_port_without_http_is_told_so(run: Run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-
-        def greet() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b"220 mail ready\r\n")
-
-        threading.Thread(target=greet, daemon=True).start()
-        code, _, err = run("--server", f"mail=http://127.0.0.1:{other.getsockname()[1]}")
-    assert code == 1
-    assert "does not answer (220 mail ready)" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -211,11 +196,3 @@ def test_wrong_arguments(run: Run, capsys: pytest.CaptureFixture[str], arguments
     with pytest.raises(SystemExit):
         run(*arguments)
     assert reason in capsys.readouterr().err
-
-
-def test_prompts_without_a_question_are_refused(run: Run, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["?"]}\n{"prompt": "?"}\n')
-    code, _, err = run("--server", "a=http://127.0.0.1:9", "--prompts", str(prompts))
-    assert code == 1
-    assert f"{prompts}, line 2" in err

@@ -27,18 +27,18 @@ from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pa
 @pytest.mark.parametrize(
     ("head", "facts"),
     [
-        ({"hidden": 16}, {"field": "hidden size", "expected": 16, "found": 32}),
-        ({"vocab": 20}, {"field": "vocab_size", "expected": 20, "found": 24}),
+        ({"hidden": 16}, ("hidden size", "16", "32")),
+        ({"vocab": 20}, ("vocab_size", "20", "24")),
     ],
     ids=["hidden", "vocabulary"],
 )
-def test_wrong_pairs_are_refused_before_any_forward(
-    tmp_path: Path, head: dict[str, Any], facts: dict[str, Any]
+def test_wrong_pairs_are_refused_before_weights_are_loaded(
+    tmp_path: Path, head: dict[str, Any], facts: tuple[str, ...]
 ) -> None:
-    target = tiny_target("llama")
-    target.forward = lambda *args, **kwargs: pytest.fail("the target ran")
-    with raises_with(PairingError, *map(str, facts.values())):
-        SpeculativeModel.from_pretrained(target, write_head(tmp_path, **head))
+    folder = tmp_path / "target"
+    tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
+    with raises_with(PairingError, *facts):
+        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head))
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,6 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head), device="cpu", **options)
 
 
-def test_wrong_pairs_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    folder.mkdir()
-    tiny_target("llama", vocab_size=40).config.save_pretrained(folder)  # no weights beside it
-    with pytest.raises(PairingError, match=r"the head's vocab_size is 24, the target's 40\. Give the target that"):
-        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
-
-
-@pytest.mark.parametrize("drafter", ["reference"])
-def test_rows_that_pad_the_heads_vocabulary_are_never_drafted(tmp_path: Path, drafter: str) -> None:
-    target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, vocab=30), drafter=drafter)
-    assert model.draft_vocab == VOCAB == 24
-    assert model.generate([[3, 4, 5]], max_new_tokens=4).results[0].token_ids
-
-
 def test_tokenizer_hashes() -> None:
     check_tokenizer(None, "a", "head", "target")
     check_tokenizer("a", None, "head", "target")
@@ -104,12 +88,8 @@ def unsupported_models() -> dict[str, tuple[Any, str]]:
     t5 = {"vocab_size": 24, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 32, "d_kv": 8}
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     hybrid = ["conv", "full_attention"]
-    mpt = {"vocab_size": 24, "d_model": 32, "n_layers": 2, "n_heads": 4}
     return {
         "mamba": (lambda: t.MambaForCausalLM(t.MambaConfig(**SMALL, state_size=4)), "recurrent state"),
-        "rwkv": (lambda: t.RwkvForCausalLM(t.RwkvConfig(**SMALL)), "recurrent state"),
-        "bloom": (lambda: t.BloomForCausalLM(t.BloomConfig(**gpt, hidden_size=32)), "rotary"),
-        "mpt": (lambda: t.MptForCausalLM(t.MptConfig(**mpt)), "rotary|ALiBi"),
         "gpt2": (lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt, n_embd=32)), "rotary"),
         "t5": (lambda: t.T5ForConditionalGeneration(t.T5Config(**t5)), "encoder-decoder"),
         "bert": (lambda: t.BertModel(t.BertConfig(**SMALL, **heads, intermediate_size=32)), "LM head"),
@@ -137,26 +117,16 @@ def test_a_target_spread_over_devices_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "field", "found"),
+    "config",
     [
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling", "dynamic"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling", "longrope"),
-        ({"rope_scaling": {"rope_type": "unheard"}}, "rope_scaling", "unheard"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor", 0.1),
-        (
-            {
-                "partial_rotary_factor": 0.5,
-                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-            },
-            "rope_scaling",
-            "yarn",
-        ),
+        {"rope_scaling": {"rope_type": "dynamic"}}, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "unheard"}}, {"partial_rotary_factor": 0.1},
+        {"partial_rotary_factor": 0.5,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     ],
     ids=["dynamic", "longrope", "unknown", "partial", "partial of another size"],
-)
-def test_rotary_scalings_a_cache_cannot_follow(
-    tmp_path: Path, config: dict[str, Any], field: str, found: object
-) -> None:
+)  # fmt: skip
+def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str, Any]) -> None:
     with raises(UnsupportedModelError):
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
 
@@ -228,11 +198,6 @@ def test_a_target_that_transformers_cannot_load(tmp_path: Path, config: str | No
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
 
 
-def test_a_mistyped_target_may_be_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="smollm: there is no such folder here, and transformers cannot load it"):
-        SpeculativeModel.from_pretrained("smollm", write_head(tmp_path / "head"), offline=True)
-
-
 def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None:
     text = tiny_target("llama").config
     transformers.LlavaConfig(text_config=text).save_pretrained(tmp_path / "target")
@@ -268,11 +233,3 @@ def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     for name in (target, transformers.AutoModelForCausalLM.from_pretrained(target)):
         with raises(PairingError):
             SpeculativeModel.from_pretrained(name, head, draft_vocab=wrong, tokenizer=tokenizer)
-
-
-def test_head_config_is_read_from_its_folder(tmp_path: Path) -> None:
-    folder = write_head(tmp_path, rms_norm_eps=3e-4, norm_output=True, eagle_config={"norm_before_residual": True})
-    assert json.loads((folder / "config.json").read_text())["norm_output"] is True
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder)
-    weights = model.drafter.weights
-    assert (weights.norm_eps, weights.norm_output, weights.norm_before_residual) == (3e-4, True, True)

@@ -18,8 +18,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, generate_cli, options_cli
 from eagle_slim.runtime.api.streaming import StopTextStreamer
 from eagle_slim.runtime.compare import cli as compare_cli
-from eagle_slim.runtime.errors import AcceptanceWarning, TargetError, UsageError
-from eagle_slim.runtime.options_cli import load_heads
+from eagle_slim.runtime.errors import AcceptanceWarning, TargetError
 from eagle_slim.runtime.step.tree_size import TreeSize
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
@@ -209,24 +208,6 @@ def test_mistakes(generate: Run, monkeypatch: pytest.MonkeyPatch, args: list[str
     assert code == 1 or "target: transformers" not in err  # a misspelled call is refused before the target is loaded
 
 
-def test_too_many_rows_of_the_built_in_head_are_refused_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for slow in ("embedded_target_folder", "load_tokenizer"):
-        monkeypatch.setattr(f"eagle_slim.runtime.loading.{slow}", None)
-    code, _, err = run(generate_cli.main, "--draft-vocab", "99999", "--prompt", "x")
-    assert code == 2
-    assert "99999 is larger than the built-in head, which has 49152 rows" in err
-    with pytest.raises(UsageError, match="draft_vocab = 99999 is outside 1 to 49152"):
-        SpeculativeModel.from_pretrained(draft_vocab=99999)
-
-
-def test_sizes_that_no_head_has_are_refused_before_loading(compare: Run, pair: Pair) -> None:
-    for more in (["--sizes", "full,341"], ["--sizes", "341", "--head", pair.head]):
-        code, _, err = compare(*more)
-        assert (code, "which has 340 rows" in err, "loading" in err) == (2, True, False), err
-    code, _, err = compare("--sizes", "300", "--head", pair.head + "-gone")
-    assert (code, "loading" in err) == (1, False)
-
-
 def test_ctrl_c_while_a_head_is_loading_ends_with_130(
     compare: Run, generate: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,12 +232,6 @@ def test_a_target_that_cannot_be_looked_up_is_told(
         assert (code, "no such repository could be looked up" in err) == (1, True), err
         with pytest.raises(TargetError, match=r"no such folder here, and .* cannot be reached"):
             SpeculativeModel.from_pretrained("nope", pair.slim)
-
-
-def test_what_runs_is_said_once(chat: Run) -> None:
-    err = chat("hello", "hello", "/quit").err
-    for said in ("transformers (the model is on cpu)", "drafter reference, fp32 weights", "trees of 20 nodes"):
-        assert err.count(said) == 1
 
 
 def test_a_head_that_does_not_fit_is_told_once(
@@ -293,12 +268,6 @@ def test_a_terminal_that_lacks_a_letter_gets_the_answer(generate: Run, monkeypat
     assert "\\xe9" in terminal.read()
 
 
-def test_a_closed_stdin_is_no_prompt(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    code, _, err = generate()
-    assert (code, "There is no prompt" in err) == (2, True)
-
-
 def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = generate("--prompt", "a\udcff")
     assert (code, out) == (2, "")
@@ -307,15 +276,6 @@ def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) ->
     code, out, err = generate()
     assert (code, out) == (2, "")
     assert "stdin is not UTF-8 text" in err
-
-
-def test_the_streamed_answer_ends_where_the_text_does(generate: Run) -> None:
-    args = ("--prompt", "hello", "--max-new-tokens", "30")
-    whole = answer(generate(*args, "--json"))["text"]
-    stop = next(letter for letter in whole[5:] if letter.isascii() and letter.isalpha())
-    text = answer(generate(*args, "--stop", stop, "--json"))["text"]
-    assert text == whole[: whole.index(stop)]
-    assert generate(*args, "--stop", stop).out == text + "\n"
 
 
 @pytest.mark.parametrize("template", [(), ("--raw",)], ids=["chat", "raw"])
@@ -393,16 +353,6 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "unknown command /nonsense; see /help" in err
 
 
-def test_ctrl_c_between_answers_ends_with_130(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_prompt: str) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupt)
-    code, _, err = chat()
-    assert code == 130, err
-    assert "Traceback" not in err
-
-
 def test_a_seed_is_drawn_and_printed(generate: Run) -> None:
     args = ("--prompt", "hello", "--max-new-tokens", "6", "--temperature", "1", "--json")
     first, second = (answer(generate(*args, "--draft-vocab", "full")) for _ in range(2))
@@ -447,20 +397,6 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert (written["is_complete"], written["setup"]["target"]) == (False, "target")  # as --target calls it
     assert {row["num_answers"] for row in written["rows"]} == {1}
-
-
-def test_heads_trees_and_batches_in_one_comparison(compare: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    models: list[SpeculativeModel] = []
-    monkeypatch.setattr(compare_cli, "load_heads", lambda options: models.extend(load_heads(options)) or models)
-    trees = ("--tree", "2,4,20", "--tree", "1,1,3", "--tree", "2,4,20")
-    more = ("--head", pair.head, *trees, "--batch", "1,2", "--json")
-    rows = answer(compare("--sizes", "full", "--max-new-tokens", "4", *more, prompts="one\ntwo\n"))["rows"]
-    assert {row["follow"] for row in rows} == {None}
-    assert [(row["head"], row["depth"], row["draft_vocab"]) for row in rows if row["batch"] == 2] == [
-        ("", 0, 0), ("slim", 2, 340), ("slim", 1, 340), ("head", 2, 360), ("head", 1, 360),
-    ]  # fmt: skip
-    assert len({row["candidate"] for row in rows}) == 5
-    assert models[1].target.model is models[0].target.model
 
 
 def test_progress_is_told_without_a_terminal(

@@ -5,7 +5,6 @@
         hub.add_dataset("org/chats", {"train.jsonl": lines})
         with connected(hub, cache_dir):              # this process
             hf_hub_download("org/name", "config.json")
-        subprocess.run(..., env=hub.env(cache_dir))  # another process
         assert hub.bytes_sent("model.safetensors") < 1000
         hub.inject("model.safetensors", Fault(break_after=100, times=2))
 
@@ -24,7 +23,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -109,8 +107,6 @@ class Fault:
     ignore_range: the whole file comes with status 200.
     wrong_total: Content-Range speaks of a file of another size.
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
-    status: this status and no content.
-    bytes_per_s: slow.
 
     With any request for a path that ends so, HEAD and API included:
 
@@ -119,8 +115,7 @@ class Fault:
     portal: an HTML page with status 200, as the login page of a network.
     circle: a redirection to the same address.
     answer: this value as JSON with status 200.
-    any_status: this status.
-    head_status: this status for HEAD alone, with which a download begins.
+    status: this status and no content.
     """
 
     times: int = -1
@@ -128,32 +123,24 @@ class Fault:
     ignore_range: bool = False
     wrong_total: bool = False
     extra_bytes: int = 0
-    status: int | None = None
-    bytes_per_s: int | None = None
     unanswered: bool = False
     silent: bool = False
     portal: bool = False
     circle: bool = False
     answer: Any = None
-    any_status: int | None = None
-    head_status: int | None = None
+    status: int | None = None
 
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        fields = ("unanswered", "silent", "portal", "circle", "answer", "any_status", "head_status")
-        return any(getattr(self, name) not in (None, False) for name in fields)
+        return any((self.unanswered, self.silent, self.portal, self.circle, self.answer is not None, self.status))
 
 
 @dataclass
 class Request:
     """One request; `body_bytes` grows before each piece is sent, so that a client that has it finds it counted."""
 
-    method: str
-    path: str
-    status: int
     body_bytes: int
-    range: str | None
     file: str | None
     token: str | None
 
@@ -218,20 +205,6 @@ class HubServer:
     def bytes_sent(self, suffix: str = "") -> int:
         """Bytes of bodies sent so far; only of files whose name ends in `suffix`, where one is given."""
         return sum(r.body_bytes for r in list(self.requests) if not suffix or (r.file or "").endswith(suffix))
-
-    def env(self, home: Path | str, token: str | None = None) -> dict[str, str]:
-        """Return an environment in which another process talks to this Hub, with its caches under `home`."""
-        dropped = ("HF_", "HUGGING_FACE_", "HUGGINGFACE_")
-        env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-        env |= {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "NO_PROXY": "127.0.0.1",
-        }
-        return env | ({"HF_TOKEN": token} if token else {})
 
     def repo(self, repo_id: str, kind: str = "model") -> Repo:
         return self.repos[kind, repo_id]
@@ -332,32 +305,30 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)
                 raise _BrokenOffError
             if early.silent:
-                self._count(0)
+                self._count()
                 self.hub.closing.wait()
                 raise _BrokenOffError
             if early.portal:
                 page = b"<!DOCTYPE html><html><title>Log in to the network</title></html>"
                 self.send(200, page, {"Content-Type": "text/html; charset=utf-8"})
-                return
-            if early.circle:
+            elif early.circle:
                 self.send(302, None, {"Location": self.path})
-                return
-            if early.answer is not None:
+            elif early.answer is not None:
                 self.send(200, early.answer)
-                return
-            status = early.any_status or (early.head_status if self.command == "HEAD" else None)
-            if status is not None:
-                self.send(status, {"error": "as asked for"})
-                return
-            for pattern, method in _ROUTES:
-                if (match := pattern.fullmatch(path)) and (
-                    method is not _Handler.stored or self.server is self.hub._cdn
-                ):
-                    method(self, **match.groupdict())
-                    return
-            self.send(404, {"error": "Not Found"})
+            elif early.status is not None:
+                self.send(early.status, {"error": "as asked for"})
+            else:
+                self._route(path)
         except (_BrokenOffError, BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    def _route(self, path: str) -> None:
+        for pattern, method in _ROUTES:
+            is_here = method is not _Handler.stored or self.server is self.hub._cdn
+            if is_here and (match := pattern.fullmatch(path)):
+                method(self, **match.groupdict())
+                return
+        self.send(404, {"error": "Not Found"})
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -369,7 +340,7 @@ class _Handler(BaseHTTPRequestHandler):
         for key, text in (headers or {}).items():
             self.send_header(key, text)
         self.send_header("Content-Length", str(len(body)))
-        request = self._count(status)
+        request = self._count()
         self.end_headers()
         if self.command != "HEAD":
             request.body_bytes += len(body)
@@ -378,8 +349,8 @@ class _Handler(BaseHTTPRequestHandler):
     def refuse(self, status: int, code: str, message: str) -> None:
         self.send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
 
-    def _count(self, status: int) -> Request:
-        request = Request(self.command, self.path, status, 0, self.headers.get("Range"), self.file, self.token)
+    def _count(self) -> Request:
+        request = Request(0, self.file, self.token)
         self.hub.record(request)
         return request
 
@@ -489,9 +460,6 @@ class _Handler(BaseHTTPRequestHandler):
     def content(self, name: str, blob: Blob, headers: dict[str, str]) -> None:
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
-        if fault.status is not None:
-            self.send(fault.status, {"error": "as asked for"})
-            return
         start, end, status = 0, blob.size, 200
         asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")
         if asked and not fault.ignore_range:
@@ -507,7 +475,7 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(end - start + fault.extra_bytes))
-        request = self._count(status)
+        request = self._count()
         self.end_headers()
         if self.command == "HEAD":
             return
@@ -622,11 +590,8 @@ _ROUTES = [
 
 def _pieces(blob: Blob, start: int, end: int, fault: Fault) -> Iterator[bytes]:
     left = end - start if fault.break_after is None else min(end - start, fault.break_after)
-    size = _CHUNK_BYTES if fault.bytes_per_s is None else max(1, fault.bytes_per_s // 20)
-    for at in range(start, start + left, size):
-        yield blob.content[at : min(at + size, start + left)]
-        if fault.bytes_per_s is not None:
-            time.sleep(0.05)
+    for at in range(start, start + left, _CHUNK_BYTES):
+        yield blob.content[at : min(at + _CHUNK_BYTES, start + left)]
     if fault.break_after is None:
         yield b"\0" * fault.extra_bytes
 

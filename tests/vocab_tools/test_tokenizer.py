@@ -15,6 +15,7 @@ from support.small_tokenizers import (
     with_reserved,
     write_folder,
 )
+from support.tokenizers import smollm2
 from tokenizers import Tokenizer, normalizers
 
 
@@ -175,15 +176,6 @@ def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
         forced_ids(invalid)
 
 
-def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), generation_config={"eos_token_id": 999}))
-    forced = forced_ids(loaded, extra=[299])
-    assert forced.reasons[299] == "by request"
-    assert "id 999" in forced.warnings[0]
-    with raises(UsageError, option="--force-id"):
-        forced_ids(loaded, extra=[300])
-
-
 def test_eos_of_config_json_stands_in(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "t", byte_level_bpe(300), None)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 299, "text_config": {"pad_token_id": 298}}))
@@ -225,12 +217,15 @@ def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
         load_tokenizer(folder)
 
 
-def test_ids_of_another_type_are_no_ids(tmp_path: Path) -> None:
+def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:
     config = {"eos_token_id": [True, "2", 10**30, 299], "pad_token_id": {"id": 1}}
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), None, generation_config=config))
-    forced = forced_ids(loaded)
+    forced = forced_ids(loaded, extra=[298])
     assert [token_id for token_id, reason in forced.reasons.items() if "eos" in reason or "pad" in reason] == [299]
     assert str(10**30) in forced.warnings[0]
+    assert forced.reasons[298] == "by request"
+    with raises(UsageError, option="--force-id"):
+        forced_ids(loaded, extra=[300])
 
 
 def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,3 +256,20 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct", "not//valid"):
         with pytest.raises(TokenizerError, match=name):
             load_tokenizer(name, offline=True)
+
+
+def test_smollm2_lacks_21_single_bytes_and_forces_the_rest() -> None:
+    tokenizer = smollm2()
+    assert tokenizer.vocab_size == 49152
+    assert len(tokenizer.real_ids) == 49152
+    assert len(tokenizer.byte_of_id) == 256 - 21
+    forced = forced_ids(tokenizer)
+    others = [token_id for token_id in forced.ids.tolist() if token_id not in tokenizer.byte_of_id]
+    markers = {tokenizer.token_texts[token_id]: forced.reasons[token_id] for token_id in others}
+    assert markers == {
+        "<|endoftext|>": "end of turn",
+        "<|im_start|>": "bos, chat template",
+        "<|im_end|>": "eos, pad, end of turn, chat template",
+    }
+    assert len(forced.ids) == 238
+    assert forced.warnings == ()

@@ -21,8 +21,6 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
 from support.small_tokenizers import TEXT, byte_level_bpe, word_level, write_folder
 
-EXAMPLE_COMMANDS = ("count", "merge", "rank", "coverage", "show", "import", "export")
-
 
 class Outcome:
     def __init__(self, code: int, out: str, err: str) -> None:
@@ -96,6 +94,7 @@ def test_count_writes_the_same_file_again(run, files: Path, tmp_path: Path) -> N
     assert (counted.json["tokens"], counted.json["tokenizer_hash"]) == (counts.num_tokens, counts.tokenizer_hash)
     assert (counted.json["sources"][0]["name"], counted.json["sources"][0]["documents"]) == ("chat", 40)
     assert "tokenizing with fastokens" in counted.err
+    assert "none of its 40 documents was held out" in counted.err
     assert "100%" in counted.err
     first = out.read_bytes()
     again = run("count", *arguments, "--force", "--no-progress")
@@ -104,15 +103,6 @@ def test_count_writes_the_same_file_again(run, files: Path, tmp_path: Path) -> N
     assert "End the name in .saf" in run("count", *arguments[:-1], tmp_path / "x.json").err
     assert out.read_bytes() == first
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "size", "doubted"), [(range(9), 8, True), (range(9), 9, False), (range(9, 0, -1), 8, False)]
-)
-def test_the_beginning_of_a_sorted_map_is_doubted(run, tmp_path: Path, ids: range, size: int, doubted: bool) -> None:
-    (tmp_path / "m.json").write_text(json.dumps(list(ids)))
-    done = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", size)
-    assert (done.code, f"its first {size} are only the lowest ids" in done.err) == (0, doubted)
 
 
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
@@ -129,6 +119,14 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 4000)
     assert (other.code, "384" in other.err) == (1, True)
     assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_the_beginning_of_a_map_is_doubted(run, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8, 9]")
+    ascending = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", 8)
+    assert (ascending.code, "only the lowest ids" in ascending.err) == (0, True)
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json")
+    assert "never occur" in run("export", tmp_path / "v.json", tmp_path / "f.pt", "-n", 349).err
 
 
 def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:
@@ -228,18 +226,6 @@ def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: 
     assert run("export", out, files / "tok" / "tokenizer.json").code == 2
     missing = run("import", out, "-o", tmp_path / "no" / "folder.json")
     assert (missing.code, "does not exist" in missing.err) == (2, True)
-
-
-def test_help_ends_in_an_example(run) -> None:
-    for name in EXAMPLE_COMMANDS:
-        shown = run(name, "--help")
-        assert shown.code == 0
-        assert f"eagle-vocab {name} " in shown.out.split("Example:")[1]
-        assert "None" not in shown.out
-    assert "[NAME=]LOCATION[,KEY=VALUE...]" in run("count", "--help").out
-    assert list(vocab.commands) == list(EXAMPLE_COMMANDS)
-    assert "Usage" in run().err
-    assert "eagle-slim" in run("--version").out
 
 
 def failing(error: BaseException) -> click.Command:

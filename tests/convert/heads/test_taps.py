@@ -43,27 +43,15 @@ def write(folder, count=3, **changes):
         ({AUX: [2, 4, 8], "eagle_config": {AUX: [2, 4, 8]}}, 8, (2, 4, 8)),
         ({AUX: [], "eagle_config": {AUX: [], "layer_ids": []}}, 8, (2, 4, 5)),
         ({"layer_types": ["full_attention"], "mlp_only_layers": [3]}, 8, (2, 4, 5)),
+        ({"target_layer_ids": [0, 1, 3, 5, 6]}, 8, (1, 2, 4, 6, 7)),
+        ({"eagle_config": {"layer_ids": [1, 2, 4, 6, 7]}}, 8, (1, 2, 4, 6, 7)),
+        ({AUX: [1, 2, 4, 6, 8], "num_aux_hidden_states": 5}, 8, (1, 2, 4, 6, 8)),
+        ({"target_layer_ids": [7]}, 8, (8,)),
     ],
 )
 def test_each_key_with_its_own_counting(tmp_path, changes, layers, expected):
-    assert resolve_tap_layers(open_head(write(tmp_path / "head", **changes)), layers) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"target_layer_ids": [0, 1, 3, 5, 6]}, (1, 2, 4, 6, 7)),
-        ({"eagle_config": {"layer_ids": [1, 2, 4, 6, 7]}}, (1, 2, 4, 6, 7)),
-        ({AUX: [1, 2, 4, 6, 8], "num_aux_hidden_states": 5}, (1, 2, 4, 6, 8)),
-    ],
-)
-def test_five_layers(tmp_path, changes, expected):
-    assert resolve_tap_layers(open_head(write(tmp_path / "head", 5, **changes)), 8) == expected
-
-
-def test_one_layer_that_is_the_last_ones_output(tmp_path):
-    folder = write(tmp_path / "head", 1, target_layer_ids=[7])
-    assert resolve_tap_layers(open_head(folder), 8) == (8,)
+    head = open_head(write(tmp_path / "head", len(expected), **changes))
+    assert resolve_tap_layers(head, layers) == expected
 
 
 @pytest.mark.parametrize(

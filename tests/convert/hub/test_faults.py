@@ -39,14 +39,14 @@ def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 FAULTS = {
     "silent": (API, Fault(silent=True), "silent"),
     "dropped": (API, Fault(unanswered=True), "broken"),
-    "busy": (API, Fault(any_status=503), "busy"),
-    "rate limit": (API, Fault(any_status=429), "busy"),
-    "quota": (API, Fault(any_status=402), "refused"),
+    "busy": (API, Fault(status=503), "busy"),
+    "rate limit": (API, Fault(status=429), "busy"),
+    "quota": (API, Fault(status=402), "refused"),
     "login page": (API, Fault(portal=True), "unreachable"),
     "circle": (API, Fault(circle=True), "unreachable"),
     "a list for an answer": (API, Fault(answer=[]), "unreachable"),
     "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
-    "busy with a file": ("config.json", Fault(any_status=503), "busy"),
+    "busy with a file": ("config.json", Fault(status=503), "busy"),
     "a file that breaks off": ("config.json", Fault(break_after=1), "broken"),
     "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "broken"),
 }
@@ -63,7 +63,7 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
     assert advice
     # A download that breaks is not a repository that is not there.
     assert ("no such repository" in headline) == (reason in ("silent", "unreachable"))
-    if fault.any_status is not None and path == API:
+    if fault.status is not None and path == API:
         assert "as asked for" in headline, "the Hub's own reason"
     hub.clear_faults()
     if fault.extra_bytes and huggingface_hub.__version__.startswith("1."):
@@ -91,7 +91,7 @@ def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_an_upload_that_the_hub_refuses_says_why(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    hub.inject("/commit/main", Fault(any_status=403))
+    hub.inject("/commit/main", Fault(status=403))
     with connected(hub, tmp_path / "home", token="hf_good"), raises_hub_error("access") as caught:
         upload_files(tmp_path, ["config.json"], "tester/slim")
     assert "as asked for" in str(caught.value)

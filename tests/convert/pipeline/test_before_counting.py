@@ -34,19 +34,8 @@ from support.heads import (
     write_eagle3,
     write_freq,
 )
-from support.hub_server import HubServer, connected
 from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
-
-
-@pytest.fixture
-def chats(tmp_path):
-    lines = [
-        {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": f"def main(): {n} fox"}]}
-        for n in range(50)
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    return ("--dataset", "chat=chats.jsonl")
 
 
 def never(*_):
@@ -96,22 +85,6 @@ class TestDryRun:
         told = {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
         assert told == set(warnings_of(real))
 
-    def test_it_counts_and_tells_the_same_as_the_real_run(self, run, tmp_path, target, chats):
-        arguments = (write_eagle3(tmp_path / "head", lm_head=False), "--target", target, *chats, "--out", "o", "--json")
-        before = sorted(tmp_path.iterdir())
-        for size in (("--draft-vocab", "270,300"), ("--coverage", "0.9")):
-            code, plan, err = run(convert_command, *arguments, *size, "--dry-run")
-            assert code == 0, err
-            assert sorted(tmp_path.iterdir()) == before
-            code, done, err = run(convert_command, *arguments, *size)
-            assert code == 0, err
-            assert json.loads(plan) == json.loads(done)
-            shutil.rmtree(tmp_path / "o")
-        code, _, err = run(
-            convert_command, *arguments, "--draft-vocab", "300", "--dataset", "missing.jsonl", "--dry-run"
-        )
-        assert (code, "missing.jsonl" in err) == (1, True)
-
 
 class TestAdvice:
     def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
@@ -123,26 +96,13 @@ class TestAdvice:
             )
         assert "--target" not in str(caught.value)
 
-    def test_a_repository_is_named_by_its_name(self, tmp_path, target):
-        (target / "chat_template.jinja").unlink(missing_ok=True)
-        config = json.loads((target / "tokenizer_config.json").read_text())
-        config.pop("chat_template", None)
-        (target / "tokenizer_config.json").write_text(json.dumps(config))
-        with HubServer() as hub, connected(hub, tmp_path / "home"):
-            hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
-            done = convert(
-                write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
-                out=tmp_path / "o",
-            )  # fmt: skip
-        assert any("org/target" in warning for warning in done.warnings)
-        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.warnings)
-
 
 NO_TORCH = """
 import sys
-from eagle_slim.convert.cli import convert
-convert.main(sys.argv[1:], standalone_mode=False)
-print(*sorted({"torch", "datasets", "matplotlib"} & set(sys.modules)))
+from eagle_slim.convert import cli, push_cli, verify_cli
+at_import = {"transformers"} & set(sys.modules)
+cli.convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
 """
 
 
@@ -156,7 +116,6 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""
-    assert torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)[-1] < 320
     assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
 
 
@@ -166,16 +125,13 @@ class TestNeverCounted:
         counts[300], counts[301], counts[302], counts[303] = 9, 8, 7, 6
         token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
         head = write_eagle3(tmp_path / "head")
-        code, out, err = run(
-            convert_command, head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors",
-            "--out", "o",
-        )  # fmt: skip
+        arguments = (head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o")
+        code, out, err = run(convert_command, *arguments)
         assert code == 0, err
         missing = 320 - 259 - 4
         assert f"never counted         {missing}" in out
         assert f"{missing} of the 320 ids never occur in the counted text" in err
-        artifact = Artifact.load(tmp_path / "o")
-        assert artifact.manifest.num_uncounted == missing
+        assert Artifact.load(tmp_path / "o").manifest.num_uncounted == missing
         assert f"forced ones apart: {missing}" in (tmp_path / "o" / "README.md").read_text()
         check = verify_artifact(tmp_path / "o")["ranks"]
         assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
@@ -184,8 +140,7 @@ class TestNeverCounted:
 class TestDoubts:
     def convert(self, tmp_path, head, **options):
         request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", range(10)))
-        done = convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
-        return done
+        return convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
 
     def test_two_sets_of_weights(self, tmp_path):
         head = write_eagle3(tmp_path / "head", container="sharded")

@@ -22,20 +22,7 @@ from safetensors.torch import save_file
 from support.lm_heads import values
 from support.raising import raises_with
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -58,11 +45,6 @@ def raw(tensor: torch.Tensor) -> bytes:
 def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
-
-
-def write_raw(path: Path, header: Any, data: bytes = b"") -> Path:
-    path.write_bytes(safetensors_bytes(header, data))
-    return path
 
 
 def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
@@ -157,7 +139,8 @@ def test_a_reading_that_is_left_joins_no_threads(tmp_path: Path, monkeypatch: py
 
 
 def test_booleans_that_are_neither_0_nor_1(tmp_path: Path) -> None:
-    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+    content = safetensors_bytes({"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+    (tmp_path / "model.safetensors").write_bytes(content)
     with raises_with(CheckpointError, "t2d", "2"):
         open_checkpoint(tmp_path).raw("t2d")
 
@@ -182,15 +165,6 @@ def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert torch.equal(checkpoint.rows("a", [4, 0]), tensors["a"][[4, 0]])
     assert torch.equal(checkpoint.tensor("b"), tensors["b"])
-
-
-def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
-    header = {"packed": entry("F4", (4,), (0, 2)), "plain": entry("U8", (3,), (2, 5))}
-    write_raw(tmp_path / "model.safetensors", header, b"\x12\x34abc")
-    checkpoint = open_checkpoint(tmp_path)
-    assert bytes(checkpoint.tensor("plain").tolist()) == b"abc"
-    with raises_with(CheckpointError, "F4"):
-        checkpoint.tensor("packed")
 
 
 # -- which files ------------------------------------------------------------------------------------------------------
@@ -408,18 +382,15 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
         open_checkpoint(snapshot)
 
 
-def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
-    shard = "model-00001-of-00001.safetensors"
-    save_file({"a": torch.ones(1)}, tmp_path / shard)
-    write_index(tmp_path, {"a": shard, "b": shard})
-    with raises_with(CheckpointError, "b", shard):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":'])
-def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":',
+     '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}'],
+)  # fmt: skip
+def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path, text: str) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+    with raises_with(CheckpointError, "x.safetensors" if "x.s" in text else "model.safetensors.index.json"):
         open_checkpoint(tmp_path)
 
 

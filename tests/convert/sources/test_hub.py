@@ -170,10 +170,6 @@ def test_sharded_head(hub: HubServer, home: Path) -> None:
     publish(files)
     with raises_hub_error("missing"):
         open_head_source("org/sharded", subfolder="eagle3")
-    index["weight_map"][last[0]] = "../../../evil.safetensors"
-    publish(files | {"model.safetensors.index.json": json.dumps(index)})
-    with raises_with(CheckpointError, "../../../evil.safetensors"):
-        open_head_source("org/sharded", subfolder="eagle3")
 
 
 def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
@@ -197,8 +193,6 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     with raises_hub_error("offline"):
         open_head_source("org/heads", offline=True, subfolder="heads/b")
     assert hub.requests == []
-    beside = open_head_source("org/heads", subfolder="heads/b")
-    assert sorted(path.name for path in beside.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
@@ -218,8 +212,8 @@ def test_revisions(hub: HubServer, home: Path) -> None:
     assert open_head_source("org/head", revision="v1").commit == first
     assert open_head_source("org/head", revision=first).commit == first
     other = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save(WEIGHTS)}, branch="dev")
-    assert open_head_source("org/head", revision="dev", offline=False).commit == other
-    assert open_head_source("org/head", revision="dev", offline=True).commit == other
+    for offline in (False, True):
+        assert open_head_source("org/head", revision="dev", offline=offline).commit == other
 
 
 def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
@@ -238,11 +232,9 @@ def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
 @pytest.mark.parametrize(
     ("token", "name", "words"),
     [
-        (None, "org/gated", ("Ask for access at ", "/org/gated", "HF_TOKEN")),
-        ("hf_other", "org/gated", ("a gated repository",)),
+        ("hf_other", "org/gated", ("a gated repository", "Ask for access at ", "/org/gated", "HF_TOKEN")),
         (None, "org/nothing", ("no such folder here, and no such repository at", "Check the spelling")),
         (None, "org/private", ("no such folder here, and no such repository at",)),
-        (None, "gpt2", ("no such folder here, and no such repository at",)),
         ("hf_expired", "org/head", ("hf auth login",)),
     ],
 )
@@ -262,11 +254,10 @@ def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The server has gone; its port refuses.
     with connected(hub, tmp_path):
         assert open_head_source("org/head").commit == commit
-        said = capsys.readouterr().err
-        with pytest.raises(SourceError, match=f"{hub.endpoint} cannot be reached") as caught:
+        words = (f"{hub.endpoint} cannot be reached", "org/other: no such folder here", "Check the connection")
+        with raises_with(SourceError, *words):
             open_head_source("org/other")
-        assert "Check the connection" in str(caught.value)
-        assert "org/other: no such folder here, and no such repository could be looked up: " in str(caught.value)
+    said = capsys.readouterr().err
     assert "cannot be reached" in said
     assert "using the copy in the cache" in said
 
@@ -297,6 +288,3 @@ def test_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) 
     with raises_hub_error("disk") as caught:
         open_head_source("org/head")
     assert "HF_HOME" in str(caught.value)
-
-
-# -- pushing ----------------------------------------------------------------------------------------------------------

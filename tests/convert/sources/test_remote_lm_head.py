@@ -1,8 +1,9 @@
 """One tensor of a target from the Hub: only its bytes travel, over broken connections and killed processes."""
 
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -77,50 +78,43 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
     assert hub.requests == []
 
 
-def test_a_new_commit_with_the_same_weights_fetches_nothing(hub: HubServer, home: Path) -> None:
+def test_a_new_commit_is_fetched_where_its_weights_are_others(hub: HubServer, home: Path) -> None:
+    old = hub.repo("org/target").branches["main"]
     open_lm_head("org/target")
     hub.add_model("org/target", sharded() | {"README.md": "new"})
     hub.reset_counts()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     # Header and nothing else: the etag of the shard is the same.
     assert hub.bytes_sent(SHARD) < 0.01 * len(sharded()[SHARD]) + 2000
-
-
-def test_a_new_commit_with_other_weights_is_fetched(hub: HubServer, home: Path) -> None:
-    old = hub.repo("org/target").branches["main"]
-    open_lm_head("org/target")
     other = noise(ROWS, HIDDEN, 9)
     hub.add_model("org/target", sharded() | {SHARD: save({"lm_head.weight": other, **OTHERS})})
     assert torch.equal(values(open_lm_head("org/target")), other)
     assert torch.equal(values(open_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_unsharded_target(hub: HubServer, home: Path, tied: bool) -> None:
-    tensors = {"model.embed_tokens.weight": EMBEDDING, **OTHERS} | ({} if tied else {"lm_head.weight": LM_HEAD})
-    hub.add_model("org/single", {"config.json": "{}", "model.safetensors": save(tensors)})
-    head = open_lm_head("org/single")
-    assert head.name == ("model.embed_tokens.weight" if tied else "lm_head.weight")
-    assert torch.equal(values(head), EMBEDDING if tied else LM_HEAD)
-    assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
-    assert torch.equal(values(open_lm_head("org/single", offline=True)), values(head))
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path, is_sharded: bool) -> None:
-    whole = {"model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD})}
-    files = sharded() if is_sharded else whole
-    hub.add_model("org/tied", files | {"config.json": '{"tie_word_embeddings": true}'})
+def test_unsharded_target_without_an_lm_head(hub: HubServer, home: Path) -> None:
+    files = {"config.json": "{}", "model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, **OTHERS})}
+    hub.add_model("org/single", files)
     for offline in (False, True):
-        head = open_lm_head("org/tied", offline=offline)
-        assert (head.name, head.unused) == ("model.embed_tokens.weight", "lm_head.weight")
+        head = open_lm_head("org/single", offline=offline)
+        assert head.name == "model.embed_tokens.weight"
         assert torch.equal(values(head), EMBEDDING)
     assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
-    # A corrected config.json is another commit with the same weights.
-    hub.add_model("org/tied", files | {"config.json": '{"tie_word_embeddings": false}'})
-    head = open_lm_head("org/tied")
-    assert (head.name, head.unused) == ("lm_head.weight", None)
-    assert torch.equal(values(head), LM_HEAD)
+
+
+def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path) -> None:
+    files = {"model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD})}
+    for tied, expected in (
+        ("true", ("model.embed_tokens.weight", "lm_head.weight")),
+        ("false", ("lm_head.weight", None)),
+    ):
+        # A corrected config.json is another commit with the same weights.
+        hub.add_model("org/tied", files | {"config.json": f'{{"tie_word_embeddings": {tied}}}'})
+        for offline in (False, True):
+            head = open_lm_head("org/tied", offline=offline)
+            assert (head.name, head.unused) == expected
+            assert torch.equal(values(head), EMBEDDING if tied == "true" else LM_HEAD)
+    assert hub.bytes_sent() <= 2.1 * LM_HEAD.nbytes
 
 
 def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
@@ -156,19 +150,22 @@ def test_a_broken_connection_costs_one_piece(hub: HubServer, home: Path) -> None
     assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes + 2000 + 4 * 40_000
 
 
+def before_piece(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Let something happen before a request for so many bytes, counted from 1."""
+    asked, real = itertools.count(1), hub_tensor.HubFile.read
+
+    def read(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
+        if next(asked) == number:
+            act()
+        return real(self, start, end)
+
+    monkeypatch.setattr(hub_tensor.HubFile, "read", read)
+
+
 def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
     hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    real = hub_tensor.HubFile.read
-
-    def cut(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
-        asked.append(start)
-        if len(asked) == 5:
-            hub.inject(SHARD, Fault(break_after=10))
-        return real(self, start, end)
-
-    monkeypatch.setattr(hub_tensor.HubFile, "read", cut)
+    before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
     with raises_hub_error("broken") as caught:
         open_lm_head("org/target")
     assert "150,000 of 512,000 bytes came" in str(caught.value)
@@ -183,16 +180,8 @@ def test_a_file_that_changes_while_it_is_read_is_not_joined(
 ) -> None:
     other = noise(ROWS, HIDDEN, 9)
     files = hub.repo("org/target").commits[hub.repo("org/target").branches["main"]]
-    asked = []
-    real = hub_tensor.HubFile.read
-
-    def changed(self: hub_tensor.HubFile, start: int, end: int) -> bytes:
-        asked.append(start)
-        if len(asked) == 5:
-            files[SHARD] = Blob.of(SHARD, save({"lm_head.weight": other, **OTHERS}))
-        return real(self, start, end)
-
-    monkeypatch.setattr(hub_tensor.HubFile, "read", changed)
+    changed = {SHARD: Blob.of(SHARD, save({"lm_head.weight": other, **OTHERS}))}
+    before_piece(monkeypatch, 5, lambda: files.update(changed))
     with pytest.raises(SourceError, match="changed on the Hub"):
         open_lm_head("org/target")
     assert [path.stat().st_size for path in home.glob("assets/**/*.partial")] == [0]

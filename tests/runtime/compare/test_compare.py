@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.api.stats import GenerationStats, StepTimes
-from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare, run
+from eagle_slim.runtime.api.stats import GenerationStats
+from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
@@ -135,15 +135,6 @@ def test_drafted_answers_run_ahead(model: SpeculativeModel, monkeypatch: pytest.
     assert result.report.setup["partial_verification"] == "exact"
 
 
-def test_every_step_is_timed(model: SpeculativeModel) -> None:
-    for options in ({}, {"speculative": False}):
-        stats = model.generate([[3, 4], [5, 6, 7]], max_new_tokens=8, ignore_eos=True, max_slots=1, **options).stats
-        assert len(stats.steps) == stats.num_passes
-        assert all(step.verify_s > 0 < step.host_s for step in stats.steps)
-        assert all((step.draft_s > 1e-5) == (options == {}) for step in stats.steps)
-        assert stats.step_s < stats.total_s
-
-
 def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path) -> None:
     one = [Prompt(("one",))]
     result = compare(model, one, greedy("full", VOCAB, 300))
@@ -209,79 +200,6 @@ def test_the_order_of_each_prompt_is_drawn_and_balanced() -> None:
         pairs = Counter(pair for order in block for pair in pairwise(order))
         assert pairs == dict.fromkeys(permutations(range(count), 2), rows // count)
     assert len({tuple(next(orders)) for _ in range(60)}) > rows
-
-
-class Clock:
-    """Times of calls that tell the same of everything drafted, but for when it ran."""
-
-    def __init__(self, kind: str, seed: int, made: dict[str, Any]) -> None:
-        self.kind, self.random, self.made = kind, np.random.default_rng(seed), made
-        self.num_calls, self.was_drafted = 0, False
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def generate(model: SpeculativeModel, *args: Any, **options: Any) -> Any:
-            return self.generate(model, *args, **options)
-
-        monkeypatch.setattr(SpeculativeModel, "generate", generate)
-
-    def generate(self, model: SpeculativeModel, *args: Any, **options: Any) -> Any:
-        key, is_drafted = repr((args, options)), options.get("speculative", False)
-        # Both heads give the same, so that each call is made once.
-        output = self.made[key] = self.made.get(key) or GENERATE(model, *args, **options)
-        seconds = (0.01 if is_drafted else 0.02) * self._slower(is_drafted)
-        self.num_calls, self.was_drafted = self.num_calls + 1, is_drafted
-        steps = tuple(StepTimes(*(seconds * self.random.normal(1, 0.03, 3))) for _ in output.stats.steps)
-        return replace(output, stats=replace(output.stats, steps=steps))
-
-    def _slower(self, is_drafted: bool) -> float:
-        if self.kind == "drifts":
-            return 1 + 0.02 * self.num_calls
-        if self.kind == "warms up":
-            return 1 + 2 * 0.7**self.num_calls
-        if self.kind == "stalls":
-            return 20.0 if self.num_calls % 11 == 5 else 1.0
-        return 0.9 if is_drafted and self.was_drafted else 1.0
-
-
-@pytest.mark.parametrize("kind", ["drifts", "warms up", "stalls", "favours the second"])
-def test_equals_have_no_significant_difference(
-    model: SpeculativeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """One head twice, in both orders, ten times."""
-    twin = SpeculativeModel.from_pretrained(
-        model.target.model, write_head(tmp_path / "twin", vocab=VOCAB), tokenizer=model.tokenizer, depth=2, top_k=8,
-        total_tokens=40,
-    )  # fmt: skip
-    prompts, equal = [Prompt((f"number {number}",)) for number in range(10)], 0
-    made: dict[str, Any] = {}
-    for number in range(10):
-        clock = Clock(kind, number, made)
-        clock.install(monkeypatch)
-        pair = [model, twin] if number % 2 else [twin, model]
-        (advice,) = compare(pair, prompts, greedy(max_new_tokens=6)).recommendations
-        equal += len(advice.as_fast) == 2 and "no significant difference between" in advice.headline
-    assert equal >= 9
-
-
-def test_of_an_interrupted_comparison_whole_turns_count(model: SpeculativeModel) -> None:
-    prompts = [Prompt(("one", "two"), "a"), Prompt(("three",), "b"), Prompt(("four",), "a")]
-
-    def stop(done: int, total: int) -> None:
-        if done == 5:
-            raise KeyboardInterrupt
-
-    partial = compare(model, prompts, greedy("full", 300), progress=stop)
-    assert (len(partial.answers), partial.is_complete, partial.to_json()["is_complete"]) == (3, False, False)
-    assert {row.num_answers for row in partial.report.rows if row.category == ALL} == {1}
-
-
-def test_ctrl_c_before_the_first_answer(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run.Run, "_generate", stop)
-    with pytest.raises(KeyboardInterrupt):
-        compare(model, [Prompt(("one",))], greedy())
 
 
 def test_rows_of_categories(model: SpeculativeModel) -> None:

@@ -134,26 +134,21 @@ document.querySelector("#speed .point").dispatchEvent(new Event("focus"));
 const points = [...document.querySelectorAll("#length .interval")].map(path => path.getBoundingClientRect());
 const seen = {
   window: innerWidth, page: document.documentElement.scrollWidth, table: [box("#body").left, box("#body").right],
-  order: ["#picks", "#body", "#speed", "#length", "#coverage"].map(id => box(id).top), head: box("#head").height,
-  name: getComputedStyle(document.querySelector("#body td:nth-child(3)"), "::before").content,
+  order: ["#picks", "#body", "#speed", "#length", "#coverage"].map(id => box(id).top),
   clipped: points.filter(p => p.top < box("#length svg").top || p.bottom > box("#length svg").bottom).length,
   mode: document.getElementById("mode"),
 };
 document.body.dataset.seen = JSON.stringify(seen);
-if (location.hash === "#math") {
-  document.getElementById("category").value = "math";
-  document.getElementById("category").dispatchEvent(new Event("change"));
-}
 </script></body>"""
 
 
-def visit(tmp_path: Path, result: Comparison, width: int, category: str = "") -> tuple[str, dict[str, Any]]:
+def visit(tmp_path: Path, result: Comparison, width: int) -> tuple[str, dict[str, Any]]:
     """The page's elements once its script has run, and what `VISIT` saw."""
     page = tmp_path / "page.html"
     page.write_text(result.to_html().replace("</body>", VISIT), encoding="utf-8")
     command = [*headless_browser(tmp_path / "profile"), f"--window-size={width},900", "--virtual-time-budget=2000"]
     done = subprocess.run(
-        [*command, "--dump-dom", f"{page.as_uri()}#{category}"],
+        [*command, "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
         timeout=1800,
@@ -175,7 +170,7 @@ def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
     assert seen["order"] == sorted(seen["order"])  # the table before the charts
     assert 0 <= seen["table"][0] < seen["table"][1] <= 1280  # and whole
     assert seen["page"] <= 1280
-    assert (seen["name"], seen["mode"], seen["clipped"]) == ("none", None, 0)
+    assert (seen["mode"], seen["clipped"]) == (None, 0)
     tips = [part.split("</figure>")[0] for part in dom.split('class="tip"')[1:]]
     assert len(tips) == 3
     assert "visibility: visible" in tips[1]
@@ -191,15 +186,3 @@ def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
     assert [cells.split("</td>")[0].split(">")[-1] for _, cells in rows] == [PLAIN, *SPEEDS]
     assert [cells.count(">all</td>") for _, cells in rows] == [1] * 4
     assert [cells.split("</td>")[0].split(">")[-1] for given, cells in rows if 'class="advice"' in given] == ["4,000"]
-
-
-def test_the_page_on_a_phone(tmp_path: Path) -> None:
-    dom, seen = visit(tmp_path, made_up(SPEEDS, unmeasured=("1,000",)), 390, "math")
-    assert seen["page"] <= seen["window"] < 600  # some browsers have no narrower window than 500
-    assert seen["table"][1] <= seen["window"]
-    assert (seen["head"], seen["name"]) == (0, '"Speed-up"')  # cards, each figure beside its name
-    rows = rows_of(dom)
-    assert [cells.count(">math</td>") for _, cells in rows] == [1] * 4
-    assert [cells.count(">–</td>") for _, cells in rows] == [1, 0, 0, 10]
-    assert "tokens per pass, greedy" in dom
-    assert "left out (math)?" in dom

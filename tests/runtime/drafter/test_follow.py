@@ -11,11 +11,10 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import draft, random_head, union_head, with_follow
 from support.raising import raises, raises_with
-from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
+from support.tiny_models import VOCAB, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -77,22 +76,6 @@ def small_vocab(ids: list[int]) -> DraftVocab:
     return DraftVocab(np.array(ids), 1, VOCAB)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-def test_output_is_the_targets_own(tmp_path: Path, options: dict[str, float]) -> None:
-    """Four prompts over two slots, whose tails are forgotten with their sequences; tokens are plain decoding's."""
-    model = SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="prompt",
-        follow_rows=7, **TREE,
-    )  # fmt: skip
-    prompts = random_prompts([1, 9, 70, 2])
-    options = {"max_new_tokens": 16, "max_slots": 2, **options}
-    drafted = model.generate(prompts, **options)
-    assert drafted.token_ids == model.generate(prompts, speculative=False, **options).token_ids
-    for prompt, result in zip(prompts, drafted.results, strict=True) if "seed" not in options else ():
-        alone = model.generate(prompt, **options).stats
-        assert result.stats.accepted_lengths == alone.accepted_lengths
-
-
 def test_what_joins_is_drafted(tmp_path: Path) -> None:
     """With every id in the prompt, a following model drafts as the full vocabulary does."""
     target, head = tiny_target("llama"), write_head(tmp_path)
@@ -109,16 +92,6 @@ def test_what_joins_is_drafted(tmp_path: Path) -> None:
     # Ids 0 and 1 are not in the prompt, and never drafted.
     assert lengths["prompt"] == lengths["again"] == lengths["full"] != lengths["few"]
     assert few.with_follow("prompt").with_follow(None).drafter.weights.follow is None
-
-
-def test_another_base_follows_with_what_is_outside_it(tmp_path: Path) -> None:
-    model = SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="prompt", **TREE
-    )
-    follow = model.with_draft_vocab(small_vocab([2, 3, 7, 8])).drafter.weights.follow
-    assert follow is not None
-    assert sorted(follow.ids.tolist()) == sorted({*range(VOCAB)} - {2, 3, 7, 8})
-    assert model.with_tree(TreeConfig(1, 2, 5)).drafter.weights.follow is model.drafter.weights.follow
 
 
 @pytest.mark.parametrize(

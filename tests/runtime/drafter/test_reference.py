@@ -9,7 +9,6 @@ import pytest
 import torch
 from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.drafter.choose import check_computable
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch import prefill_drafter
 from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
@@ -29,7 +28,7 @@ TREE = TreeConfig(depth=3, top_k=3, total_tokens=16)
 def head_weights(folder: Path, target_seed: int = 0) -> HeadWeights:
     head = open_head(folder)
     target = TargetModel(tiny_target("llama", target_seed), resolve_tap_layers(head, LAYERS))
-    return load_head_weights(head, target, choose_draft_ids(head, None, None), torch.float32, torch.device("cpu"))
+    return load_head_weights(head, target, choose_draft_ids(head, None, None))
 
 
 def feed(drafter: BufferedDrafter, steps: list[tuple[Tensor, list[int]]], slot: int) -> tuple[list[int], list[int]]:
@@ -101,12 +100,6 @@ def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
         assert drafter.bufs.draft_tokens[0].eq(-1).all()
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_the_persistent_drafter_takes_every_head(tmp_path: Path, head: str) -> None:
-    weights = head_weights(write_head(tmp_path, **HEADS[head]))
-    check_kernel_limits(DrafterConfig.of(weights, TREE, num_slots=1, capacity=30))
-
-
 def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
     weights = head_weights(write_head(tmp_path, hidden_act="relu"))
     Drafter(weights, TREE).on_slots(1, 30)
@@ -115,27 +108,6 @@ def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
         check_computable(open_head(tmp_path), "triton")
     with raises(UnsupportedModelError, option="activation"):
         Drafter(weights, TREE, "triton")
-
-
-def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> None:
-    weights = head_weights(write_head(tmp_path))
-    generator = torch.Generator().manual_seed(9)
-    naive, drafter = Naive(weights), Drafter(weights, TREE).on_slots(3, 30)
-    new, prompts = {2: 16, 0: 2}, {2: 9, 0: 1}
-    features = {
-        slot: torch.randn(prompts[slot] + new[slot], weights.feature_width, generator=generator) for slot in new
-    }
-    tokens = {slot: torch.randint(VOCAB, (prompts[slot] + new[slot],), generator=generator) for slot in new}
-    for slot, past in prompts.items():
-        args = (features[slot][:past], tokens[slot][:past], drafter.weights, drafter.bufs, slot)
-        prefill_drafter(drafter.cfg, *args)
-        drafter.features[slot, : new[slot]] = features[slot][past:]
-    drafter.bufs.set_step(list(new), [tokens[slot][prompts[slot] :].tolist() for slot in new], [9, 1])
-    drafter.draft()
-    for slot in new:
-        expected = naive.draft(features[slot], tokens[slot].tolist(), TREE)[0]
-        assert drafter.bufs.draft_tokens[slot].tolist() == expected
-    assert drafter.bufs.draft_tokens[1].eq(-1).all()
 
 
 def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) -> tuple[Tensor, Tensor]:

@@ -112,18 +112,6 @@ def test_drafts_are_upstreams(model_of: Callable[[str], Any], name: str, sampled
     unpatch_ea_model(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["stand-in eagle3", *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in ("llama eagle3", "qwen2 eagle"))]
-)
-def test_the_kernel_drafts_so_too(model_of: Callable[[str], Any], name: str) -> None:
-    with small_tree(model_of(name)) as model:
-        # The second draft begins behind cached pairs.
-        calls = drafts(model)[:2]
-        patch_ea_model_with_triton_drafter(model)
-        assert_same_drafts(model.ea_layer, calls)
-        unpatch_ea_model(model)
-
-
 @contextmanager
 def small_tree(model: Any) -> Iterator[Any]:
     """A tree that Triton's interpreter drafts in a second."""
@@ -269,28 +257,19 @@ def test_warpers_run_in_kernels_where_their_order_is_the_same() -> None:
 
 
 def test_a_base_model_that_is_not_fused_says_why(tmp_path: Path) -> None:
-    def refused(model: Any, reason: str) -> None:
-        with raises(UnsupportedModelError, option="target_backend") as caught:
-            patch_eagle_model(model, drafter="reference", target_backend="fused")
-        assert reason in str(caught.value)
-        patch_eagle_model(model, drafter="reference")
-        assert step_of(model).backend.name == "upstream"
-
     model = build("stand-in eagle3", tmp_path)
     with raises(UsageError, option="target_backend"):
         patch_eagle_model(model, drafter="reference", target_backend="transformers")
     patch_eagle_model(model, drafter="reference")
     assert "is on cpu" in str(step_of(model).backend)
-    for change, reason in (
-        (lambda base: setattr(base, "__class__", type("Other", (type(base),), {})), "Other is none of Llama"),
-        (lambda base: setattr(base.config, "sliding_window", 8), "sliding window"),
-        (lambda base: setattr(base.model.layers[0].self_attn.rotary_emb, "rope_type", "dynamic"), "dynamic RoPE"),
-        (lambda base: setattr(base.config, "hidden_act", "gelu"), "gelu"),
-        (lambda base: base.model.layers.pop(1), "2 layers"),
-    ):
-        model = build("stand-in eagle3", tmp_path)
-        change(model.base_model)
-        refused(model, reason)
+    base = model.base_model
+    base.model.layers.pop(1)
+    unpatch_eagle_model(model)
+    with raises(UnsupportedModelError, option="target_backend") as caught:
+        patch_eagle_model(model, drafter="reference", target_backend="fused")
+    assert "2 layers" in str(caught.value)
+    patch_eagle_model(model, drafter="reference")
+    assert step_of(model).backend.name == "upstream"
 
 
 def snapshot(model: Any) -> list[tuple[type, dict[str, Any]]]:
@@ -360,14 +339,6 @@ def test_stable_kv_can_be_read_set_and_emptied(tmp_path: Path) -> None:
         layer.stable_kv = (before,)
     with raises(UsageError):
         layer.stable_kv = ((torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)),)
-
-
-def test_a_patch_goes_on_behind_what_upstream_has_cached(tmp_path: Path) -> None:
-    model = build("stand-in eagle", tmp_path)
-    calls = drafts(model)
-    model.ea_layer.stable_kv = calls[0][2]
-    patch_ea_model_with_triton_drafter(model, drafter="reference")
-    assert_same_tree(model.ea_layer.topK_genrate(*calls[1][0]), calls[1][1])
 
 
 def test_the_tree_may_change_between_drafts(tmp_path: Path) -> None:
@@ -540,19 +511,6 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     rewritten.__class__ = type("Rewritten", (type(rewritten),), {"eagenerate": lambda self, ids: ids})
     with raises(UnsupportedModelError):
         patch_eagle_model(rewritten, drafter="reference")
-
-
-@pytest.mark.parametrize("patch", PATCHES)
-def test_a_drafter_of_the_callers_own(tmp_path: Path, patch: str) -> None:
-    model, drafted = build("stand-in eagle3", tmp_path), []
-    ids = prompt(model, 9)
-    wanted = model.eagenerate(ids, max_new_tokens=12)
-    PATCHES[patch](model, drafter=lambda *step: drafted.append(draft_ref(*step)))
-    assert torch.equal(model.eagenerate(ids, max_new_tokens=12), wanted)
-    assert len(drafted) > 1
-    unpatch_eagle_model(model)
-    with raises(DrafterError, option="draft_weights"):
-        PATCHES[patch](model, draft_weights="fp8")
 
 
 @NEEDS_UPSTREAM

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.reference import draft_ref
-from eagle_slim.runtime.errors import CheckError
+from eagle_slim.runtime.errors import CheckError, LogitsError
 from eagle_slim.runtime.step.kernels import acceptance
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -91,6 +91,13 @@ def test_numbers_of_a_forward_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     # A fault does not outlive its call.
     monkeypatch.undo()
     assert len(model.generate(PROMPTS[0], max_new_tokens=4, ignore_eos=True).token_ids[0]) == 4
+
+
+def test_a_nan_from_the_prompt_on_is_told_by_the_loop(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    model.target.model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: its logits hold a NaN"):
+        model.generate(PROMPTS, max_new_tokens=12)
 
 
 STATE = {

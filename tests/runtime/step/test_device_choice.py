@@ -10,8 +10,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.step.choice_rules import CallRules
 from eagle_slim.runtime.step.kept_rows import KeptRows, capacity_for, match_slots
-from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
-from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -24,23 +23,6 @@ def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose tokens as on a GPU, where the rules of the call allow it."""
     of = CallRules.of
     monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
-
-
-@pytest.mark.usefixtures("by_twins")
-@pytest.mark.parametrize("is_drafted", [True, False])
-@pytest.mark.parametrize("backend", ["fused", "transformers"])
-def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bool) -> None:
-    """Four prompts over two slots: ends at different steps, slots taken again, a prompt of one token."""
-    target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), target_backend=backend, **TREE)
-    options = {"max_new_tokens": 20, "max_slots": 2, "speculative": is_drafted}
-    prompts = random_prompts([1, 9, 70, 2])
-    output = model.generate(prompts, **options)
-    assert output.stats.path.startswith("eager steps (the model is on cpu); target " + backend)
-    assert output.token_ids == [plain_greedy(target, prompt, 20) for prompt in prompts]
-    assert len(output.stats.steps) > output.stats.num_steps  # one is launched ahead
-    again = model.generate(prompts[::-1], **options)
-    assert again.token_ids == output.token_ids[::-1]
 
 
 @pytest.mark.parametrize(
@@ -69,25 +51,6 @@ def test_the_host_chooses_what_the_device_chooses(
     assert drafted.token_ids == host.token_ids
     assert drafted.stats.accepted_lengths == host.stats.accepted_lengths
     assert drafted.token_ids == model.generate(prompts, max_new_tokens=16, speculative=False, **options).token_ids
-
-
-def test_what_is_accepted_beyond_the_end_hangs_on_no_earlier_answer(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """These passes go beyond the two tokens that were asked for; what is cut is counted in full."""
-    target, head = tiny_target("llama", vocab_size=8), write_head(tmp_path, vocab=8)
-    with torch.no_grad():
-        target.lm_head.weight.mul_(0.3)  # softer, so that draws differ
-    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, total_tokens=14)
-    prompts = random_prompts([4] * 8, vocab=8)
-    options = {"ignore_eos": True, "temperature": 1.5}
-    host = model.generate(prompts, max_new_tokens=2, seed=2, **options)
-    request.getfixturevalue("by_twins")
-    model.generate(prompts, max_new_tokens=9, seed=1, **options)
-    ours = model.generate(prompts, max_new_tokens=2, seed=2, **options)
-    assert ours.token_ids == host.token_ids
-    assert ours.stats.accepted_lengths == host.stats.accepted_lengths == {1: len(prompts)}
-    assert ours.stats.num_cut_tokens == host.stats.num_cut_tokens > 0
 
 
 @pytest.mark.usefixtures("by_twins")
@@ -219,31 +182,3 @@ def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path: 
 def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts() -> None:
     assert [capacity_for(rows) for rows in (1, 1024, 1025, 70_000, 131_072)] == [1024, 1024, 2048, 131_072, 131_072]
     assert capacity_for(131_072 + 61) == 131_133
-
-
-def test_a_phase_practised_between_real_ones_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that is practised right after a real walk must not move what that walk accepted."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **TREE)
-    prompt = random_prompts([9])[0]
-    with torch.inference_mode():
-        decoder = model._decoders.get(2, 64, model.drafter.tree)
-        decoder.clear_()
-        decoder.box.numbers.copy_(torch.tensor([1, len(prompt), 40, 0, *[-1] * 8]))
-        decoder.box.tokens[: len(prompt)] = torch.tensor(prompt)
-        decoder.enter(len(prompt), ChoiceRules())
-        assert decoder.drafter is not None
-        kept = (*decoder.cache.stacks[0], decoder.drafter.features, *decoder.state)
-        accepted = []
-        for _ in range(6):
-            for phase in decoder.timed_step(1, ChoiceRules()):
-                before = [tensor.clone() for tensor in kept]
-                if phase.name == "commit":
-                    accepted.append(int(decoder.state.record[1, 0]))
-                    with decoder._no_slots():
-                        phase.run()
-                    assert all(map(torch.equal, kept, before))
-                phase.run()
-    assert max(accepted) > 1
-    whole = [*prompt, *model.generate(prompt, max_new_tokens=sum(accepted) + 1, ignore_eos=True).token_ids[0]]
-    assert int(decoder.state.lengths[1]) == len(whole) - 1

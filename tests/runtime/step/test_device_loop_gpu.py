@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.errors import CheckError
+from eagle_slim.runtime.errors import CheckError, LogitsError
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
@@ -59,10 +59,28 @@ def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     output = checked.generate(prompts, max_new_tokens=20, max_slots=2)
     assert output.token_ids == expected
     assert "CUDA graphs" in output.stats.path
-    # The norm's gain is read by the graphs where it lies.
-    model.target.model.model.norm.weight.data[0] = torch.nan  # type: ignore[union-attr]
+    # The norm's gain is read by the graphs where it lies: in a step that follows the prompt, then in the prompt itself.
+    spoiled = SpoiledGain(model.target.model.model.norm.weight.data)  # type: ignore[union-attr]
     with pytest.raises(CheckError, match=r"after verify, slot 0, node .*: the logit is nan"):
+        checked.generate(prompts[1], max_new_tokens=20, ignore_eos=True, streamer=spoiled)
+    with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: its logits hold a NaN"):
         checked.generate(prompts[1], max_new_tokens=20)
+
+
+class SpoiledGain:
+    """A streamer that makes a weight NaN once the first new token is known."""
+
+    def __init__(self, gain: torch.Tensor) -> None:
+        self.gain = gain
+        self.num_calls = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.num_calls += 1
+        # The first call brings the prompt.
+        if self.num_calls == 2:
+            self.gain[0] = torch.nan
+
+    def end(self) -> None: ...
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])

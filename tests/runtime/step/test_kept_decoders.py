@@ -6,10 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,9 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
 from eagle_slim.runtime.loading import load_target
 from eagle_slim.runtime.settings import PartialVerification
-from eagle_slim.runtime.step import decoder, decoders, graphs
-from eagle_slim.runtime.step.choice_rules import CallRules
-from eagle_slim.runtime.step.decoder import MOST_RULES
+from eagle_slim.runtime.step import decoders
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
-from eagle_slim.runtime.step.graphs import GraphPool, recall
+from eagle_slim.runtime.step.graphs import recall
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
@@ -122,11 +117,6 @@ def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkey
     assert "in float32" in str(caught.value)
 
 
-def test_models_that_are_derived_keep_the_drafters_reason(model: SpeculativeModel) -> None:
-    derived = model.with_tree(model.drafter.tree), model.with_draft_vocab(None), model.with_follow(None)
-    assert {each.drafter_reason for each in (model, *derived)} == {"the model is on cpu"}
-
-
 def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) -> None:
     for act in (copy.deepcopy, pickle.dumps):
         with raises(UsageError, option="model"):
@@ -136,67 +126,6 @@ def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) ->
     wanted = own.generate(prompt, max_new_tokens=4)
     for same in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
         assert torch.equal(same.generate(prompt, max_new_tokens=4), wanted)
-
-
-class Replays(GraphPool):
-    """Graphs of a machine without a GPU: a replay runs again what was captured."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.count += 1
-        return run
-
-
-def captures(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Replays:
-    """Have a model capture its steps, as on a GPU."""
-    of = CallRules.of
-    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
-    monkeypatch.setattr(decoder, "side_stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    model._decoders._decoders.clear()
-    model._decoders._pool = pool = Replays()
-    model._decoders.eager_reason = None
-    return pool
-
-
-def test_graphs_of_rules_are_bounded_and_captured_anew(
-    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = random_prompts([5, 9])
-    rules: list[dict[str, Any]] = [
-        {**sampled, **processed}
-        for sampled in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.7, "seed": 1})
-        for processed in ({}, {"repetition_penalty": 1.3}, {"suppress_tokens": [5]}, {"min_new_tokens": 5})
-    ]
-    wanted = [model.generate(prompts, max_new_tokens=8, **each).token_ids for each in rules]
-    pool = captures(model, monkeypatch)
-    counts = [pool.count]
-    for each, tokens in [*zip(rules, wanted, strict=True)] * 2:
-        assert model.generate(prompts, max_new_tokens=8, **each).token_ids == tokens
-        counts.append(pool.count)
-        (only,) = model._decoders._decoders.values()
-        assert len(only._graphs) <= MOST_RULES < len(rules)
-    assert all(later > earlier for earlier, later in pairwise(counts))
-    assert model.generate(prompts, max_new_tokens=8, **rules[-2]).token_ids == wanted[-2]
-    assert pool.count == counts[-1]
-
-
-def test_running_ahead_is_captured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama", max_position_embeddings=512)
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=2, top_k=2, total_tokens=5)
-    prompts, options = random_prompts([440, 9, 333]), {"max_new_tokens": 20, "max_slots": 2, "ignore_eos": True}
-    wanted = model.generate(prompts, speculative=False, **options).token_ids
-    pool, small = captures(model, monkeypatch), partial(PartialVerification, num_blocks=1, num_steps=3, min_length=0)
-    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
-    assert model.warmup(2, 490, partial_verification="exact").num_graphs == pool.count
-    (kept,) = model._decoders._decoders.values()
-    assert isinstance(kept, PartialDecoder)
-    captured = {key for graphs in kept._graphs.values() for key in graphs}
-    assert {("step", 1, "commit"), ("step", 2, "commit"), ("chunk", 64)} <= captured
-    assert model.generate(prompts, partial_verification="exact", **options).token_ids == wanted
 
 
 def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
@@ -212,30 +141,3 @@ def test_a_decoder_goes_at_once(model: SpeculativeModel) -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_pool_without_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch refuses graphs for a pool of which all have gone; one that failed is none."""
-    used = []
-
-    class Graph:
-        def replay(self) -> None: ...
-
-    def graph(_graph: Graph, pool: int, **_: Any) -> nullcontext[None]:
-        used.append(pool)
-        return nullcontext()
-
-    handles = iter(range(9))
-    monkeypatch.setattr(graphs, "side_stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    pool = GraphPool()
-    with pytest.raises(ZeroDivisionError):
-        pool.capture(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    kept = [pool.capture(lambda: None) for _ in range(3)]
-    del kept[:2]
-    kept.append(pool.capture(lambda: None))
-    kept.clear()
-    pool.capture(lambda: None)
-    assert used == [0, 1, 1, 1, 1, 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,62 +117,6 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         assert model.generate(one, attention_mask=keep, max_new_tokens=0).results[0].prompt_ids == prompts[0], one
 
 
-@pytest.mark.parametrize(
-    ("given", "mask", "option"),
-    [
-        ({"role": "user", "content": "Hi"}, None, "input_ids"),
-        ([[1, 2], [3]], [[1, 1], [1, 1]], "attention_mask"),
-        ([[1, 2], [3]], [[1, 1]], "attention_mask"),
-        ("text", [[1, 1]], "attention_mask"),
-    ],
-)
-def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, option: str) -> None:
-    with raises(UsageError, option=option):
-        build(tmp_path).generate(given, attention_mask=mask)
-
-
-def test_the_targets_own_generate_beside_ours(tmp_path: Path) -> None:
-    """Forwards of both, started while the other's runs, wait; one that an interrupt ended leaves its thread free."""
-    target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4)
-    prompts = random_prompts([7, 5])
-
-    def theirs() -> list[int]:
-        ids = torch.tensor(prompts[1:])
-        found = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)  # type: ignore[operator]
-        return list(found[0, 5:].tolist())
-
-    def ours() -> list[int]:
-        return model.generate(prompts[0], max_new_tokens=6).token_ids[0]
-
-    expected = {ours: ours(), theirs: theirs()}
-    for one, other in ((ours, theirs), (theirs, ours)):
-        found: list[Future[list[int]]] = []
-
-        def begin(*_: Any, other: Any = other, found: Any = found) -> None:
-            if not found:
-                found.append(pool.submit(other))
-                wait(found, timeout=0.3)
-
-        with ThreadPoolExecutor() as pool:
-            handle = target.model.layers[1].register_forward_hook(begin)  # type: ignore[union-attr, index]
-            assert one() == expected[one]
-            assert found[0].result(60) == expected[other]
-        handle.remove()
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = target.lm_head.register_forward_hook(interrupt)  # type: ignore[union-attr]
-    for call in (theirs, ours):
-        with pytest.raises(KeyboardInterrupt):
-            call()
-    handle.remove()
-    assert (theirs(), ours()) == (expected[theirs], expected[ours])
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(theirs).result(60) == expected[theirs]
-
-
 def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
     model = build(tmp_path)
     head = write_head(tmp_path / "other", kind="eagle")
@@ -258,24 +202,6 @@ def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypat
     # The first token, then what each step but the last accepted.
     assert 0 < 1 + sum(length * count for length, count in lengths.items()) - extended <= tree.path_width
     assert sum(positions for _, positions in passes) == extended + output.stats.num_passes * tree.depth * tree.top_k
-
-
-def test_bfloat16_differs_at_near_ties_only(tmp_path: Path) -> None:
-    target = tiny_target("llama").to(torch.bfloat16)
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
-    assert model.drafter.weights.dtype == torch.bfloat16
-    drafted = model.generate(PROMPTS, max_new_tokens=16)
-    plain = model.generate(PROMPTS, max_new_tokens=16, speculative=False)
-    for prompt, mine, other in zip(PROMPTS, drafted.token_ids, plain.token_ids, strict=True):
-        differ = [at for at, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b]
-        if differ:
-            at = differ[0]
-            with torch.no_grad():
-                logits = target(torch.tensor([prompt + other[:at]])).logits[0, -1].float()
-            # Eight roundings of the largest logit.
-            assert (logits[other[at]] - logits[mine[at]]).abs() <= 8 * 2**-8 * logits.abs().max()
-        else:
-            assert mine == other
 
 
 def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:

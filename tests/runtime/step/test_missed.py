@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.step import plan
-from eagle_slim.runtime.step.tree_size import TreeSize
 from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
@@ -34,21 +32,6 @@ def test_the_answers_tokens_are_counted(tmp_path: Path) -> None:
     assert (plain.missed_ids, plain.missed_rate) == ({}, 0.0)
     whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
     assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
-
-
-def test_a_tree_size_that_is_plain_decoding_misses_as_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = write_head(tmp_path, draft_ids=DRAFTED)
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=2, top_k=3)
-    monkeypatch.setattr(plan, "_tree_size", lambda *_: TreeSize(1, "measured"))
-    chosen = model.generate(random_prompts([9]), max_new_tokens=12)
-    expected = Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
-    assert expected
-    assert chosen.stats.missed_ids == expected
-    assert "plain decoding" in chosen.stats.path
-    asked = model.generate(random_prompts([5]), max_new_tokens=12, speculative=False)
-    assert asked.stats.missed_ids == {}
 
 
 def test_what_the_prompt_holds_is_not_missed(tmp_path: Path) -> None:

@@ -105,20 +105,6 @@ def test_exact_is_plain_decoding(models: Any, sizes: Sizes, kind: str, case: str
         assert found.stats.num_reused_tokens > 300
 
 
-@pytest.mark.slow
-def test_exact_over_many_lengths(models: Any, sizes: Sizes) -> None:
-    """Around the borders of blocks, and where the first ones fall out of sight."""
-    lost = 0
-    sizes(num_blocks=1, num_steps=3)
-    for length in [*range(60, 70), *range(250, 262), *range(316, 330), *range(380, 460, 7), *range(505, 515), 700]:
-        model, given = models("llama", ("transformers", "fused")[length % 2]), prompts(length)
-        plain = model.generate(given, speculative=False, max_new_tokens=20)
-        found = model.generate(given, partial_verification="exact", max_new_tokens=20)
-        assert found.token_ids == plain.token_ids, length
-        lost += found.stats.num_rolled_back_tokens
-    assert lost > 0
-
-
 def test_lossy_is_what_ran_ahead(models: Any, sizes: Sizes) -> None:
     model, given, found = models("llama"), prompts(600), []
     plain = model.generate(given, max_new_tokens=40, ignore_eos=True)

@@ -49,13 +49,6 @@ def most_frequent(count: int) -> DraftVocab:
     return DraftVocab(np.argsort(-counts, kind="stable")[:count], 0, len(counts), {})
 
 
-@pytest.mark.slow
-def test_full_vocabulary(full: SpeculativeModel, prompts: list[list[int]]) -> None:
-    output = full.generate(prompts, max_new_tokens=40)
-    assert output.token_ids == [plain_greedy(full.target.model, prompt, 40) for prompt in prompts]
-    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == FULL
-
-
 def test_reduced_vocabulary_and_chain(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
     reduced, chain = full.with_draft_vocab(most_frequent(4096)), full.with_tree(TreeConfig(4, 1, 5))
     for model, expected in ((reduced, REDUCED), (chain, CHAIN)):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.target import attention, lock, shared_copy, wrapper
-from eagle_slim.runtime.target.wrapper import TargetModel
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -151,25 +150,6 @@ def in_another_thread(act: Callable[[], Any]) -> Any:
     other.join(60)
     assert not other.is_alive()
     return results[0]
-
-
-def test_an_interrupt_while_wrapping_leaves_nothing_behind() -> None:
-    own: Any = tiny_target("llama", num_hidden_layers=4)
-    gc.collect()
-    before, mappings = state(own), [dict(interface._global_mapping) for interface in INTERFACES]
-    built: list[TargetModel] = []  # so that nothing is freed under the tracer
-
-    def wrap() -> None:
-        built.append(TargetModel(own, (1, 2, 3)))
-
-    noted = Interrupt()
-    assert not noted.run(wrap)
-    for line in noted.lines:
-        assert Interrupt(line).run(wrap), line
-        assert state(own) == before, line
-    built.clear()
-    gc.collect()
-    assert [dict(interface._global_mapping) for interface in INTERFACES] == mappings
 
 
 def test_an_interrupt_of_the_models_own_generate_holds_nobody_up(head: Path) -> None:
