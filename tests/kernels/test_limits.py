@@ -120,21 +120,13 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
         ("hidden", 16_400), ("head_dim", 258), ("draft_vocab", 2), ("draft_vocab", 262_145), ("depth", 11),
         ("num_slots", 0), ("num_slots", 17), ("max_positions", 131_072 + 257),
         ("hidden", 72), ("intermediate", 40), ("num_heads", 3), ("head_dim", 15), ("kind", "medusa"),
-        ("dtype", torch.float64), ("weight_dtype", torch.int8),
+        ("dtype", torch.float64), ("weight_dtype", torch.int8), ("top_k", 17), ("total_tokens", 129),
     ],
 )  # fmt: skip
 def test_dimensions(step: Problem, field: str, value: object) -> None:
     with raises(UsageError):
-        others = {"weight_dtype": value} if field == "dtype" else {}
+        others = {"dtype": {"weight_dtype": value}, "total_tokens": {"top_k": 10}}.get(field, {})
         check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
-
-
-def test_top_k_limits(step: Problem) -> None:
-    with raises(UsageError) as refused:
-        check_kernel_limits(replace(step[0], top_k=17, max_positions=200))
-    assert str(refused.value) == "The persistent drafter takes top_k from 1 to 16; got 17."
-    with raises(UsageError):
-        check_kernel_limits(replace(step[0], top_k=10, total_tokens=129, max_positions=200))
 
 
 def test_options_of_a_head_that_the_kernel_lacks() -> None:
