@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,21 +38,15 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
     replay,
     tree_of,
 )
-from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
-from eagle_slim.runtime.drafter.tuning.problem import (
-    MODELS,
-    Row,
-    all_rows,
-    draft_config,
-    random_head,
-    random_step,
-)
+from eagle_slim.runtime.drafter.tuning.precompile import compile_all
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture, interleave
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.baseline import TorchDraft
 from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import draft_bytes, level_bytes, tuned_job
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
@@ -60,6 +55,38 @@ CAPACITY = 8192
 COMPILE_S = 200.0
 WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 Record = Callable[[Callable[[], object]], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A draft to measure: of a head for a known model, after ``prefix`` tokens of each of ``batch`` sequences."""
+
+    model: str
+    draft_vocab: int
+    depth: int
+    batch: int
+    prefix: int
+
+    @property
+    def name(self) -> str:
+        """Short name, as llama-3.1-8b/v32000/d5/b1/p512."""
+        return f"{self.model}/v{self.draft_vocab}/d{self.depth}/b{self.batch}/p{self.prefix}"
+
+
+def all_rows() -> list[Row]:
+    """List the rows, the most wanted first; rows that share a compiled kernel are neighbours."""
+    eight, vocabularies, prefixes = "llama-3.1-8b", (32000, 128256, 16000, 8192), (512, 8192)
+    wanted = [Row(eight, 32000, 5, 1, prefix) for prefix in prefixes]
+    wanted += [Row(model, 32000, 5, 1, 512) for model in MODELS if model != eight]
+    wanted += [Row("llama-3.2-1b", 128256, 5, 1, 512)]
+    wanted += [
+        Row(eight, vocab, depth, batch, prefix)
+        for depth in (5, 7)
+        for batch in (1, 2, 4, 8)
+        for vocab in vocabularies
+        for prefix in prefixes
+    ]
+    return list(dict.fromkeys(wanted))
 
 
 class Problems:
@@ -131,7 +158,7 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
         check_finished(bufs)
         if not all(map(torch.equal, vars(wanted).values(), vars(tree_of(bufs)).values())):
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
-        floors[name] = drafter.cfg.draft_bytes([row.prefix] * row.batch) / bandwidth * 1e6
+        floors[name] = draft_bytes(drafter.cfg, [row.prefix] * row.batch) / bandwidth * 1e6
 
     drafter = problems.drafter(row, "bf16")
     cfg, bufs, head = drafter.cfg, drafter.bufs, drafter.head
@@ -146,16 +173,20 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {
         **asdict(row), "name": row.name, "checks": checks, "faults": faults,
-        "level_bytes": cfg.level_bytes, "draft_bytes": cfg.draft_bytes([row.prefix] * row.batch), "floor_us": floors,
+        "level_bytes": level_bytes(cfg), "draft_bytes": draft_bytes(cfg, [row.prefix] * row.batch), "floor_us": floors,
     }  # fmt: skip
     if not faults:
         timed = {**runs, "B": record(baseline.run), "A": baseline.run}
-        times = interleave(timed, problems.device, rounds, seldom=frozenset({"A"}))
-        measured["times"] = {name: asdict(value) for name, value in times.items()}
+        times = {name: sorted(samples) for name, samples in interleave(timed, problems.device, rounds).items()}
+        tenth = rounds // 10
+        measured["times"] = {
+            name: {"median_us": median(each), "low_us": each[tenth], "high_us": each[-1 - tenth]}
+            for name, each in times.items()
+        }
         for name, floor in floors.items():
-            own_us = times[name].median_us
+            own_us = median(times[name])
             measured[f"{name}_floor_share"] = floor / own_us
-            measured |= {f"{name}_vs_{other}": times[other].median_us / own_us for other in "AB"}
+            measured |= {f"{name}_vs_{other}": median(times[other]) / own_us for other in "AB"}
     return measured
 
 
@@ -163,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     rows = {row.name: row for row in all_rows()}
     command = Command("draft", __doc__, rows)
-    command.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
+    command.add_argument("--rounds", type=int, default=20, help="samples per variant")
     args = command.parse_args(argv)
     chosen = [rows[name] for name in command.chosen(args)]
     problems = Problems(command.gpu())

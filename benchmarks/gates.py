@@ -2,7 +2,6 @@
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
-    python -m benchmarks.gates --strict          # and no launch without tuned parameters
 
 Micro gates: the phases of a step (draft, verify, accept, commit) and tree attention over all layers after 512, 8,192
 and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
@@ -13,13 +12,11 @@ the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 All must be green three times in a row; then the full gates run: drafting over plain decoding, and steps that run ahead
 over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). What is green, and when, is
 `gate_rules`; every threshold stands in ``gates.json``.
-With ``--strict`` a draft without tuned launch parameters is an error.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -36,7 +33,14 @@ from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, Tre
 from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, write
-from benchmarks.shared.decoding import RandomModel, attention_of_layers, compile_ahead, filled_phases, take_turns
+from benchmarks.shared.decoding import (
+    RandomModel,
+    attention_of_layers,
+    compile_ahead,
+    draft_bytes,
+    filled_phases,
+    take_turns,
+)
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
 from benchmarks.shared.partial import measure as measure_partial
@@ -96,7 +100,7 @@ def phase_bytes(gates: MicroGates, model: RandomModel, decoder: Decoder) -> dict
     element = model.target.dtype.itemsize
     features = gates.accepted_length * model.target.feature_width * element
     return {
-        "draft": decoder.drafter.cfg.draft_bytes([gates.prefix]),
+        "draft": draft_bytes(decoder.drafter.cfg, [gates.prefix]),
         "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
         "accept": gates.nodes * model.dims.vocab * element,
         "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),
@@ -167,11 +171,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the gates; `--help` lists the options."""
     command = Command("gates", __doc__)
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
-    command.add_argument("--strict", action="store_true", help="refuse drafts without tuned launch parameters")
     args = command.parse_args(argv)
     device, gates = command.gpu(), Gates.load(THRESHOLDS)
-    if args.strict:
-        os.environ["EAGLE_SLIM_STRICT"] = "1"
     try:
         if not args.record:
             gates.reference(str(machine(device)["device"]))

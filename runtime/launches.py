@@ -1,4 +1,4 @@
-"""How many launches of a call had tuned parameters (`drafter.tuned_cache`), those that graphs repeat included."""
+"""Count the drafter's launches with and without tuned parameters (`drafter.tuned_cache`), graph replays included."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-Launches = Counter[tuple[str, bool]]
-"""How many launches there were of a kind, by whether their parameters were tuned."""
+Launches = Counter[bool]
+"""Number of launches, by whether their parameters were tuned."""
 
 
 class _Counts(threading.local):
@@ -19,13 +19,8 @@ class _Counts(threading.local):
 _COUNTS = _Counts()
 
 
-def count(kind: str, is_tuned: bool) -> None:
-    """Count a launch of this thread."""
-    _COUNTS.launches[kind, is_tuned] += 1
-
-
-def count_again(launches: Launches) -> None:
-    """Count launches that a graph repeats."""
+def count_launches(launches: Launches) -> None:
+    """Add launches of this thread, or those that a graph repeats."""
     _COUNTS.launches.update(launches)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .api.options import own_eos_ids, read_call, read_count, read_flag, read_tokenizer
+from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
@@ -186,7 +186,7 @@ class SpeculativeModel:
         if unknown:
             known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
             near = did_you_mean(unknown[0], known)
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}", option=unknown[0])
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}")
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -240,7 +240,7 @@ class SpeculativeModel:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
-        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
+        weights = load_head_weights(opened.head, wrapped, draft_ids)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
@@ -266,7 +266,7 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
-        rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
+        rows = gather_lm_head_rows(self.opened.head, self.target, ids)
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
@@ -395,11 +395,6 @@ class SpeculativeModel:
         """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
         return draft_bytes(self.drafter)
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence ids of the target's generation configuration, else of its configuration."""
-        return own_eos_ids(self.target)
-
     def generate(
         self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
@@ -460,7 +455,7 @@ class SpeculativeModel:
             )  # fmt: skip
             if streamer is not None:
                 if len(call.requests) != 1:
-                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.", option="streamer")
+                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
@@ -489,15 +484,14 @@ class SpeculativeModel:
         """
         if positional:
             raise UsageError(
-                f"chat() takes its options by name, such as max_tokens=100; got {brief(positional[0])}.",
-                option="messages",
+                f"chat(messages) takes its options by name, such as max_tokens=100; got {brief(positional[0])}."
             )
         is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         renamed = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
         keywords = {renamed.get(name, name): value for name, value in options.items()}
         if len(keywords) < len(options):
-            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.", option="n")
+            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.")
         keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 

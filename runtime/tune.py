@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -208,7 +209,7 @@ class GraphTimer:
             self._derived = (cfg, derived, self._graph(cfg, derived))
         runs = {"derived": self._derived[2], "variant": self._graph(cfg, variant)}
         times = interleave(runs, self.device, self.rounds)
-        return times["derived"].median_us, times["variant"].median_us
+        return median(times["derived"]), median(times["variant"])
 
     def _graph(self, cfg: DrafterConfig, params: LaunchParams) -> Callable[[], object]:
         weights = self._weights(cfg, params)

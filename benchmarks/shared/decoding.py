@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
-from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
+from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
+from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
@@ -123,6 +125,26 @@ class RandomModel:
         return found
 
 
+def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device) -> Job:
+    """Return the compilation of a configuration with the parameters that launches find."""
+    return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0])
+
+
+def level_bytes(cfg: DrafterConfig) -> int:
+    """Count the bytes of weights that drafting one level reads."""
+    layer = cfg.qkv_size * cfg.qkv_in + cfg.num_heads * cfg.head_dim * cfg.hidden
+    layer += 3 * cfg.intermediate * cfg.hidden + cfg.draft_vocab * cfg.hidden
+    layer += cfg.fc_in * cfg.hidden if cfg.kind == "eagle" else 0
+    return layer * cfg.weight_dtype.itemsize
+
+
+def draft_bytes(cfg: DrafterConfig, prefixes: list[int]) -> int:
+    """Count the least bytes of weights and KV that drafting after these prefixes reads."""
+    fc = cfg.fc_in * cfg.hidden * cfg.weight_dtype.itemsize if cfg.kind == "eagle3" and cfg.has_fc else 0
+    kv = sum(prefixes) * 2 * cfg.num_kv_heads * cfg.head_dim * cfg.dtype.itemsize
+    return fc + (cfg.depth + 1) * (level_bytes(cfg) + kv)
+
+
 def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
     """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
     # Kernels do not depend on the length of the cache.
@@ -210,20 +232,15 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     return bufs.logits
 
 
-def rows_of_tree(decoder: Decoder, prefix: int) -> ForwardRows:
-    """Lay out the tree that one sequence has drafted last, after ``prefix`` tokens."""
-    assert decoder.drafter is not None
-    tree = decoder.drafter.bufs
-    lengths = torch.full((1,), prefix, dtype=torch.int32, device=decoder.target.device)
-    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
-    decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
-    return rows
-
-
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     """Attention of all layers over the tree that one sequence has drafted last, after ``prefix`` tokens."""
-    target, rows = decoder.target, rows_of_tree(decoder, prefix)
+    target = decoder.target
+    assert decoder.drafter is not None
     assert isinstance(target, FusedTarget)
+    tree = decoder.drafter.bufs
+    lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
+    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
+    decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
     bufs = target.new_buffers(1, decoder.nodes, decoder.nodes, decoder.cache.capacity)
     bufs.query.normal_()
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import torch
 from eagle_slim.runtime.drafter.tuning.timing import interleave, time_us
@@ -37,7 +38,7 @@ def copy_bytes_per_s(device: torch.device, size_bytes: int = 2 << 30, rounds: in
     source = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
     times = interleave({"copy": lambda: target.copy_(source)}, device, rounds)
-    return 2 * size_bytes / times["copy"].median_us * 1e6
+    return 2 * size_bytes / median(times["copy"]) * 1e6
 
 
 def machine(device: torch.device) -> dict[str, str | int]:

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..launches import Launches
-
 if TYPE_CHECKING:
     from ..drafter.weights import HeadWeights
 
@@ -115,10 +113,10 @@ class GenerationStats(AcceptedLengths):
     """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
-    tuned_hits: dict[str, int] = field(default_factory=dict)
-    """Launches with tuned parameters (`launches`), by kind."""
-    tuned_misses: dict[str, int] = field(default_factory=dict)
-    """Launches whose parameters a rule gave: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
+    tuned_hits: int = 0
+    """Launches of the drafter with tuned parameters."""
+    tuned_misses: int = 0
+    """Launches of the drafter with derived parameters: ``EAGLE_SLIM_SHAPES`` records their shapes."""
     path: str = ""
     """Human-readable description of what ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
@@ -183,14 +181,6 @@ class GenerationStats(AcceptedLengths):
             else:
                 total[each.name] = sum(values)
         return cls(**total)
-
-
-def count_tuned(launches: Launches) -> dict[str, dict[str, int]]:
-    """``tuned_hits`` and ``tuned_misses`` of launches."""
-    return {
-        name: {kind: number for (kind, found), number in sorted(launches.items()) if found == is_tuned}
-        for name, is_tuned in (("tuned_hits", True), ("tuned_misses", False))
-    }
 
 
 class PhaseTimer:

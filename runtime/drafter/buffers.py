@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -58,9 +58,6 @@ class Buffers:
     workspace: dict[str, Tensor]
     tails: Tails | None = None
     """What joined each slot's draft vocabulary; None where it stays as it is."""
-    host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
-    ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
 
     @classmethod
     def allocate(
@@ -114,14 +111,6 @@ class Buffers:
             (self.active_count, [len(active)]),
         ):  # fmt: skip
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
-        # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
-        if not self.num_new.is_inference():
-            self.host["new"] = (max(map(len, new_tokens), default=0), self.num_new._version)
-
-    def most_new_tokens(self) -> int | None:
-        """Most new tokens of a sequence, as `set_step` wrote them; None if something else may have written since."""
-        most, version = self.host.get("new", (None, None))
-        return most if version is not None and version == self.num_new._version else None
 
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
         """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""

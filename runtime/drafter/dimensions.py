@@ -148,20 +148,6 @@ class DrafterConfig:
         """Embedding rows kept per sequence: the new tokens, or every child of a level."""
         return max(MAX_NEW_TOKENS, self.top_k**2)
 
-    @property
-    def level_bytes(self) -> int:
-        """Bytes of weights that one level must read: the floor's larger part."""
-        layer = self.qkv_size * self.qkv_in + self.num_heads * self.head_dim * self.hidden
-        layer += 3 * self.intermediate * self.hidden + self.draft_vocab * self.hidden
-        layer += self.fc_in * self.hidden if self.kind == "eagle" else 0
-        return layer * self.weight_dtype.itemsize
-
-    def draft_bytes(self, prefixes: list[int]) -> int:
-        """Least bytes of weights and KV that one draft of sequences with these prefixes must read."""
-        fc = self.fc_in * self.hidden * self.weight_dtype.itemsize if self.kind == "eagle3" and self.has_fc else 0
-        kv = sum(prefixes) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return fc + (self.depth + 1) * (self.level_bytes + kv)
-
 
 def check_kernel_limits(cfg: DrafterConfig) -> None:
     """Raise unless the persistent kernel can do this: `UnsupportedModelError` for the activation, else `UsageError`.
@@ -179,18 +165,18 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     for name, (low, high) in bounds.items():
         value = getattr(cfg, name)
         if not low <= value <= high:
-            raise _beyond_kernel(name, f"{name} from {low} to {high}", value, (low, high))
+            raise _beyond_kernel(f"{name} from {low} to {high}", value)
     if cfg.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise _beyond_kernel("dtype", "bfloat16, float16 or float32", cfg.dtype, None)
+        raise _beyond_kernel("bfloat16, float16 or float32", cfg.dtype)
     # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
     unit, weights = (32, " with FP8 weights") if cfg.weight_dtype.itemsize == 1 else (16, "")
     sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width")}
     for name, size in {**sizes, "num_heads * head_dim": cfg.num_heads * cfg.head_dim}.items():
         if size % unit:
-            raise _beyond_kernel(name, f"{name} in multiples of {unit}{weights}", size, unit)
+            raise _beyond_kernel(f"{name} in multiples of {unit}{weights}", size)
 
 
-def _beyond_kernel(field: str, takes: str, found: object, expected: object) -> UsageError:
+def _beyond_kernel(takes: str, found: object) -> UsageError:
     return UsageError(f"The persistent drafter takes {takes}; got {found!r}.")
 
 
@@ -198,9 +184,8 @@ def check_kernel_activation(activation: str) -> None:
     """Raise `UnsupportedModelError` for an activation that the persistent kernel does not compute."""
     if activation not in {*ACTIVATIONS, *ACTIVATIONS.values()}:
         raise UnsupportedModelError(
-            'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
-            f'{activation}. Use drafter="reference".',
-            option="activation",
+            'drafter="triton" computes the activations SiLU, GELU and its tanh form; the head has '
+            f'{activation}. Use drafter="reference".'
         )
 
 

@@ -19,13 +19,12 @@ from ..settings import TreeConfig
 from .buffers import cache_shape
 from .dimensions import DrafterConfig, check_kernel_limits
 from .kernels.grid_barrier import ERROR
-from .launch import DraftFunction, allocate_buffers, launch_drafter, timed_out
+from .launch import DraftFunction, allocate_buffers, run_draft, timed_out, write_pairs
 from .packed_weights import SharedPacking, Weights
-from .prompt_pairs import write_pairs
 from .weights import HeadWeights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Drafter:
     """A head, the shape of the trees that are drafted with it, and what drafts them.
 
@@ -42,7 +41,7 @@ class Drafter:
         check_tree_fits(self.weights.draft_vocab, self.tree)
         if self.backend == "triton":
             if self.packing is None:
-                object.__setattr__(self, "packing", SharedPacking(self.weights))
+                self.packing = SharedPacking(self.weights)
             check_kernel_limits(self._config(1, 1))
 
     @property
@@ -115,10 +114,10 @@ class BufferedDrafter:
 
     def draft(self) -> None:
         """Draft the trees of the active slots into the buffers."""
-        launch_drafter(self.cfg, self.features, self.weights, self.bufs, self.drafter.backend)
+        run_draft(self.cfg, self.features, self.weights, self.bufs, self.drafter.backend)
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Put the keys and values of a prompt's pairs into the cache; arguments as `prompt_pairs.write_pairs`."""
+        """Put the keys and values of a prompt's pairs into the cache; arguments as `launch.write_pairs`."""
         write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self._tables, self.bufs)
 
 

@@ -39,14 +39,8 @@ class JoinableRows:
     rank_order: NDArray[np.int64] | None
 
 
-def load_joinable_rows(
-    head: DraftHead,
-    target: TargetModel,
-    draft_ids: NDArray[np.int64],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> JoinableRows:
-    """Load the rows that may join a draft vocabulary.
+def load_joinable_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> JoinableRows:
+    """Load the rows that may join a draft vocabulary, in the target's type and place.
 
     In order: the target's LM head where the head drafts with its rows; the head's own beyond the draft vocabulary;
     those of the head that the artifact was made from, where it is at hand.
@@ -55,7 +49,6 @@ def load_joinable_rows(
         head: as opened.
         target: the target that the head drafts for.
         draft_ids: int64 [draft_vocab], ids of the draft vocabulary.
-        dtype, device: of the rows.
 
     Raises:
         NothingToFollowError: there are no rows but those of `draft_ids`; the message says what to do.
@@ -67,17 +60,17 @@ def load_joinable_rows(
     if not head.has_lm_head or _has_rows_of(head, target):
         every = np.arange(target.lm_head.shape[0], dtype=np.int64)
         rows = target.lm_head.detach()
-        if rows.dtype != dtype or rows.device != device:
-            rows = gather_target_rows(head, target, every, dtype, device)
-        return JoinableRows(rows, _places(every, len(every), device), rank_order)
+        if rows.dtype != target.dtype or rows.device != target.device:
+            rows = gather_target_rows(head, target, every)
+        return JoinableRows(rows, _places(every, len(every), target.device), rank_order)
     if head.draft_vocab <= len(draft_ids):
         original = original_at_hand(head)
         if original is None:
             raise _no_rows(head, len(draft_ids))
         head = original
     ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
-    rows = gather_lm_head_rows(head, target, ids, dtype, device)
-    return JoinableRows(rows, _places(ids, head.target_vocab, device), rank_order)
+    rows = gather_lm_head_rows(head, target, ids)
+    return JoinableRows(rows, _places(ids, head.target_vocab, target.device), rank_order)
 
 
 def _has_rows_of(head: DraftHead, target: TargetModel) -> bool:
@@ -110,6 +103,5 @@ def _no_rows(head: DraftHead, draft_vocab: int) -> NothingToFollowError:
         )
     return NothingToFollowError(
         f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
-        f"text is followed. {advice}",
-        option="follow",
+        f"text is followed. {advice}"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError
-from ..launches import count
+from ..launches import Launches, count_launches
 from .buffers import Buffers
 from .dimensions import DrafterConfig
 from .follow import UNIT_ROWS
@@ -157,7 +157,7 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
             f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
             "the head for this device."
         )
-    count("drafter", packed.launches.is_tuned(cfg))
+    count_launches(Launches([packed.launches.is_tuned(cfg)]))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DrafterError, UsageError, check_choice
@@ -18,8 +19,8 @@ from .buffers import Buffers, check_ids, check_room
 from .checks import check_features, check_parts, check_step
 from .dimensions import DrafterConfig, check_kernel_limits
 from .kernels.grid_barrier import ERROR
+from .kernels.pair_rows import add_norm, rotate_append
 from .packed_weights import Weights
-from .prompt_pairs import write_pairs
 from .reference import draft_ref
 from .weights import HeadWeights
 
@@ -47,8 +48,8 @@ def launch_drafter(
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
     PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers that
-    are not of this configuration, for a step that does not fit (where the host can know it: written by
-    `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
+    are not of this configuration, for a step that does not fit (where the host can know it: lying on the CPU, or
+    drafted by the reference), and an unknown backend; `DrafterError` where the kernel cannot run.
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
@@ -58,13 +59,25 @@ def launch_drafter(
         raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
-    if backend == "triton":
-        _launch_triton(cfg, X, taps[0].shape[1], weights, bufs)
-    else:
+    if backend == "triton" and weights.packed is None:
+        raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
+    if backend == "triton" and not bufs.workspace:
+        raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
+    if backend != "triton" or bufs.keys.device.type == "cpu":
         check_step(taps[0].shape[1], bufs)
-        draft = backend if callable(backend) else draft_ref
-        draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
+    run_draft(cfg, X, weights, bufs, backend)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
+
+
+def run_draft(
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers, backend: str | DraftFunction
+) -> None:
+    """Draft as `launch_drafter` does, from parts that are known to fit each other."""
+    if backend == "triton":
+        _launch_triton(cfg, X, weights, bufs)
+        return
+    draft = backend if callable(backend) else draft_ref
+    draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
 
 
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
@@ -162,33 +175,70 @@ def prefill_drafter(
             write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, tables, bufs)
 
 
+def write_pairs(
+    ops: Ops,
+    head: HeadWeights,
+    features: Tensor,
+    next_tokens: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    tables: tuple[Tensor, Tensor],
+    bufs: Buffers,
+) -> None:
+    """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
+
+    A head has one layer, so a pair's key depends on the pair alone.
+
+    ``features`` [pairs, feature_width] of the head's type; ``next_tokens`` [pairs] the token after each;
+    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1];
+    ``tables`` cos and sin, each fp32 [positions, head_dim / 2]. Waits for nothing with kernels.
+    """
+    w, hidden = head.tensors, head.hidden
+    embedded = torch.index_select(head.embedding, 0, next_tokens)
+    if head.kind == "eagle3":
+        inputs = torch.empty((len(embedded), 2 * hidden), dtype=head.dtype, device=head.device)
+        ops(add_norm)(embedded, None, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
+        fused = _fuse(ops, head, features)
+        ops(add_norm)(fused, None, w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
+    else:
+        inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
+    weight, bias = head.kv_projection
+    ops(rotate_append)(
+        inputs @ weight, bias, head.head_norms, head.norm_eps, *tables, positions, slots, rows, bufs.keys, bufs.values
+    )
+
+
+def _fuse(ops: Ops, head: HeadWeights, features: Tensor) -> Tensor:
+    """As `reference.fuse_features`."""
+    if features.shape[1] == head.hidden:
+        return features
+    if norms := head.tap_norms:
+        normed = torch.empty_like(features)
+        width = features.shape[1] // len(norms)
+        for tap, out, name in zip(features.split(width, 1), normed.split(width, 1), norms, strict=True):
+            ops(add_norm)(tap.contiguous(), None, head.tensors[name], head.norm_eps, out)
+        features = normed
+    return F.linear(features, head.tensors["fc.weight"], head.tensors.get("fc.bias"))
+
+
 def _check_slot(cfg: DrafterConfig, slot: int) -> None:
     if not 0 <= slot < cfg.num_slots:
         raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
 
 
-def _launch_triton(
-    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], width: int, weights: Weights, bufs: Buffers
-) -> None:
-    if weights.packed is None:
-        raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
-    if not bufs.workspace:
-        raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
-    device = bufs.keys.device
-    if device.type == "cpu":
-        check_step(width, bufs)
-    elif (bufs.most_new_tokens() or 0) > width:
-        raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.")
+def _launch_triton(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers) -> None:
     from .kernel_launch import launch
 
+    assert weights.packed is not None
     try:
         launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
     except (RuntimeError, ValueError) as error:
         # What Triton says without a GPU, and with one where the tensors are not on it.
         no_gpu = ("active drivers", "cannot be accessed from Triton")
-        if device.type == "cuda" or not any(words in str(error) for words in no_gpu):
+        if bufs.keys.is_cuda or not any(words in str(error) for words in no_gpu):
             raise
         raise DrafterError(
-            f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
+            f"backend='triton' needs an NVIDIA GPU, the buffers are on {bufs.keys.device}. Use backend='reference', or "
             "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
         ) from error

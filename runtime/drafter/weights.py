@@ -171,8 +171,7 @@ def choose_draft_ids(
     if rank_order is None:
         raise UsageError(
             f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
-            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab.",
-            option="draft_vocab",
+            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab."
         )
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
@@ -180,8 +179,7 @@ def choose_draft_ids(
         larger = f" Convert again with a larger --draft-vocab for up to {trained}."
         raise UsageError(
             f"draft_vocab = {draft_vocab} is outside {smallest} (the forced ids) to {count} (all rows of this head)."
-            + (larger if count < draft_vocab <= trained else ""),
-            option="draft_vocab",
+            + (larger if count < draft_vocab <= trained else "")
         )
     return np.sort(rank_order[:draft_vocab])
 
@@ -191,24 +189,17 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
     missing = np.setdiff1d(ids, available)
     if missing.size:
         raise UsageError(
-            f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
-            f"(first: {missing[0]}). Rank among the head's own ids.",
-            option="draft_vocab",
+            f"draft_vocab: {missing.size} ids are not among the {len(available)} the head can draft "
+            f"(first: {missing[0]}). Rank among the head's own ids."
         )
 
 
-def load_head_weights(
-    head: DraftHead,
-    target: TargetModel,
-    draft_ids: NDArray[np.int64],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> HeadWeights:
-    """Read a head's tensors for a target; `check_computable` and `check_pairing` have passed before.
+def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> HeadWeights:
+    """Load a head's tensors in a target's type and place; `check_computable` and `check_pairing` have passed before.
 
     ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
     """
-    config = head.config
+    config, dtype, device = head.config, target.dtype, target.device
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
     own = {"embed_tokens.weight", "lm_head.weight"}
     tensors = {
@@ -230,8 +221,8 @@ def load_head_weights(
     if head.kind == "eagle3" and head.has_own_embedding:
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
-        embedding = target.embedding.detach().to(device, dtype)
-    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device)
+        embedding = target.embedding.detach()
+    lm_head = gather_lm_head_rows(head, target, draft_ids)
     _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(
         kind=head.kind,
@@ -264,22 +255,14 @@ def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def gather_lm_head_rows(
-    head: DraftHead,
-    target: TargetModel,
-    draft_ids: NDArray[np.int64],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def gather_lm_head_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> Tensor:
     """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden]."""
     if head.has_lm_head:
-        return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
-    return gather_target_rows(head, target, draft_ids, dtype, device)
+        return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(target.device, target.dtype)
+    return gather_target_rows(head, target, draft_ids)
 
 
-def gather_target_rows(
-    head: DraftHead, target: TargetModel, ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def gather_target_rows(head: DraftHead, target: TargetModel, ids: NDArray[np.int64]) -> Tensor:
     """Gather rows of the target's LM head: [ids, hidden]. Raises `UnsupportedModelError` where it is quantised."""
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
@@ -287,4 +270,4 @@ def gather_target_rows(
             "target with an LM head of a floating-point type."
         )
     rows = torch.from_numpy(ids).to(target.lm_head.device)
-    return target.lm_head.detach()[rows].to(device, dtype)
+    return target.lm_head.detach()[rows].to(target.device, target.dtype)

@@ -31,7 +31,7 @@ from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..drafter.weights import HeadWeights
 from ..errors import UsageError
-from ..launches import count_again, counted_apart
+from ..launches import count_launches, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import ForwardBuffers, KVCache, Target
@@ -166,8 +166,7 @@ class Decoder:
         if self.ops.use_kernels and not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
             raise UsageError(
                 f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
-                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
-                option="depth",
+                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
             )
         self._allocate_slots(drafter, cache.capacity)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
@@ -335,7 +334,7 @@ class Decoder:
         self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
 
         def replayed() -> None:
-            count_again(launches)
+            count_launches(launches)
             replay()
 
         return replayed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..api.request import RequestOutput, RunningRequest, collect
-from ..api.stats import GenerationStats, PhaseTimer, count_tuned
+from ..api.stats import GenerationStats, PhaseTimer
 from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
@@ -102,7 +102,8 @@ class GenerationLoop:
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
             **self.decoder.counts(),
-            **count_tuned(self.launches),
+            tuned_hits=self.launches[True],
+            tuned_misses=self.launches[False],
         )
 
     def _read_all_but(self, count: int) -> None:

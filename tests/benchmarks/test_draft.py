@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.drafter.tuning.agreement import Agreement
-from eagle_slim.runtime.drafter.tuning.timing import Times, time_us
+from eagle_slim.runtime.drafter.tuning.timing import time_us
 
 from benchmarks import draft
 
 TINY = problem.Dims(32, 32, 2, 1, 16, 100)
-ROW = problem.Row("tiny", 60, 1, 1, 20)
+ROW = draft.Row("tiny", 60, 1, 1, 20)
 
 
 @pytest.fixture
@@ -26,13 +25,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> draft.Problems:
     # Without the runs that warm up.
     monkeypatch.setattr(
         draft, "interleave",
-        lambda variants, device, *_, **__: {name: Times.of([time_us(run, device)]) for name, run in variants.items()},
+        lambda variants, device, *_, **__: {name: [time_us(run, device)] for name, run in variants.items()},
     )  # fmt: skip
     monkeypatch.setattr(draft, "supported_weights", lambda device: ["bf16"])
     return draft.Problems(torch.device("cpu"), torch.float16)
 
 
-def measure(problems: draft.Problems, row: problem.Row = ROW) -> dict[str, Any]:
+def measure(problems: draft.Problems, row: draft.Row = ROW) -> dict[str, Any]:
     return draft.measure(problems, row, 1e9, 1, lambda run: run)
 
 
@@ -42,16 +41,6 @@ def test_a_row(tiny: draft.Problems) -> None:
     assert set(found["times"]) == {"bf16", "A", "B"}
     assert found["bf16_vs_B"] == found["times"]["B"]["median_us"] / found["times"]["bf16"]["median_us"]
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
-
-
-def test_packings_are_kept_for_rows_of_a_model(tiny: draft.Problems) -> None:
-    first = tiny.drafter(ROW, "bf16").weights.packed
-    assert first is not None
-    more, wider = (tiny.drafter(row, "bf16") for row in (replace(ROW, batch=2), replace(ROW, draft_vocab=100)))
-    assert more.weights.packed is not None
-    assert more.weights.packed.stream is first.stream
-    assert wider.weights.packed is not None
-    assert wider.weights.packed.stream is not first.stream
 
 
 def test_a_wrong_draft_is_not_timed(tiny: draft.Problems, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,19 +120,6 @@ def test_max_new_tokens_cuts_an_accepted_path(tmp_path: Path) -> None:
     assert short.num_cut_tokens >= 2
 
 
-def test_stop_strings_across_tokens(tmp_path: Path) -> None:
-    model = build(tmp_path, tokenizer=Letters())
-    free = model.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
-    text = free.text[0]
-    assert text is not None
-    stop = text[4:8]
-    at = text.index(stop)
-    output = model.generate(PROMPT, max_new_tokens=30, ignore_eos=True, stop=[stop, "never there"])
-    assert output.results[0].finish_reason == "stop"
-    assert output.text == [text[:at]]
-    assert output.token_ids == [free.token_ids[0][: at + len(stop)]]
-
-
 def test_stop_strings_within_and_across_tokens_of_several_letters() -> None:
     words = {0: "Hel", 1: "lo. ", 2: "Us", 3: "er: x", 4: "é"[:0]}
     request = Request(0, (1,), 10, stop=("User:",), decode=lambda ids: "".join(words[i] for i in ids))
@@ -190,6 +177,11 @@ def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureF
 def test_a_context_without_room(tmp_path: Path, limit: int) -> None:
     with pytest.raises(UsageError, match=rf"^max_model_len must be an integer of at least 1, got {limit}\.$"):
         build(tmp_path, max_model_len=limit)
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with raises(UsageError):
+        build(tmp_path).generate("hello")
 
 
 def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:

@@ -278,15 +278,6 @@ def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert "stdin is not UTF-8 text" in err
 
 
-def test_the_streamed_answer_ends_where_the_text_does(generate: Run) -> None:
-    args = ("--prompt", "hello", "--max-new-tokens", "30")
-    whole = answer(generate(*args, "--json"))["text"]
-    stop = next(letter for letter in whole[5:] if letter.isascii() and letter.isalpha())
-    text = answer(generate(*args, "--stop", stop, "--json"))["text"]
-    assert text == whole[: whole.index(stop)]
-    assert generate(*args, "--stop", stop).out == text + "\n"
-
-
 @pytest.mark.parametrize("template", [(), ("--raw",)], ids=["chat", "raw"])
 def test_a_chat_in_a_terminal_outlives_a_message_that_does_not_fit(
     generate: Run, monkeypatch: pytest.MonkeyPatch, template: tuple[str, ...]

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -17,28 +18,25 @@ from typing import NamedTuple
 import torch
 
 from ..dimensions import DrafterConfig
-from ..kernel_launch import chip_of, compile_options, kernel_arguments, kernel_constants
+from ..kernel_launch import compile_options, kernel_arguments, kernel_constants
 from ..kernels.compile_target import compile_only_for
 from ..kernels.persistent import draft_kernel
 from ..launch import allocate_buffers
 from ..launch_params import LaunchParams
 from ..packed_head import pack_head
 from ..packed_weights import Weights
-from ..tuned_cache import FixedLaunch, open_tuned_cache
+from ..tuned_cache import FixedLaunch
 from .problem import Dims, random_head
+
+logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
-    """One kernel."""
+    """A kernel to compile."""
 
     dims: Dims
     cfg: DrafterConfig
     params: LaunchParams
-
-
-def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device) -> Job:
-    """The compilation of a configuration with the launch parameters that launches will find."""
-    return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0])
 
 
 def compile_one(job: Job) -> None:
@@ -78,7 +76,7 @@ def compile_all(jobs: Sequence[Job], capability: int, seconds: float) -> list[bo
     done = [future.done() and future.exception() is None for future in futures]
     failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
     if failed:
-        print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
+        logger.warning("%d compilations ahead failed: %r", len(failed), failed[0])
     # What still compiles may go on.
     pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
     return done

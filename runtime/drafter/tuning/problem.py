@@ -1,8 +1,8 @@
-"""Random drafting problems of the dimensions of known models, built on the device, and those that stand for all."""
+"""Build random drafting problems with the dimensions of known models on a device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,47 +52,6 @@ MODELS = {
     "llama-3.3-70b": Dims(8192, 28672, 64, 8, 128, 128256),
 }
 """From each model's ``config.json`` on the Hugging Face Hub."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A draft that is measured: of a head for a known model, after ``prefix`` tokens of each of ``batch`` sequences."""
-
-    model: str
-    draft_vocab: int
-    depth: int
-    batch: int
-    prefix: int
-
-    @property
-    def name(self) -> str:
-        """Short name, as llama-3.1-8b/v32000/d5/b1/p512."""
-        return f"{self.model}/v{self.draft_vocab}/d{self.depth}/b{self.batch}/p{self.prefix}"
-
-
-HEADLINE = Row("llama-3.1-8b", 32000, 5, 1, 512)
-
-
-def all_rows() -> list[Row]:
-    """What ``benchmarks.draft`` measures, the most wanted first.
-
-    Rows that share a compiled kernel are neighbours.
-    """
-    eight = HEADLINE.model
-    vocabularies, prefixes = (32000, 128256, 16000, 8192), (512, 8192)
-    wanted = [replace(HEADLINE, prefix=prefix) for prefix in prefixes]
-    wanted += [Row(model, 32000, 5, 1, 512) for model in MODELS if model != eight]
-    wanted += [Row("llama-3.2-1b", 128256, 5, 1, 512)]
-    wanted += [Row(eight, vocab, 5, 1, prefix) for vocab in vocabularies for prefix in prefixes]
-    wanted += [Row(eight, 32000, 5, batch, prefix) for batch in (2, 4, 8) for prefix in prefixes]
-    wanted += [
-        Row(eight, vocab, depth, batch, prefix)
-        for depth in (7, 5)
-        for batch in (1, 2, 4, 8)
-        for vocab in vocabularies
-        for prefix in prefixes
-    ]
-    return list(dict.fromkeys(wanted))
 
 
 def random_head(

@@ -1,34 +1,13 @@
-"""Measuring on a device: CUDA graphs, and medians with their spread of variants that take turns."""
+"""Time variants on a device: CUDA graphs, and calls of variants in turn."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from ...ops import side_stream
-
-
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of one variant."""
-
-    median_us: float
-    low_us: float
-    """10th percentile."""
-    high_us: float
-    """90th percentile."""
-    samples: int
-
-    @classmethod
-    def of(cls, samples_us: list[float]) -> Times:
-        """Summarise samples."""
-        ordered = sorted(samples_us)
-        tenth = len(ordered) // 10
-        return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
 
 
 def synchronize(device: torch.device) -> None:
@@ -53,21 +32,16 @@ def time_us(run: Callable[[], object], device: torch.device) -> float:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    rounds: int,
-    seldom: frozenset[str] = frozenset(),
-) -> dict[str, Times]:
-    """Time variants in turn, ``rounds`` times after two to warm up; those in ``seldom`` every fourth time."""
+    variants: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, list[float]]:
+    """Time variants in turn, ``rounds`` times after two to warm up: microseconds of each call, by variant."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for index in range(-2, rounds):
         for name, run in variants.items():
-            if name in seldom and index % 4:
-                continue
             sample = time_us(run, device)
             if index >= 0:
                 samples[name].append(sample)
-    return {name: Times.of(values) for name, values in samples.items()}
+    return samples
 
 
 def capture(run: Callable[[], object]) -> Callable[[], None]:

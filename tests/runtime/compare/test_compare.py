@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.stats import GenerationStats
-from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare, run
+from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
@@ -200,27 +200,6 @@ def test_the_order_of_each_prompt_is_drawn_and_balanced() -> None:
         pairs = Counter(pair for order in block for pair in pairwise(order))
         assert pairs == dict.fromkeys(permutations(range(count), 2), rows // count)
     assert len({tuple(next(orders)) for _ in range(60)}) > rows
-
-
-def test_of_an_interrupted_comparison_whole_turns_count(model: SpeculativeModel) -> None:
-    prompts = [Prompt(("one", "two"), "a"), Prompt(("three",), "b"), Prompt(("four",), "a")]
-
-    def stop(done: int, total: int) -> None:
-        if done == 5:
-            raise KeyboardInterrupt
-
-    partial = compare(model, prompts, greedy("full", 300), progress=stop)
-    assert (len(partial.answers), partial.is_complete, partial.to_json()["is_complete"]) == (3, False, False)
-    assert {row.num_answers for row in partial.report.rows if row.category == ALL} == {1}
-
-
-def test_ctrl_c_before_the_first_answer(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run.Run, "_generate", stop)
-    with pytest.raises(KeyboardInterrupt):
-        compare(model, [Prompt(("one",))], greedy())
 
 
 def test_rows_of_categories(model: SpeculativeModel) -> None:

@@ -28,7 +28,7 @@ TREE = TreeConfig(depth=3, top_k=3, total_tokens=16)
 def head_weights(folder: Path, target_seed: int = 0) -> HeadWeights:
     head = open_head(folder)
     target = TargetModel(tiny_target("llama", target_seed), resolve_tap_layers(head, LAYERS))
-    return load_head_weights(head, target, choose_draft_ids(head, None, None), torch.float32, torch.device("cpu"))
+    return load_head_weights(head, target, choose_draft_ids(head, None, None))
 
 
 def feed(drafter: BufferedDrafter, steps: list[tuple[Tensor, list[int]]], slot: int) -> tuple[list[int], list[int]]:

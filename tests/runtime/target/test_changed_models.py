@@ -43,7 +43,7 @@ def over(model: Any, head: Path, backend: str = "auto") -> SpeculativeModel:
     """A model that fuses on a CPU too, where it is free to."""
     opened = open_head(head)
     target = TargetModel(model, (2, 3, 3), backend, fused_on=("cpu",))
-    weights = load_head_weights(opened, target, choose_draft_ids(opened, None, None), target.dtype, target.device)
+    weights = load_head_weights(opened, target, choose_draft_ids(opened, None, None))
     return SpeculativeModel(target, Drafter(weights, TreeConfig(depth=2, top_k=2, total_tokens=5)))
 
 
