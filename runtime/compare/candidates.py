@@ -57,7 +57,8 @@ class Candidate:
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
             size, size, model, model.draft_vocab, model.drafter.draft_bytes,
-            None if weights.follow is None else "prompt", weights.num_joining, head, (tree.depth, tree.top_k, tree.total_tokens),
+            None if weights.follow is None else "prompt", weights.num_joining, head,
+            (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
     @property
