@@ -64,8 +64,7 @@ test-compiled: $(STAMP)
 # Float32 as a processor without vector instructions rounds it, summed by two threads. Not bfloat16: a processor that has
 # instructions for it uses them all the same. Not the chi-square tests: rounding is too small for them to see.
 NUMBERS := tests/runtime/step tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
-    tests/kernels/test_ancestor_attention.py tests/kernels/test_lm_topk.py tests/kernels/test_projections.py \
-    tests/kernels/test_attention.py
+    tests/kernels/test_drafter.py tests/kernels/test_attention.py
 test-numbers: $(STAMP)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
 	    $(BIN)/python $(PYTEST) -m 'not slow' -k 'not bfloat16 and not test_distribution' $(NUMBERS)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
-    python -m benchmarks.gates --strict          # and no launch without tuned parameters
 
 Micro gates: the phases of a step (draft, verify, accept, commit) and tree attention over all layers after 512, 8,192
 and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
@@ -13,13 +12,11 @@ the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 All must be green three times in a row; then the full gates run: drafting over plain decoding, and steps that run ahead
 over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). What is green, and when, is
 `gate_rules`; every threshold stands in ``gates.json``.
-With ``--strict`` a draft without tuned launch parameters is an error.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -174,11 +171,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the gates; `--help` lists the options."""
     command = Command("gates", __doc__)
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
-    command.add_argument("--strict", action="store_true", help="refuse drafts without tuned launch parameters")
     args = command.parse_args(argv)
     device, gates = command.gpu(), Gates.load(THRESHOLDS)
-    if args.strict:
-        os.environ["EAGLE_SLIM_STRICT"] = "1"
     try:
         if not args.record:
             gates.reference(str(machine(device)["device"]))

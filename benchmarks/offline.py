@@ -6,8 +6,7 @@
 `counting`: `count_tokens` on a JSON-lines file (reading, parsing, tokenizing, counting, holding out), against the
 library's batch encoding of texts in memory on as many threads as there are workers, whose ids are not even looked at.
 Interleaved, each pass on fresh text in a new process. Rates are tokens per second from the first blocks to the last,
-without the start of the processes, and per second of processor time, with it. `--beside PYTHON`, the interpreter of
-another checkout's environment, is timed too, on the same text.
+without the start of the processes, and per second of processor time, with it.
 
 `converting`: `convert_head` on a synthetic EAGLE-3 head of Llama-3.1-8B's dimensions (128,256 rows, bf16) without an LM
 head of its own, and a target of which only the LM head is there, against `cp` plus fsync of the bytes that it must read
@@ -46,8 +45,7 @@ from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.timing import machine
 
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-# Programs of their own, by public names alone, so that another checkout runs them as well. Each prints tokens and
-# seconds, and the processor's seconds of all its processes.
+# Programs of their own: each prints tokens and seconds, and the processor's seconds of all its processes.
 _PRINT = """
 own, children = os.times()[:2], os.times()[2:4]
 print(json.dumps([tokens, seconds, sum(own) + sum(children)]))
@@ -121,9 +119,9 @@ def texts(seed: int, num_bytes: int) -> Iterator[str]:
         yield text
 
 
-def rates(python: str, program: str, args: argparse.Namespace, path: Path) -> dict[str, float]:
+def rates(program: str, args: argparse.Namespace, path: Path) -> dict[str, float]:
     """Run a program on a file: tokens per second, and per second of processor time."""
-    command = [python, "-c", program, args.tokenizer, args.library, str(args.workers), str(path)]
+    command = [sys.executable, "-c", program, args.tokenizer, args.library, str(args.workers), str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     tokens, seconds, processor_s = json.loads(done.stdout.splitlines()[-1])
     return {"tokens_per_s": tokens / seconds, "tokens_per_processor_s": tokens / processor_s}
@@ -131,27 +129,22 @@ def rates(python: str, program: str, args: argparse.Namespace, path: Path) -> di
 
 def counting(args: argparse.Namespace) -> dict[str, Any]:
     """Count and encode in turn: medians over the repeats, and ours over the others."""
-    programs = {"ours": (sys.executable, OURS), "bare": (sys.executable, BARE)}
-    if args.beside:
-        programs["beside"] = (args.beside, OURS)
+    programs = {"ours": OURS, "bare": BARE}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats):
             path = Path(folder) / f"{repeat}.jsonl"
             lines = (json.dumps({"text": text}) + "\n" for text in texts(repeat, args.megabytes << 20))
             path.write_text("".join(lines), encoding="utf-8")
-            for name, (python, program) in programs.items():
-                found[name].append(rates(python, program, args, path))
+            for name, program in programs.items():
+                found[name].append(rates(program, args, path))
             path.unlink()
     medians = {
         name: {rate: statistics.median(row[rate] for row in rows) for rate in rows[0]} for name, rows in found.items()
     }
-    ratios = {
-        f"ours / {name}": medians["ours"]["tokens_per_s"] / medians[name]["tokens_per_s"]
-        for name in medians if name != "ours"
-    }  # fmt: skip
+    ratio = medians["ours"]["tokens_per_s"] / medians["bare"]["tokens_per_s"]
     about = {"library": args.library, "workers": args.workers, "megabytes": args.megabytes}
-    return {**about, **medians, **ratios, "all": found}
+    return {**about, **medians, "ours / bare": ratio, "all": found}
 
 
 def make_files(folder: Path, dims: Dims, draft_vocab: int) -> None:
@@ -241,7 +234,6 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--library", choices=("tokenizers", "fastokens"), default="fastokens")
     command.add_argument("--workers", type=int, default=2)
     command.add_argument("--megabytes", type=int, default=256, help="text per pass")
-    command.add_argument("--beside", metavar="PYTHON", help="counting: interpreter of another checkout")
     command.add_argument("--folder", type=Path, help="converting: where to put files")
     command.add_argument("--dims", choices=MODELS, default="llama-3.1-8b")
     command.add_argument("--draft-vocab", type=int, default=32000)

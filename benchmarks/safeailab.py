@@ -10,7 +10,7 @@
 
 ``--upstream`` (or EAGLE_SLIM_UPSTREAM) is a clone of the repository; its transformers version must be installed.
 Without a model of your own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
-(`ea_model`): that of 70B has 8 of its 80 layers, unless --layers says more, so that it fits on one GPU; its head, and
+(`ea_model`): that of 70B has 8 of its 80 layers, so that it fits on one GPU; its head, and
 what a draft takes, are whole. Greedy, every variant first generates what upstream does (in float32 a difference is a
 failure, below it the length that is equal is reported); then all are timed in turn.
 """
@@ -51,10 +51,6 @@ from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea
 from benchmarks.shared.timing import machine
 
 VARIANTS = ("upstream", "drafter", "whole")
-COLUMNS = {
-    "draft_ms": "ms a draft", "verify_ms": "ms a verify", "pass_ms": "ms a pass", "tokens_per_s": "tokens/s",
-    "accepted_length": "accepted", "peak_gb": "peak GB", "draft_speedup": "drafts faster", "speedup": "tokens/s more",
-}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -185,17 +181,6 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """All rows as a Markdown table."""
-    lines = [["depth, top_k, nodes", "variant", *COLUMNS.values()]]
-    lines.append(["---"] * len(lines[0]))
-    for row in rows:
-        values = (row.get(name) for name in COLUMNS)
-        numbers = ["" if value is None else f"{value:.2f}" for value in values]
-        lines.append([", ".join(map(str, row["tree"])), row["variant"], *numbers])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Check, and compare. Exit 1 where float32 text differs."""
     args = parse(argv)
@@ -211,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
         model = load_ea_model(args.base_model, args.ea_model, args.use_eagle3, dtype, device)
         prompts = [encode(model.tokenizer, text, device) for text in args.prompt]
     else:
-        model = build_ea_model(args.dims, dtype, device, args.draft_vocab, args.layers)
+        model = build_ea_model(args.dims, dtype, device, args.draft_vocab)
         prompts = [read_prompt(args.dims, device)]
     result: dict[str, Any] = {
         "model": args.base_model or args.dims, "head": args.ea_model or "random or built in",
@@ -228,7 +213,6 @@ def main(argv: list[str] | None = None) -> None:
         write(result, args.out)
         # The next tree's first row is upstream's own memory again.
         gc.collect()
-    print(table(result["rows"]))
     if dtype == torch.float32 and not all(row.get("is_equal", True) for row in result["rows"]):
         sys.exit(1)
 
@@ -245,7 +229,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
     add("--draft-vocab", type=whole_from(1), default=0, help="LM-head rows of a random head (default: all)")
-    add("--layers", type=whole_from(1), default=0, help="decoder layers of a random target (default: its own; 70B: 8)")
     add("--compare", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants that run (default: all)")
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
@@ -270,8 +253,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)]
         except PromptFileError as error:
             command.error(f"--prompts {error}")
-    if args.base_model and (args.dims or args.layers or args.draft_vocab or not args.prompt):
-        command.error("a model of your own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
+    if args.base_model and (args.dims or args.draft_vocab or not args.prompt):
+        command.error("a model of your own needs --prompt or --prompts, and takes no --dims, --draft-vocab")
     if not args.base_model and args.prompt:
         command.error("--prompt and --prompts are for --base-model: the others have prompts of their own")
     try:

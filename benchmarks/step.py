@@ -2,7 +2,6 @@
 
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
-    python -m benchmarks.step --prefixes 512 --batch 5 --slots 5 8      # five sequences as five, and as eight
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
@@ -13,7 +12,6 @@ the largest tree and of plain steps are timed too. The floor is bytes over the c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -48,26 +46,19 @@ def trees_of(top_ks: Sequence[int], nodes: Sequence[int]) -> list[TreeConfig]:
 @torch.inference_mode()
 def measure(
     model: RandomModel, draft_vocab: int, trees: Sequence[TreeConfig], batch: int, prefixes: Sequence[int],
-    bandwidth: float, is_first: bool, slots: int | None = None,
+    bandwidth: float, is_first: bool,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of ``batch`` sequences at every prefix and with every tree, over one cache.
 
-    ``slots``: of the decoders, where there are more of them than sequences. ``is_first``: at the first prefix sampling,
-    and a prompt of as many tokens, too.
+    ``is_first``: at the first prefix sampling, and a prompt of as many tokens, too.
     """
-    cache = model.new_cache(slots or batch, max(prefixes) + ROOM)
+    cache = model.new_cache(batch, max(prefixes) + ROOM)
     for tree in [*trees, None]:
         decoder = model.decoder(cache, tree, draft_vocab)
         has_phases = tree in (trees[0], None)
         for prefix in prefixes:
             floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
-            row = {
-                "batch": batch,
-                "slots": cache.num_slots,
-                "prefix": prefix,
-                "nodes": decoder.nodes,
-                "floor_ms": floor_ms,
-            }
+            row = {"batch": batch, "prefix": prefix, "nodes": decoder.nodes, "floor_ms": floor_ms}
             row |= {} if tree is None else {"top_k": tree.top_k}
             row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
             if is_first and has_phases and prefix == prefixes[0]:
@@ -84,9 +75,6 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--draft-vocab", type=int, default=32000)
     command.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768])
     command.add_argument("--batch", type=int, nargs="+", default=[1])
-    command.add_argument(
-        "--slots", type=int, nargs="+", default=[None], help="of the decoders; default: one a sequence"
-    )
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
     command.add_argument("--top-k", type=int, nargs="+", default=[10])
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
@@ -96,16 +84,15 @@ def main(argv: list[str] | None = None) -> None:
     model = RandomModel(args.dims, device, backend=args.target)
     rows = min(args.draft_vocab, model.dims.vocab)
     trees = trees_of(args.top_k, args.nodes)
-    slots = [max(batch, count or 1) for batch in args.batch for count in args.slots]
-    compile_ahead(args.dims, [(tree, count, rows) for tree in trees for count in slots], device)
+    compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in args.batch], device)
     result: dict[str, Any] = {
         "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
         "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
     }  # fmt: skip
-    for batch, count in product(args.batch, args.slots):
+    for batch in args.batch:
         # Several of the longest sequences would not fit.
         prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
-        for row in measure(model, rows, trees, batch, prefixes, bandwidth, batch == 1, count and max(batch, count)):
+        for row in measure(model, rows, trees, batch, prefixes, bandwidth, batch == 1):
             show(row)
             result["rows"].append(row)
             write(result, args.out)

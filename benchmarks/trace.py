@@ -2,7 +2,6 @@
 
     python -m benchmarks.trace --dims llama-3.1-8b --trace trace.json --figure step.svg [--out FILE]
     python -m benchmarks.trace --dims llama-3.1-8b --phases --trace phases.json
-    python -m benchmarks.trace --dims llama-3.1-8b --ncu
 
 Runs steps as generation does, with a random target and head of known dimensions, and writes PyTorch's trace of them
 (for ui.perfetto.dev or chrome://tracing), each kernel under its own name also in replayed graphs. Prints the time of
@@ -13,19 +12,13 @@ each part of a step, and ends with exit status 1 unless between the first and th
     the allocator hands out nothing.
 
 ``--phases`` runs steps without graphs, in ranges named by phase and operation (``EAGLE_SLIM_RANGES``, for NVTX too);
-there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline. ``--ncu`` runs one
-step under Nsight Compute instead: memory and L2 throughput, and stalls at barriers, of drafter and attention. The
-blocks of keys that attention goes through in a layer, and those it skips, are counted too (`attention_blocks`).
+there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.ops import named_range, ranges_wanted
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
-from eagle_slim.runtime.target.kernels.attention_blocks import attention_blocks
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, rows_of_tree, run_steps
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, run_steps
 from benchmarks.shared.timing import machine
 
 PARTS = {
@@ -59,13 +50,6 @@ PARTS = {
 """Kernels of each part of a step, by the end of their names."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree")
 STEP = "eagle-slim step"
-METRICS = {
-    "memory, % of peak": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "L2, % of peak": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "warps stalled at barriers": "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
-}
-SHAPE = ("dims", "draft_vocab", "prefix", "batch", "nodes")
-"""Arguments that say what is run."""
 Event = dict[str, Any]
 
 
@@ -187,36 +171,6 @@ def draw(events: Sequence[Event], path: Path, title: str) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def counters_of(text: str) -> dict[str, dict[str, float]]:
-    """Read what ``ncu --csv`` prints: medians of each of `METRICS` over the launches of a kernel."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in csv.DictReader(lines):
-        label = next((label for label, name in METRICS.items() if name == row["Metric Name"]), None)
-        if label is not None:
-            by_label = found.setdefault(row["Kernel Name"].split("(")[0], {})
-            by_label.setdefault(label, []).append(float(row["Metric Value"].replace(",", "")))
-    return {name: {label: statistics.median(values) for label, values in own.items()} for name, own in found.items()}
-
-
-def run_under_ncu(arguments: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Run two steps of this benchmark under Nsight Compute. Raises `UsageError` where it is missing or fails."""
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        raise UsageError("--ncu needs Nsight Compute: ncu is not in PATH. Install it with the CUDA toolkit.")
-    command = [
-        ncu, "--csv", "--target-processes", "all", "--kernel-name", "regex:draft_kernel|main_kernel|tail_kernel",
-        "--metrics", ",".join(METRICS.values()), sys.executable, "-m", "benchmarks.trace", *arguments,
-        "--phases", "--steps", "1", "--only-run",
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = counters_of(ended.stdout)
-    if ended.returncode or not found:
-        tail = (ended.stdout + ended.stderr)[-500:]
-        raise UsageError(f"ncu ended with {ended.returncode} and gave no counters: {tail}")
-    return found
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("trace", __doc__)
@@ -229,20 +183,8 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--trace", type=Path, help="write PyTorch's trace here")
     command.add_argument("--figure", type=Path, help="draw one step here: .svg, .png or .pdf")
     command.add_argument("--phases", action="store_true", help="without graphs, in ranges named by operation")
-    command.add_argument("--ncu", action="store_true", help="counters of Nsight Compute instead of a trace")
-    command.add_argument("--only-run", action="store_true", help="run the steps, and measure nothing")
     args = command.parse_args(argv)
     device = command.gpu()
-    if args.ncu:
-        asked = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SHAPE]
-        try:
-            counters = run_under_ncu(asked)
-        except UsageError as error:
-            command.error(str(error))
-        for name, row in counters.items():
-            show({"kernel": name, **row})
-        write({"machine": machine(device), "counters": counters}, args.out)
-        return
     if args.phases:
         os.environ["EAGLE_SLIM_RANGES"] = "1"
     model, tree = RandomModel(args.dims, device), TreeConfig(5, 10, args.nodes)
@@ -250,30 +192,19 @@ def main(argv: list[str] | None = None) -> None:
     compile_ahead(args.dims, [(tree, args.batch, rows)], device)
     room = args.prefix + (args.steps + 4) * tree.new_tokens_width + args.nodes
     decoder = model.decoder(model.new_cache(args.batch, room), tree, rows)
-    if args.only_run:
-        with torch.inference_mode():
-            fill(decoder, args.batch, args.prefix)
-            run_steps(decoder, args.batch, args.steps)
-        return
     with tempfile.TemporaryDirectory() as folder:
         events, num_allocated = traced(
             decoder, args.batch, args.prefix, args.steps, args.trace or Path(folder) / "trace.json"
         )
     times, faults = times_of(events), faults_of(events, num_allocated)
     show({"us": "of one step", **times})
-    shape = model.target.layer_shapes[0]
-    blocks = attention_blocks(
-        rows_of_tree(decoder, args.prefix).attention, shape.heads // shape.kv_heads, shape.kv_heads
-    )._asdict()
-    show({"attention": f"blocks of one sequence in each of {len(model.target.layer_shapes)} layers", **blocks})
     if args.figure is not None:
         title = f"One step, {args.dims}, {args.nodes} nodes after {args.prefix} tokens, {machine(device)['device']}"
         draw(events, args.figure, title)
     for fault in faults:
         print(f"fault: {fault}", flush=True)
     is_good = args.phases or not faults
-    ran = {name: getattr(args, name) for name in (*SHAPE, "steps", "phases")}
-    ran |= {"attention_blocks": blocks}
+    ran = {name: getattr(args, name) for name in ("dims", "draft_vocab", "prefix", "batch", "nodes", "steps", "phases")}
     write({"machine": machine(device), **ran, "us": times, "faults": faults, "is_good": is_good}, args.out)
     print("nothing waits, copies or allocates but for the records" if not faults else f"{len(faults)} faults")
     sys.exit(0 if is_good else 1)

@@ -210,10 +210,10 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
     """
     for engine in engines:
         if engine not in ENGINES:
-            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.", option="--engine")
+            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.")
     if version is not None:
         if len(engines) != 1:
-            raise UsageError("--engine-version goes with exactly one --engine.", option="--engine-version")
+            raise UsageError("--engine-version goes with exactly one --engine.")
         _release(version)
 
 
@@ -548,7 +548,7 @@ def _release(version: str) -> tuple[int, ...]:
     match = re.match(r"[vb]?(\d+(?:\.\d+)*)", version)
     if match is None:
         problem = f"--engine-version: expected a version number such as 0.32.0, found {version!r}."
-        raise UsageError(problem, option="--engine-version")
+        raise UsageError(problem)
     parts = [int(part) for part in match[1].split(".")]
     return tuple(parts[:4] + [0] * (4 - len(parts)))
 

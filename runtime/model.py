@@ -186,7 +186,7 @@ class SpeculativeModel:
         if unknown:
             known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
             near = did_you_mean(unknown[0], known)
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}", option=unknown[0])
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}")
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -450,7 +450,7 @@ class SpeculativeModel:
             )  # fmt: skip
             if streamer is not None:
                 if len(call.requests) != 1:
-                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.", option="streamer")
+                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
@@ -479,15 +479,14 @@ class SpeculativeModel:
         """
         if positional:
             raise UsageError(
-                f"chat() takes its options by name, such as max_tokens=100; got {brief(positional[0])}.",
-                option="messages",
+                f"chat(messages) takes its options by name, such as max_tokens=100; got {brief(positional[0])}."
             )
         is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         renamed = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
         keywords = {renamed.get(name, name): value for name, value in options.items()}
         if len(keywords) < len(options):
-            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.", option="n")
+            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.")
         keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 

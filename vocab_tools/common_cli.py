@@ -71,9 +71,9 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights")
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights")
+            raise UsageError(f"--weights: source {name!r} is given twice.")
         weights[name] = number
     return weights
 

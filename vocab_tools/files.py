@@ -52,9 +52,7 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     if path.is_dir():
         raise UsageError(f"{path}: is a folder. Name a file to write.")
     if path.exists() and not force:
-        raise UsageError(
-            f"{path}: exists already. Choose another name, or overwrite it with --force.", option="--force"
-        )
+        raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.")
     return path

@@ -232,20 +232,15 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     return bufs.logits
 
 
-def rows_of_tree(decoder: Decoder, prefix: int) -> ForwardRows:
-    """Lay out the tree that one sequence has drafted last, after ``prefix`` tokens."""
-    assert decoder.drafter is not None
-    tree = decoder.drafter.bufs
-    lengths = torch.full((1,), prefix, dtype=torch.int32, device=decoder.target.device)
-    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
-    decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
-    return rows
-
-
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     """Attention of all layers over the tree that one sequence has drafted last, after ``prefix`` tokens."""
-    target, rows = decoder.target, rows_of_tree(decoder, prefix)
+    target = decoder.target
+    assert decoder.drafter is not None
     assert isinstance(target, FusedTarget)
+    tree = decoder.drafter.bufs
+    lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
+    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
+    decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
     bufs = target.new_buffers(1, decoder.nodes, decoder.nodes, decoder.cache.capacity)
     bufs.query.normal_()
 

@@ -43,14 +43,12 @@ def encode(tokenizer: Any, text: str, device: torch.device) -> Tensor:
     return torch.tensor([ids], device=device)
 
 
-def build_ea_model(
-    dims: str, dtype: torch.dtype, device: torch.device, draft_vocab: int = 0, num_layers: int = 0
-) -> Any:
+def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vocab: int = 0) -> Any:
     """Build an EaModel with an EAGLE-3 head.
 
     ``dims``: `BUILT_IN` for the built-in head with its target; "tiny" or a name of `problem.MODELS` for a random model
     in which few tokens are probable, so that drafts are accepted. ``draft_vocab``: rows of a random head, 0 for all.
-    ``num_layers`` of a random target; 0 for the model's own, or 8 of those that are not in `LAYERS`.
+    A random target has the model's own layers, or 8 of one that is not in `LAYERS`.
     """
     EaModel = importlib.import_module("eagle.model.ea_model").EaModel
     LlamaForCausalLM = importlib.import_module("eagle.model.modeling_llama_kv").LlamaForCausalLM
@@ -69,9 +67,7 @@ def build_ea_model(
         else:
             from transformers import LlamaConfig
 
-            config = LlamaConfig(
-                **_config(sizes), num_hidden_layers=num_layers or LAYERS.get(dims, 8), tie_word_embeddings=False
-            )
+            config = LlamaConfig(**_config(sizes), num_hidden_layers=LAYERS.get(dims, 8), tie_word_embeddings=False)
             base = LlamaForCausalLM(config).to(dtype)
         path = _write_folder(Path(folder), sizes, own)
         tree = TreeConfig()

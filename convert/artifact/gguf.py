@@ -75,12 +75,12 @@ def choose_gguf(
         UsageError: the target's number of layers (`target_layers`) or its tokenizer is needed and not known.
     """
     if head.kind == "dflash":
-        problem = "GGUF is written for EAGLE-3 heads.\nMake a DFlash draft's with llama.cpp: docs/serving/dflash.md."
-        raise UnsupportedHeadError.at(head.location, problem, option="--gguf")
+        problem = "--gguf: written for EAGLE-3 heads.\nMake a DFlash draft's with llama.cpp: docs/serving/dflash.md."
+        raise UnsupportedHeadError.at(head.location, problem)
     found = check_engine(HeadFacts.of(head, target_layers=target_layers), "llama.cpp")
     if errors := [str(finding) for finding in found if finding.severity == "error"]:
-        problem = f"no GGUF can be written.\n{'; '.join(errors)}."
-        raise UnsupportedHeadError.at(head.location, problem, option="--gguf")
+        problem = f"--gguf: no file can be written.\n{'; '.join(errors)}."
+        raise UnsupportedHeadError.at(head.location, problem)
     types = tuple(dict.fromkeys(_TYPE_OF[head.dtype_name] if kind == "auto" else kind for kind in kinds))
     for name in head.tensors if "q8_0" in types else ():
         shape = head.tensors.shape(name)
@@ -92,7 +92,7 @@ def choose_gguf(
         taps = default_taps(target_layers)
     if tokenizer is None or taps is None:
         problem = "--gguf: the file holds the target's tokens and its captured layers, and the target is not known."
-        raise UsageError(f"{problem}\nName it with --target.", option="--gguf")
+        raise UsageError(f"{problem}\nName it with --target.")
     return GgufChoice(types, taps, tokenizer)
 
 

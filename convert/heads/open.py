@@ -153,9 +153,7 @@ def _eagle(
 ) -> _Settled:
     if given_taps is not None:
         raise MismatchError.at(
-            where,
-            "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\nLeave the option out.",
-            option="--tap-layers",
+            where, "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\nLeave the option out."
         )
     config["vocab_size"] = vocab_size(config, None, where)
     settle_eagle(tensors, config, where)

@@ -49,7 +49,7 @@ class HubError(SourceError):
     """What was asked of the Hub failed; `trouble` says how."""
 
     def __init__(self, trouble: HubTrouble) -> None:
-        super().__init__(str(trouble), reason=trouble.reason)
+        super().__init__(str(trouble))
         self.trouble = trouble
 
 

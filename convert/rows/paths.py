@@ -107,9 +107,8 @@ def clean_subfolder(subfolder: object) -> str:
         return ""
     if not isinstance(subfolder, str) or not stays_inside(subfolder):
         raise UsageError(
-            f"subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
-            "such as eagle3 or heads/eagle3.",
-            option="--subfolder",
+            f"--subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
+            "such as eagle3 or heads/eagle3."
         )
     return "/".join(PurePosixPath(subfolder).parts)
 

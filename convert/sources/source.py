@@ -200,9 +200,7 @@ def _check_weights_file(names: Collection[str], weights_file: str | None, where:
     if weights_file is not None and weights_file not in names:
         weights = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".index.json")))
         raise SourceError.at(
-            where,
-            f"no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
-            option="--weights-file",
+            where, f"no file {weights_file!r} (--weights-file).\nIt holds {', '.join(weights[:8]) or 'no weights'}."
         )
 
 

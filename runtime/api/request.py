@@ -159,10 +159,7 @@ def _is_met(criterion: Callable[[Tensor, Any], Any], ids: Tensor) -> bool:
     found = criterion(ids, None)
     if found is None:
         name = getattr(criterion, "__name__", type(criterion).__name__)
-        raise UsageError(
-            f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.",
-            option="stopping_criteria",
-        )
+        raise UsageError(f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.")
     return bool(torch.as_tensor(found).all())
 
 

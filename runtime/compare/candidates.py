@@ -123,16 +123,14 @@ class RankedHead:
                 return cls(name, model, opened, None)
             raise UsageError(
                 f"Head {head.location} has no ranking of its own. Give --counts or --token-map, or convert it first; "
-                "--sizes full needs no ranking.",
-                option="--sizes",
+                "--sizes full needs no ranking."
             )
         # A head's own ranking begins with the ids that its tokenizer forced.
         is_own = request.is_default and not embedded
         source = None if is_own else embedded_target_folder() if embedded else model.tokenizer_source
         if source is None and request.counts:
             raise UsageError(
-                "--counts needs the files of the target's tokenizer, and there are none. Give --token-map.",
-                option="--counts",
+                "--counts needs the files of the target's tokenizer, and there are none. Give --token-map."
             )
         tokenizer = None if source is None else load_tokenizer(source, offline=opened.offline)
         ranking = make_ranking(head, request, tokenizer, embedded=embedded, offline=True, count=_never, say=say)
@@ -210,8 +208,7 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
     """
     if any(model.opened is None or model.target.model is not models[0].target.model for model in models) or not models:
         raise UsageError(
-            "A comparison takes one model or more, built by from_pretrained over the same loaded target.",
-            option="models",
+            "models: a comparison takes one or more, built by from_pretrained over the same loaded target."
         )
     locations = [model.opened.head.location for model in models if model.opened is not None]
     names = [Path(location).name for location in locations]
@@ -219,7 +216,7 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
         names = locations
     repeated = [name for name, times in Counter(names).items() if times > 1]
     if repeated:
-        raise UsageError(f"Each head is compared once; given twice: {', '.join(repeated)}.", option="models")
+        raise UsageError(f"models: each head is compared once; given twice: {', '.join(repeated)}.")
     return [RankedHead.of(name, model, options, say) for name, model in zip(names, models, strict=True)]
 
 

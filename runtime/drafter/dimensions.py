@@ -184,9 +184,8 @@ def check_kernel_activation(activation: str) -> None:
     """Raise `UnsupportedModelError` for an activation that the persistent kernel does not compute."""
     if activation not in {*ACTIVATIONS, *ACTIVATIONS.values()}:
         raise UnsupportedModelError(
-            'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
-            f'{activation}. Use drafter="reference".',
-            option="activation",
+            'drafter="triton" computes the activations SiLU, GELU and its tanh form; the head has '
+            f'{activation}. Use drafter="reference".'
         )
 
 

@@ -75,8 +75,7 @@ def patch_ea_model_with_triton_drafter(
     if not use_triton:
         if drafter not in BACKENDS:
             raise UsageError(
-                "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out.",
-                option="use_triton",
+                "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out."
             )
         drafter = "reference"
     EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False).apply()
@@ -158,7 +157,7 @@ class EaModelPatch:
     ) -> None:
         check_ea_model(model)
         if is_rebound(model) or is_rebound(model.ea_layer):
-            raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.", option="model")
+            raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.")
         weight = model.ea_layer.embed_tokens.weight
         check_drafter(drafter, weight.device, BACKENDS)
         check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)

@@ -133,8 +133,7 @@ class StepPatch:
             if args[0].ea_layer is not self.layer_patch.layer:
                 raise UsageError(
                     "The model's ea_layer was replaced after it was patched. Put the old one back, unpatch, replace "
-                    "it, and patch again.",
-                    option="model",
+                    "it, and patch again."
                 )
             if self._watch.has_changed():
                 self._take_base_model()

@@ -166,8 +166,7 @@ class Decoder:
         if self.ops.use_kernels and not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
             raise UsageError(
                 f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
-                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
-                option="depth",
+                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
             )
         self._allocate_slots(drafter, cache.capacity)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)

@@ -86,8 +86,7 @@ class Decoders:
             f"The memory of {self.model.device} does not suffice ({reason}). Lower max_slots, the lengths of prompts "
             "and answers (max_new_tokens, max_model_len) or the trees' size (total_tokens); draft_weights='fp8', a "
             "smaller draft_vocab and fewer other programs on the device leave more, too. What this call held is free "
-            "again.",
-            option="max_slots",
+            "again."
         )
 
     @property

@@ -113,15 +113,12 @@ def _run_ahead(
     """Say how the steps of a call run ahead; or None, and why every pass is full."""
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
-        raise UnsupportedModelError(
-            f"partial_verification cannot run this target: {reason}. Leave it out.", option="partial_verification"
-        )
+        raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
     processed = any(request.process is not None for request in requests)
     if mode == "lossy" and rules.host_reason is not None and processed:
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
-            'host. Leave these out, or take "exact".', option="partial_verification",
-        )  # fmt: skip
+            'host. Leave these out, or take "exact".')  # fmt: skip
     if tree is None:
         return None, "every pass is full (plain decoding)"
     if context < option.min_length:

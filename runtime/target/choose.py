@@ -69,7 +69,6 @@ def choose_forward(
         return Choice("fused", f"the model is on {device}") if reason is None else Choice(other, reason)
     if reason is not None:
         raise UnsupportedModelError(
-            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}.",
-            option="target_backend",
+            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}."
         )
     return Choice("fused", "asked for")

@@ -139,8 +139,7 @@ class TargetModel:
             if sizes[name] != value:
                 raise UsageError(
                     f"The target's {name} was {value} when this model was built from it, and is {sizes[name]} now. "
-                    "Change it back, or build the model again with from_pretrained.",
-                    option=name,
+                    "Change it back, or build the model again with from_pretrained."
                 )
         autocast = autocast_of(self.device.type)
         backend = choose_target_backend(self._asked, model, autocast, self._fused_on)
@@ -194,8 +193,7 @@ class TargetModel:
         raise UsageError(
             "A SpeculativeModel cannot be copied or pickled: it holds its target's KV cache and graphs. Copy or pickle "
             "the target and build another with from_pretrained, or share this one's target by with_draft_vocab, "
-            "with_tree or with_drafter.",
-            option="model",
+            "with_tree or with_drafter."
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,16 +41,6 @@ def test_a_row(tiny: draft.Problems) -> None:
     assert set(found["times"]) == {"bf16", "A", "B"}
     assert found["bf16_vs_B"] == found["times"]["B"]["median_us"] / found["times"]["bf16"]["median_us"]
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
-
-
-def test_packings_are_kept_for_rows_of_a_model(tiny: draft.Problems) -> None:
-    first = tiny.drafter(ROW, "bf16").weights.packed
-    assert first is not None
-    more, wider = (tiny.drafter(row, "bf16") for row in (replace(ROW, batch=2), replace(ROW, draft_vocab=100)))
-    assert more.weights.packed is not None
-    assert more.weights.packed.stream is first.stream
-    assert wider.weights.packed is not None
-    assert wider.weights.packed.stream is not first.stream
 
 
 def test_a_wrong_draft_is_not_timed(tiny: draft.Problems, monkeypatch: pytest.MonkeyPatch) -> None:

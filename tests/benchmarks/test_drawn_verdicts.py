@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.tree import DraftTree, Trees, layout_tree
+from eagle_slim.runtime.tree import Trees, layout_tree
 from support.raising import raises
-from torch import Tensor
 
 from benchmarks.shared import decoding
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths, draw_paths
 
 TINY = problem.Dims(64, 96, 4, 2, 16, 90)
-
-
-def draw_paths_ref(choices: Tensor, trees: Trees, lengths: Tensor, turns: Tensor) -> None:
-    """The definition of `draw_paths`, by plain loops."""
-    for place in range(min(choices.shape[0], int(trees.active_count))):
-        slot = int(trees.active_slots[place])
-        wanted = int(lengths[(int(turns[slot]) + slot * 37) % len(lengths)])
-        turns[slot] += 1
-        tokens, up = trees.draft_tokens[slot].tolist(), trees.parents[slot].tolist()
-        depths = [depth if depth < wanted else -1 for depth in trees.positions[slot].tolist()]
-        at = depths.index(max(depths))
-        children = {token for token, parent in zip(tokens, up, strict=True) if parent == at}
-        if int(choices[place, at]) in children:
-            choices[place, at] = next(token for token in range(len(children) + 1) if token not in children)
-        while up[at] >= 0:
-            choices[place, up[at]] = tokens[at]
-            at = up[at]
-
-
-def trees_of(tree: DraftTree, active: list[int], count: int, device: str) -> Trees:
-    """Trees as a step's kernels read them, with these active slots."""
-    ints = [torch.tensor(x, dtype=torch.int32) for x in (active, [count])]
-    return Trees(*(x.to(device) for x in (*ints, tree.draft_tokens, tree.parents, tree.tree_position_ids)))
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.004, 2.79, 3.0, 4.5, 7.0])
@@ -61,7 +35,7 @@ def test_lengths_follow_a_law_cut_off() -> None:
     assert [lengths.count(length) for length in (1, 2, 3)] == [80, 80, 80]
     shares = [draw_lengths(2.0, 7).count(length) for length in range(1, 8)]
     assert shares == sorted(shares, reverse=True)
-    with raises(UsageError, option="accepted", found=7.1):
+    with raises(UsageError, option="7.1"):
         draw_lengths(7.1, 7)
 
 
@@ -76,10 +50,7 @@ def test_lengths_follow_a_law_cut_off() -> None:
         (5, 50, [1, 3, 50, 6, 50, 50, 50]),  # deeper than the tree is
     ],
 )
-@pytest.mark.parametrize("draw", [draw_paths, draw_paths_ref])
-def test_paths_of_the_example_tree(
-    device: str, draw: Callable[..., None], length: int, own: int, expected: list[int]
-) -> None:
+def test_paths_of_the_example_tree(device: str, length: int, own: int, expected: list[int]) -> None:
     """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; slot 1 of two is the only active one."""
     tokens, parents = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
     tree = layout_tree(tokens, parents, path_width=4)
@@ -87,25 +58,11 @@ def test_paths_of_the_example_tree(
     choices[0, 0] = own
     lengths, turns = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([length] * 5, [0, 3]))
     choices = choices.to(device)
-    draw(choices, trees_of(tree, [1, -1], 1, device), lengths, turns)
+    active, count = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([1, -1], [1]))
+    trees = Trees(active, count, *(x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)))
+    draw_paths(choices, trees, lengths, turns)
     assert choices.tolist() == [expected, [50] * 7]
     assert turns.tolist() == [0, 4]
-
-
-@pytest.mark.parametrize("nodes", [2, 17, 60])
-def test_paths_equal_their_twin(device: str, nodes: int) -> None:
-    slots = 3
-    parents = torch.tensor([[int(n * float(torch.rand(()))) if n else -1 for n in range(nodes)] for _ in range(slots)])
-    tree = layout_tree(torch.stack([torch.randperm(nodes) for _ in range(slots)]), parents, path_width=nodes)
-    trees = trees_of(tree, [0, 2, -1], 2, device)
-    lengths = torch.tensor(draw_lengths(3.0, 7), dtype=torch.int32, device=device)
-    found = torch.randint(0, nodes, (slots, nodes), dtype=torch.int32, device=device)
-    wanted, turns = found.clone(), [torch.tensor([5, 6, 239], dtype=torch.int32, device=device) for _ in range(2)]
-    for _ in range(3):
-        draw_paths(found, trees, lengths, turns[0])
-        draw_paths_ref(wanted, trees, lengths, turns[1])
-        assert torch.equal(found, wanted)
-    assert turns[0].tolist() == turns[1].tolist() == [8, 6, 242]
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks import step
 from benchmarks.shared import decoding
@@ -34,23 +33,3 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "draft_ms" in rows[1]
     assert [row.get("top_k") for row in rows] == [4, 4, 4, 4, 4, None, None, None]
     assert "draft_ms" not in rows[-1]
-
-
-def test_more_slots_than_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
-    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
-    active: list[tuple[int, int]] = []
-
-    def timed(decoder: Decoder, count: int, *_: object, **__: object) -> dict[str, float]:
-        active.append((decoder.num_slots, count))
-        return {}
-
-    monkeypatch.setattr(step, "phase_times", timed)
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
-    (row, plain) = step.measure(model, 60, [TreeConfig(1, 4, 8)], 2, [20], 1e9, is_first=False, slots=3)
-    assert active == [(3, 2), (3, 2)]
-    assert (row["batch"], row["slots"], plain["nodes"]) == (2, 3, 1)
-
-
-def test_trees() -> None:
-    assert step.trees_of([1, 10], [16, 60]) == [TreeConfig(5, 1, 7), TreeConfig(5, 10, 60), TreeConfig(5, 10, 16)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning import problem
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.kernels import acceptance
 from eagle_slim.runtime.target.kernels import products
@@ -97,26 +95,3 @@ def test_steps_are_traced_in_ranges_of_their_names(tmp_path: Path, monkeypatch: 
     assert {"tree_rows", "head_product", "choose_tokens", "walk", "commit_kv", "list_active"} <= set(names)
     trace.draw(steps(), tmp_path / "step.svg", "One step")
     assert "<svg" in (tmp_path / "step.svg").read_text()
-
-
-def test_counters_of_nsight_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
-    rows = [(name, metric, value) for name in ("draft_kernel(Features, int)", "main_kernel")
-            for metric, value in zip(trace.METRICS.values(), ("81.5", "1,040.25", "3"), strict=True)]  # fmt: skip
-    text = "==PROF== Connected\n" + head + "".join(f'"0","{n}","{m}","%","{v}"\n' for n, m, v in rows)
-    own = {"memory, % of peak": 81.5, "L2, % of peak": 1040.25, "warps stalled at barriers": 3.0}
-    assert trace.counters_of(text) == {"draft_kernel": own, "main_kernel": own}
-    ran: list[list[str]] = []
-    monkeypatch.setattr(trace.shutil, "which", lambda _: "/opt/ncu")
-    monkeypatch.setattr(
-        trace.subprocess, "run",
-        lambda command, **_: (ran.append(command), subprocess.CompletedProcess(command, 0, text, ""))[1],
-    )  # fmt: skip
-    assert trace.run_under_ncu(["--dims=x"])["main_kernel"] == own
-    assert ran[0][-5:] == ["--dims=x", "--phases", "--steps", "1", "--only-run"]
-    text = ""
-    with pytest.raises(UsageError, match="gave no counters"):
-        trace.run_under_ncu([])
-    monkeypatch.setattr(trace.shutil, "which", lambda _: None)
-    with pytest.raises(UsageError, match="ncu is not in PATH"):
-        trace.run_under_ncu([])

@@ -53,11 +53,16 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
     tokens = write_folder(tmp_path / "tokens", byte_level_bpe(), generation_config={"eos_token_id": 2})
     assert (tokens / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    code, out, err = run(
-        convert_command, head, "--draft-vocab", "270,300", "--target", target, "--tokenizer", tokens,
-        "--dataset", "chat=chats.jsonl", "--out", "out", "--json",
-    )  # fmt: skip
-    assert code == 0, err
+    arguments = (head, "--target", target, "--tokenizer", tokens, "--dataset", "chat=chats.jsonl", "--json")
+    before = sorted(tmp_path.iterdir())
+    for place, *size in (("o", "--coverage", "0.9"), ("out", "--draft-vocab", "270,300")):
+        code, plan, err = run(convert_command, *arguments, *size, "--out", place, "--dry-run")
+        assert code == 0, err
+        assert sorted(tmp_path.iterdir()) == before
+        code, out, err = run(convert_command, *arguments, *size, "--out", place)
+        assert code == 0, err
+        assert json.loads(plan) == json.loads(out)
+        before = sorted(tmp_path.iterdir())
     results = json.loads(out)
     assert [result["draft_vocab"] for result in results] == [270, 300]
     assert results[0]["coverage"][0]["source"] == "chat"

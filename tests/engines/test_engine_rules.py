@@ -88,10 +88,6 @@ def test_a_finding_names_the_alternative(kind: str, engine: str, words: str) -> 
         ("vllm", "0.32.0+cpu", False),
         ("vllm", "0.33.1", True),
         ("vllm", "0.25.0", True),
-        ("vllm", "0.9", True),
-        ("sglang", "0.5.16", False),
-        ("sglang", "0.5.23", False),
-        ("sglang", "0.5.15", True),
         ("sglang", "0.5.24", True),
     ],
 )
@@ -113,11 +109,9 @@ def test_unknown_engines_and_versions_are_usage_errors() -> None:
 @pytest.mark.parametrize(
     ("kind", "flavour", "found", "written"),
     [
-        ("eagle3", "default", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3"),
         ("eagle3", "sglang", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3"),
         ("eagle3", "lmdeploy", "LlamaForCausalLMEagle3", "LlamaForCausalLM"),
         ("eagle", "default", "LlamaForCausalLM", "LlamaForCausalLM"),
-        ("eagle", "sglang", "LlamaForCausalLM", "LlamaForCausalLMEagle"),
         ("eagle", "sglang", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
     ],
 )

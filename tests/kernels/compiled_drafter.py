@@ -183,18 +183,14 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
     parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
     parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
-    parser.add_argument("--rows", type=int, default=32000, help="rows of the LM head")
-    parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
     args = parser.parse_args()
-    cfg = replace(SMOLLM2 if args.small else LLAMA_8B, tail_rows=args.tail, draft_vocab=args.rows)
+    cfg = replace(SMOLLM2 if args.small else LLAMA_8B, tail_rows=args.tail)
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     if args.options:
         cfg = replace(cfg, **OPTIONS)
     chip = KNOWN_CHIPS[args.chip]
     report, sass = compile_kernel(cfg, chip)
-    if args.sass:
-        args.sass.write_text(sass)
     report |= {"limit_bytes": chip.shared_bytes}
     print(json.dumps({"chip": chip.name, **report, "spills_among_products": spills_among_products(sass)}))
 

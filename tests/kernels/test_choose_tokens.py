@@ -26,7 +26,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
 from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise_ref
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from eagle_slim.runtime.target.kernels.machine import NO_FUSION
-from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
+from kernels.choosing import CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
 from scipy import stats
 from support.noise import exponentials, splitmix
 from support.raising import raises, raises_with
@@ -273,28 +273,6 @@ def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> No
     assert (case.choose(RULES[name], 64) == -1).all()
 
 
-def test_a_row_depends_on_nothing_else(device: str) -> None:
-    """A node of a tree in a batch, and the same position decoded plainly, alone: one token."""
-    case = random_case(500, slots=2, active=[1, 0], device=device)
-    case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
-    drafted = case.choose(ALL_RULES, 256)
-    for place, slot in enumerate([1, 0]):
-        path = [0, 1, 3]  # accepted, so that node 3 is the next root
-        alone = random_case(500, slots=1, parents=[-1], device=device)
-        alone.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
-        tokens = case.trees.draft_tokens[slot, path]
-        seen = bit_mask(case.state.seen[slot], 500)
-        seen[tokens] = True
-        alone.state = case.state._replace(
-            keys=case.state.keys[slot : slot + 1].contiguous(),
-            num_generated=case.state.num_generated[slot : slot + 1] + 2,
-            seen=token_bits(seen.nonzero()[:, 0], 500)[None],
-        )
-        alone.trees = alone.trees._replace(draft_tokens=tokens[None, -1:].contiguous())
-        alone.logits = case.logits[place * case.nodes + 3][None]
-        assert alone.choose(ALL_RULES, 512).item() == drafted[place, 3].item()
-
-
 @pytest.mark.parametrize("name", ["greedy", "sampled", "everything"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_a_row_without_a_distribution_has_no_token(value: str, name: str, device: str) -> None:
@@ -316,14 +294,6 @@ def test_behind_the_last_key_comes_a_key_of_zero(device: str) -> None:
     assert torch.equal(chosen, case.choose_ref(SAMPLED))
     wanted = expected_tokens(case.logits, torch.zeros(case.nodes, dtype=torch.int64), SamplingConfig(1.0))
     assert chosen.flatten().tolist() == wanted.tolist()
-
-
-def test_bits_there_and_back() -> None:
-    for vocab in (1, 31, 32, 33, 100):
-        ids = torch.tensor(sorted({0, vocab - 1, vocab // 2}))
-        words = token_bits(ids, vocab)
-        assert words.dtype == torch.int32
-        assert bit_mask(words, vocab).nonzero()[:, 0].tolist() == ids.tolist()
 
 
 def test_accepted_tokens_are_marked(device: str) -> None:

@@ -29,26 +29,21 @@ CASES = {
     "eagle3": ({}, (3, 4, 20), [5], [3], None),
     "one level": ({}, (1, 3, 12), [9], [1], None),
     "eagle": ({"kind": "eagle"}, (2, 4, 20), [7], [2], None),
-    "eagle, qkv bias": ({"kind": "eagle", "qkv_bias": True}, (1, 3, 10), [3], [2], None),
     "qkv bias": ({"qkv_bias": True}, (1, 3, 10), [3], [2], None),
     "slots, order and gaps": ({}, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0]),
     "full attention": ({"heads": 3, "kv_heads": 3, "head_dim": 16, "hidden": 48}, (1, 2, 5), [6], [4], None),
     "one kv head": ({"heads": 6, "kv_heads": 1, "head_dim": 40, "hidden": 48}, (2, 2, 7), [6], [4], None),
     "head_dim 20": ({"head_dim": 20, "draft_vocab": 37}, (2, 3, 9), [5], [4], None),
     "head_dim 96": ({"head_dim": 96, "heads": 2, "kv_heads": 1}, (1, 2, 5), [5], [1], None),
-    "vocabulary of top_k rows": ({"draft_vocab": 5}, (1, 5, 25), [5], [1], None),
     "chain": ({"draft_vocab": 3}, (4, 1, 6), [5], [2], None),
-    "widest": ({"draft_vocab": 61}, (1, 16, 128), [5], [2], None),
+    "deepest": ({}, (10, 16, 100), [50], [2], None),
     "empty prefix": ({}, (1, 2, 5), [0], [1], None),
     "wider target": ({"target_hidden": 80}, (1, 2, 5), [3], [2], None),
     "long prefix": ({}, (1, 2, 6), [200], [2], None),
 }
 
 
-ODD_CASES = {
-    "one level", "eagle, qkv bias", "full attention", "head_dim 20", "head_dim 96", "vocabulary of top_k rows", "chain",
-    "widest", "long prefix",
-}  # fmt: skip
+ODD_CASES = {"one level", "full attention", "head_dim 20", "head_dim 96", "chain", "deepest", "long prefix"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if name in ODD_CASES else name for name in CASES])
@@ -290,15 +285,3 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     assert workspace_bytes(128256) <= workspace_bytes(32000) < 100e6
-
-
-def test_allocated_once(device: str) -> None:
-    """A draft writes into the buffers it was given and returns those very tensors."""
-    head = random_head(device=device)
-    cfg, features, weights, _ = problem(head, TreeConfig(1, 2, 5), [3], [1])
-    bufs = allocate_buffers(cfg, weights)
-    bufs.set_step([0], [[1]], [0])
-    results = launch_drafter(cfg, features, weights, bufs)
-    outputs = (bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids)
-    assert all(mine is given for mine, given in zip(results, outputs, strict=True))
-    assert [tuple(output.shape) for output in outputs] == [(1, 5), (1, 5, 3), (1, 1, 5, 5), (1, 5)]

@@ -126,9 +126,10 @@ def test_real_dimensions(
         assert_agrees(drafted)
 
 
-def test_fewer_nodes_than_levels_and_a_chain_of_separate_taps() -> None:
+def test_few_nodes_many_candidates_and_a_chain_of_separate_taps() -> None:
     head = small_head(dtype=torch.bfloat16, **MEDIUM)
     assert_agrees(draft(head, (5, 3, 3), [50], [2]))
+    assert_agrees(draft(head, (10, 16, 100), [50], [2]))
     assert_agrees(draft(head, (7, 1, 8), [64], [8], separate_taps=True))
 
 

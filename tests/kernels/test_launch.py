@@ -22,6 +22,7 @@ Facts = dict[str, object]
 HEAD = random_head()
 TREE = TreeConfig(depth=3, top_k=4, total_tokens=20)
 CFG = DrafterConfig.of(HEAD, TREE, num_slots=3, capacity=32)
+ROOM = CFG.max_positions - TREE.depth * TREE.top_k
 WEIGHTS = Weights(HEAD)
 FEATURES = torch.randn(3, 16, HEAD.feature_width, generator=torch.Generator().manual_seed(2))
 
@@ -36,14 +37,13 @@ def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
 
 
 def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
-    room = CFG.max_positions - TREE.depth * TREE.top_k
-    past = torch.randn(room - 1, HEAD.feature_width, generator=torch.Generator().manual_seed(3))
-    prefill_drafter(CFG, past, torch.arange(room - 1), WEIGHTS, bufs, 0)
-    bufs.set_step([0, 1], [[5], [1, 2, 3]], [room - 1, 0])
+    past = torch.randn(ROOM - 1, HEAD.feature_width, generator=torch.Generator().manual_seed(3))
+    prefill_drafter(CFG, past, torch.arange(ROOM - 1), WEIGHTS, bufs, 0)
+    bufs.set_step([0, 1], [[5], [1, 2, 3]], [ROOM - 1, 0])
     full, other = draft(bufs)[0][:2]
     wide = allocate_buffers(wider := replace(CFG, max_positions=CFG.max_positions + 64), WEIGHTS)
-    prefill_drafter(wider, past, torch.arange(room - 1), WEIGHTS, wide, 0)
-    wide.set_step([0, 1], [[5], [1, 2, 3]], [room - 1, 0])
+    prefill_drafter(wider, past, torch.arange(ROOM - 1), WEIGHTS, wide, 0)
+    wide.set_step([0, 1], [[5], [1, 2, 3]], [ROOM - 1, 0])
     expected = launch_drafter(wider, FEATURES, WEIGHTS, wide, backend="reference")[0]
     assert torch.equal(full, expected[0])
     assert torch.equal(other, expected[1])
@@ -56,7 +56,8 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
      (([0], [[1.5]], [0]), {"expected": "integers"}), (([0], [1], [0]), {"expected": "integers"}),
      (([0], [[1]], [0.0]), {"expected": "integers"}), (([0, 1], [[1], [1] * 17], [0, 0]), {"slot": 1, "num_new": 17}),
      (([0, 1], [[1], []], [0, 0]), {"slot": 1, "num_new": 0}), (([2, 2], [[1]] * 2, [0, 0]), {"active": [2, 2]}),
-     (([3], [[1]], [0]), {"active": [3], "slots": 3}), (([-1], [[1]], [0]), {"active": [-1]})],
+     (([3], [[1]], [0]), {"active": [3], "slots": 3}), (([-1], [[1]], [0]), {"active": [-1]}),
+     (([1], [[1, 2]], [ROOM - 1]), {"slot": 1, "prefix": ROOM - 1, "rows": TREE.depth * TREE.top_k})],
 )  # fmt: skip
 def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
     before = bufs.new_tokens.clone(), bufs.prefix.clone()
@@ -191,6 +192,7 @@ def test_parts_of_another_configuration(bufs: Buffers, changed: Facts, head: dic
 @pytest.mark.parametrize(
     ("features", "tokens", "slot", "facts"),
     [(FEATURES[0], 16, 3, {"slot": 3}), (FEATURES[0], 16, -1, {"slot": -1}),
+     (torch.zeros(ROOM + 1, HEAD.feature_width), ROOM + 1, 0, {"tokens": ROOM + 1}),
      (FEATURES[0], 5, 0, {"tensor": "features", "found": "(16, 192) and (5,)"}),
      (FEATURES[0, :, :9], 16, 0, {"tensor": "features", "found": "(16, 9) and (16,)"})],
 )  # fmt: skip

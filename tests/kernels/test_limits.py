@@ -14,7 +14,6 @@ from eagle_slim.runtime.drafter.launch import (
     allocate_buffers,
     check_finished,
     launch_drafter,
-    prefill_drafter,
 )
 from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
@@ -33,19 +32,6 @@ def step(device: str) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
 
 
 Problem = tuple[DrafterConfig, torch.Tensor, Weights, Buffers]
-
-
-def test_a_full_cache(step: Problem) -> None:
-    cfg, _, weights, bufs = step
-    room = cfg.max_positions - TREE.depth * TREE.top_k
-    bufs.set_step([0], [[1, 2]], [room - 2])
-    with raises(UsageError) as refused:
-        bufs.set_step([1], [[1, 2]], [room - 1])
-    assert f"Slot 1: {room - 1} cached pairs, 2 new and 6 tree rows exceed the drafter's KV cache" in str(refused.value)
-    features = torch.zeros(room + 1, cfg.feature_width, device=bufs.keys.device)
-    tokens = torch.zeros(room + 1, dtype=torch.int64, device=bufs.keys.device)
-    with raises(UsageError):
-        prefill_drafter(cfg, features, tokens, weights, bufs, 0)
 
 
 def test_three_taps_of_a_head_that_norms_two(step: Problem) -> None:
@@ -134,21 +120,13 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
         ("hidden", 16_400), ("head_dim", 258), ("draft_vocab", 2), ("draft_vocab", 262_145), ("depth", 11),
         ("num_slots", 0), ("num_slots", 17), ("max_positions", 131_072 + 257),
         ("hidden", 72), ("intermediate", 40), ("num_heads", 3), ("head_dim", 15), ("kind", "medusa"),
-        ("dtype", torch.float64), ("weight_dtype", torch.int8),
+        ("dtype", torch.float64), ("weight_dtype", torch.int8), ("top_k", 17), ("total_tokens", 129),
     ],
 )  # fmt: skip
 def test_dimensions(step: Problem, field: str, value: object) -> None:
     with raises(UsageError):
-        others = {"weight_dtype": value} if field == "dtype" else {}
+        others = {"dtype": {"weight_dtype": value}, "total_tokens": {"top_k": 10}}.get(field, {})
         check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
-
-
-def test_top_k_limits(step: Problem) -> None:
-    with raises(UsageError) as refused:
-        check_kernel_limits(replace(step[0], top_k=17, max_positions=200))
-    assert str(refused.value) == "The persistent drafter takes top_k from 1 to 16; got 17."
-    with raises(UsageError):
-        check_kernel_limits(replace(step[0], top_k=10, total_tokens=129, max_positions=200))
 
 
 def test_options_of_a_head_that_the_kernel_lacks() -> None:

@@ -179,6 +179,11 @@ def test_a_context_without_room(tmp_path: Path, limit: int) -> None:
         build(tmp_path, max_model_len=limit)
 
 
+def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with raises(UsageError):
+        build(tmp_path).generate("hello")
+
+
 def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:
     # Token 0 alone is drafted, at nearly no pass the target's choice.
     head = write_head(tmp_path / "head", draft_ids=[0, 1])

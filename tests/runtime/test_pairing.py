@@ -69,6 +69,11 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head), device="cpu", **options)
 
 
+def test_rows_that_pad_the_heads_vocabulary_are_never_drafted(tmp_path: Path) -> None:
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, vocab=30))
+    assert model.draft_vocab == VOCAB == 24
+
+
 def test_tokenizer_hashes() -> None:
     check_tokenizer(None, "a", "head", "target")
     check_tokenizer("a", None, "head", "target")

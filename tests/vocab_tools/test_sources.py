@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 TEXTS = [f"text number {number} of many, größer 你好 👋" for number in range(60)]
+TEXTS += ['"] , [{', "\\", "}", "a\nb\r\n", ", "]
 
 
 def values(location: Path, **settings: Any) -> list[Any]:
@@ -61,16 +62,26 @@ def files(tmp_path: Path) -> Path:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=25)
     (tmp_path / "d.json").write_bytes(jsonl(rows))
     (tmp_path / "e.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "f.json.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf \n" + json.dumps(rows).encode() + b" \n"))
+    # Two streams behind each other, as parallel packers write them, are one file.
+    middle = len(jsonl(rows)) // 2
+    for suffix in PACKED:
+        streams = pack(jsonl(rows)[:middle], suffix) + pack(jsonl(rows)[middle:], suffix)
+        (tmp_path / f"p{suffix[1:]}.jsonl{suffix.upper()}").write_bytes(streams)
     return tmp_path
 
 
-@pytest.mark.parametrize("block_bytes", [50, 700, 1 << 20])
-@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json"])
+NAMES = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.json", "f.json.gz"]
+NAMES += [f"p{suffix[1:]}.jsonl{suffix.upper()}" for suffix in PACKED]
+
+
+@pytest.mark.parametrize("block_bytes", [7, 50, 700, 1 << 20])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_texts_in_order_and_their_places(
     files: Path, name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
-    unit, first = {"c.parquet": ("row", 0), "e.json": ("record", 1)}.get(name, ("line", 1))
+    unit, first = {"c.parquet": ("row", 0), "e.json": ("record", 1), "f.json.gz": ("record", 1)}.get(name, ("line", 1))
     assert placed(files / name) == [
         (f"{files / name}, {unit} {number + first}", text) for number, text in enumerate(TEXTS)
     ]
@@ -85,7 +96,7 @@ def test_folders_and_globs(files: Path) -> None:
     (files / "sub" / "z.jsonl").write_bytes(jsonl([{"text": "deep"}]))
     (files / ".hidden.jsonl").write_bytes(jsonl([{"text": "hidden"}]))
     (files / "notes.md").write_text("not a corpus")
-    assert values(files) == [*TEXTS * 5, "deep"]
+    assert values(files) == [*TEXTS * len(NAMES), "deep"]
     assert values(files / "[ab].*") == TEXTS * 2
     assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]
     assert [file.name for file in open_source(CorpusSource(str(files / "**" / "*.jsonl"))).files] == [
@@ -199,21 +210,6 @@ def test_bad_lines_are_named_by_line_and_reason(
 
 
 @pytest.mark.parametrize("suffix", PACKED)
-def test_packed_files_hold_what_plain_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(records, "BLOCK_BYTES", 5000)
-    rows = jsonl([{"text": f"{n} " * (n % 300)} for n in range(400)])
-    # Two streams behind each other, as parallel packers write them, are one file.
-    middle = rows.index(b"\n", len(rows) // 2) - 3
-    path = tmp_path / f"a.jsonl{suffix.upper()}"
-    path.write_bytes(pack(rows[:middle], suffix) + pack(rows[middle:], suffix))
-    (tmp_path / "b.jsonl").write_bytes(rows)
-    assert values(path) == values(tmp_path / "b.jsonl")
-    blocks = list(open_source(CorpusSource(str(path))).blocks())
-    assert len(blocks) > 10
-    assert sum(block.size for block in blocks) == path.stat().st_size
-
-
-@pytest.mark.parametrize("suffix", PACKED)
 def test_a_damaged_stream_gives_what_is_before_the_damage(tmp_path: Path, suffix: str) -> None:
     draw = random.Random(0)
     # bzip2 needs more than it packs at a time.
@@ -261,19 +257,6 @@ def test_a_file_without_a_readable_record_is_named(tmp_path: Path, data: bytes, 
 
 
 # One array of records
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("block_bytes", [7, 300, 1 << 20])
-def test_an_array_is_read_record_by_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, indent: int | None, block_bytes: int
-) -> None:
-    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
-    texts = ['"] , [{', "\\", "}", "größer 你好 👋", "a\nb\r\n", ", ", *("x" * n for n in range(30))]
-    data = b"\xef\xbb\xbf \n" + json.dumps([{"text": text} for text in texts], indent=indent).encode() + b" \n"
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    assert values(tmp_path / name) == texts
 
 
 @pytest.mark.parametrize(

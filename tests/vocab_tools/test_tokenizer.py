@@ -176,15 +176,6 @@ def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
         forced_ids(invalid)
 
 
-def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), generation_config={"eos_token_id": 999}))
-    forced = forced_ids(loaded, extra=[299])
-    assert forced.reasons[299] == "by request"
-    assert "id 999" in forced.warnings[0]
-    with raises(UsageError, option="--force-id"):
-        forced_ids(loaded, extra=[300])
-
-
 def test_eos_of_config_json_stands_in(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "t", byte_level_bpe(300), None)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 299, "text_config": {"pad_token_id": 298}}))
@@ -226,12 +217,15 @@ def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
         load_tokenizer(folder)
 
 
-def test_ids_of_another_type_are_no_ids(tmp_path: Path) -> None:
+def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:
     config = {"eos_token_id": [True, "2", 10**30, 299], "pad_token_id": {"id": 1}}
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), None, generation_config=config))
-    forced = forced_ids(loaded)
+    forced = forced_ids(loaded, extra=[298])
     assert [token_id for token_id, reason in forced.reasons.items() if "eos" in reason or "pad" in reason] == [299]
     assert str(10**30) in forced.warnings[0]
+    assert forced.reasons[298] == "by request"
+    with raises(UsageError, option="--force-id"):
+        forced_ids(loaded, extra=[300])
 
 
 def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

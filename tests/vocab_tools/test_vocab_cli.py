@@ -21,8 +21,6 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
 from support.small_tokenizers import TEXT, byte_level_bpe, word_level, write_folder
 
-EXAMPLE_COMMANDS = ("count", "merge", "rank", "coverage", "show", "import", "export")
-
 
 class Outcome:
     def __init__(self, code: int, out: str, err: str) -> None:
@@ -228,18 +226,6 @@ def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: 
     assert run("export", out, files / "tok" / "tokenizer.json").code == 2
     missing = run("import", out, "-o", tmp_path / "no" / "folder.json")
     assert (missing.code, "does not exist" in missing.err) == (2, True)
-
-
-def test_help_ends_in_an_example(run) -> None:
-    for name in EXAMPLE_COMMANDS:
-        shown = run(name, "--help")
-        assert shown.code == 0
-        assert f"eagle-vocab {name} " in shown.out.split("Example:")[1]
-        assert "None" not in shown.out
-    assert "[NAME=]LOCATION[,KEY=VALUE...]" in run("count", "--help").out
-    assert list(vocab.commands) == list(EXAMPLE_COMMANDS)
-    assert "Usage" in run().err
-    assert "eagle-slim" in run("--version").out
 
 
 def failing(error: BaseException) -> click.Command:

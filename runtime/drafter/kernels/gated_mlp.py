@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .weight_stream import (
     hidden_zero,
@@ -116,22 +114,3 @@ def gated_mlp(
         mixed *= 0.5 if SHAPE.scaled else 1.0
         mask = mine[:, None] & mask_m[None, :]
         store_activation(out_ptr, offs_m[None, :], feature[:, None], mixed, mask, SHAPE.intermediate)
-
-
-def gated_mlp_ref(
-    x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, activation: str = "silu", bias: Tensor | None = None
-) -> Tensor:
-    """Definition, fp32 [rows, intermediate].
-
-    ``x`` [rows, hidden]; ``factor`` fp32 [rows]; ``gate``, ``up`` [intermediate, hidden]; ``bias`` [2, intermediate],
-    of gate and of up; ``activation`` one of `drafter.dimensions.ACTIVATIONS`.
-    """
-    scaled = x.float() * factor[:, None]
-    gate_bias, up_bias = torch.zeros(2, 1, device=x.device) if bias is None else bias.float()
-    gated = scaled @ gate.float().T + gate_bias
-    if activation == "silu":
-        gated = torch.nn.functional.silu(gated)
-    else:
-        gated = torch.nn.functional.gelu(gated, approximate="tanh" if activation == "gelu_tanh" else "none")
-    result: Tensor = gated * (scaled @ up.float().T + up_bias)
-    return result

@@ -15,10 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .selection import (
     LANES,
@@ -400,10 +398,3 @@ def places(top_k: int) -> int:
 def len_lists(num_programs: int) -> int:
     """Lists that hold those of all programs in whole batches."""
     return -(-num_programs // int(LIST_BATCH.value)) * int(LIST_BATCH.value)
-
-
-def lm_head_topk_ref(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Definition: values fp32 [rows, k], ids int32 [rows, k], log-sum-exp fp32 [rows]; ties by smaller id."""
-    logits = x.float() @ weight.float().T
-    order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return order.values[:, :top_k], order.indices[:, :top_k].int(), torch.logsumexp(logits, -1)

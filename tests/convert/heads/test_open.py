@@ -247,6 +247,9 @@ def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
     assert "vLLM" in head.dropped["lm_head.weight"]
 
 
+BIAS = random((HIDDEN,), 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -254,14 +257,8 @@ def test_eagle1_without_the_lm_head_that_it_may_store(tmp_path):
         ({"intermediate_size": 47}, ("intermediate_size", "47", "48")),
         ({"attention_bias": True}, ("attention_bias",)),
         ({"qkv_bias": True}, ("attention_bias",)),
-        (
-            {"extra": {"layers.0.self_attn.o_proj.bias": random((HIDDEN,), 1)}, "attention_bias": None},
-            ("layers.0.self_attn.o_proj.bias",),
-        ),
-        (
-            {"extra": {"layers.0.mlp.down_proj.bias": random((HIDDEN,), 1)}, "mlp_bias": False},
-            ("mlp_bias", "layers.0.mlp.down_proj.bias"),
-        ),
+        ({"extra": {"layers.0.self_attn.o_proj.bias": BIAS}, "attention_bias": None}, ("self_attn.o_proj.bias",)),
+        ({"extra": {"layers.0.mlp.down_proj.bias": BIAS}, "mlp_bias": False}, ("mlp_bias", "mlp.down_proj.bias")),
     ],
 )
 def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, words):
@@ -369,12 +366,7 @@ _WHOLE_MODEL = {
         ({"odd": ones(1)}, {"speculators_model_type": "peagle"}, "a P-EAGLE head", '"parallel_drafting": true'),
         ({"mask_hidden": ones(1, 4)}, {"architectures": ["LlamaForCausalLM"]}, "a P-EAGLE head", "vLLM"),
         ({"odd": ones(1)}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash draft", "in vLLM 0.32.0 or SGLang"),
-        (
-            {"odd": ones(1)},
-            {"architectures": ["DFlash9DraftModel"]},
-            "a DFlash draft",
-            "its class, DFlash9DraftModel",
-        ),
+        ({"odd": ones(1)}, {"architectures": ["DFlash9DraftModel"]}, "a DFlash draft", "class, DFlash9DraftModel"),
         ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "in vLLM 0.32.0."),
         ({"odd": ones(1)}, {"architectures": ["LingDSparkModel"]}, "a DSpark draft", "in SGLang 0.5.23 or llama.cpp"),
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
@@ -487,13 +479,9 @@ def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path, t2d, form, 
     assert any("whose map was never set" in warning for warning in head.warnings) == doubted
 
 
-def test_duplicate_and_out_of_range_ids(tmp_path):
+@pytest.mark.parametrize(("row", "token_id"), [(5, trained_ids(50)[4]), (-1, VOCAB + 5)], ids=["twice", "beyond"])
+def test_duplicate_and_out_of_range_ids(tmp_path, row, token_id):
     ids = trained_ids(50)
-    twice = ids.copy()
-    twice[5] = twice[4]
+    ids[row] = token_id
     with pytest.raises(MismatchError):
-        open_head(write_eagle3(tmp_path / "twice", ids=twice, t2d=False))
-    beyond = ids.copy()
-    beyond[-1] = VOCAB + 5
-    with pytest.raises(MismatchError):
-        open_head(write_eagle3(tmp_path / "beyond", ids=beyond, t2d=False))
+        open_head(write_eagle3(tmp_path / "head", ids=ids, t2d=False))

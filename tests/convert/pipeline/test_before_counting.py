@@ -38,13 +38,6 @@ from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
 
 
-@pytest.fixture
-def chats(tmp_path):
-    lines = [{"messages": [{"role": "assistant", "content": f"def main(): {n} fox"}]} for n in range(50)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    return ("--dataset", "chat=chats.jsonl")
-
-
 def never(*_):
     pytest.fail("counted, although the conversion cannot be finished")
 
@@ -92,22 +85,6 @@ class TestDryRun:
         told = {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
         assert told == set(warnings_of(real))
 
-    def test_it_counts_and_tells_the_same_as_the_real_run(self, run, tmp_path, target, chats):
-        arguments = (write_eagle3(tmp_path / "head", lm_head=False), "--target", target, *chats, "--out", "o", "--json")
-        before = sorted(tmp_path.iterdir())
-        for size in (("--draft-vocab", "270,300"), ("--coverage", "0.9")):
-            code, plan, err = run(convert_command, *arguments, *size, "--dry-run")
-            assert code == 0, err
-            assert sorted(tmp_path.iterdir()) == before
-            code, done, err = run(convert_command, *arguments, *size)
-            assert code == 0, err
-            assert json.loads(plan) == json.loads(done)
-            shutil.rmtree(tmp_path / "o")
-        code, _, err = run(
-            convert_command, *arguments, "--draft-vocab", "300", "--dataset", "missing.jsonl", "--dry-run"
-        )
-        assert (code, "missing.jsonl" in err) == (1, True)
-
 
 class TestAdvice:
     def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
@@ -122,9 +99,10 @@ class TestAdvice:
 
 NO_TORCH = """
 import sys
-from eagle_slim.convert.cli import convert
-convert.main(sys.argv[1:], standalone_mode=False)
-print(*sorted({"torch", "datasets", "matplotlib"} & set(sys.modules)))
+from eagle_slim.convert import cli, push_cli, verify_cli
+at_import = {"transformers"} & set(sys.modules)
+cli.convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
 """
 
 
@@ -138,7 +116,6 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""
-    assert torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)[-1] < 320
     assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
 
 

@@ -14,7 +14,7 @@ from eagle_slim.convert.rows import hub_tensor
 from safetensors.torch import load_file, save
 from support.hub_server import Blob, Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
-from support.raising import raises, raises_with
+from support.raising import raises_hub_error, raises_with
 
 ROWS, HIDDEN = 4000, 64
 # Of 512,000 bytes.
@@ -92,15 +92,14 @@ def test_a_new_commit_is_fetched_where_its_weights_are_others(hub: HubServer, ho
     assert torch.equal(values(open_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_unsharded_target(hub: HubServer, home: Path, tied: bool) -> None:
-    tensors = {"model.embed_tokens.weight": EMBEDDING, **OTHERS} | ({} if tied else {"lm_head.weight": LM_HEAD})
-    hub.add_model("org/single", {"config.json": "{}", "model.safetensors": save(tensors)})
-    head = open_lm_head("org/single")
-    assert head.name == ("model.embed_tokens.weight" if tied else "lm_head.weight")
-    assert torch.equal(values(head), EMBEDDING if tied else LM_HEAD)
+def test_unsharded_target_without_an_lm_head(hub: HubServer, home: Path) -> None:
+    files = {"config.json": "{}", "model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, **OTHERS})}
+    hub.add_model("org/single", files)
+    for offline in (False, True):
+        head = open_lm_head("org/single", offline=offline)
+        assert head.name == "model.embed_tokens.weight"
+        assert torch.equal(values(head), EMBEDDING)
     assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
-    assert torch.equal(values(open_lm_head("org/single", offline=True)), values(head))
 
 
 def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path) -> None:
@@ -167,7 +166,7 @@ def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
     hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
-    with raises(SourceError, reason="broken") as caught:
+    with raises_hub_error("broken") as caught:
         open_lm_head("org/target")
     assert "150,000 of 512,000 bytes came" in str(caught.value)
     hub.clear_faults()
@@ -201,7 +200,7 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(hub: HubServer, home: Pa
     path = open_lm_head("org/target").checkpoint.files[0].path
     path.write_bytes(path.read_bytes()[:-1])
     path.with_suffix(".partial").write_bytes(b"of another content")
-    with raises(SourceError, reason="offline"):
+    with raises_hub_error("offline"):
         open_lm_head("org/target", offline=True)
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 
@@ -222,10 +221,6 @@ def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
     content = bytes(sharded()[SHARD])
     hub.add_model("org/target", sharded() | {SHARD: content[:-1]})
     with pytest.raises(CheckpointError, match="org/target@"):
-        open_lm_head("org/target")
-    index = {"weight_map": {"lm_head.weight": "../../../etc/passwd"}}
-    hub.add_model("org/target", sharded() | {"model.safetensors.index.json": json.dumps(index)})
-    with raises_with(CheckpointError, "../../../etc/passwd"):
         open_lm_head("org/target")
 
 

@@ -91,7 +91,12 @@ def test_what_joins_is_drafted(tmp_path: Path) -> None:
     }  # fmt: skip
     # Ids 0 and 1 are not in the prompt, and never drafted.
     assert lengths["prompt"] == lengths["again"] == lengths["full"] != lengths["few"]
-    assert few.with_follow("prompt").with_follow(None).drafter.weights.follow is None
+    follows = few.with_follow("prompt")
+    assert follows.with_follow(None).drafter.weights.follow is None
+    # Another base follows with what is outside it.
+    other = follows.with_draft_vocab(small_vocab([2, 3, 7, 8])).drafter.weights.follow
+    assert other is not None
+    assert sorted(other.ids.tolist()) == sorted({*range(VOCAB)} - {2, 3, 7, 8})
 
 
 @pytest.mark.parametrize(

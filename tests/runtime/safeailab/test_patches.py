@@ -355,21 +355,15 @@ def test_the_tree_may_change_between_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_inference_mode_may_come_and_go(tmp_path: Path, patch: str) -> None:
-    model = build("stand-in eagle3", tmp_path)
-    wanted = model.eagenerate(prompt(model), max_new_tokens=6)
-    with torch.inference_mode():
-        PATCHES[patch](model, drafter="reference")
-        assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=6), wanted)
-    assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=6), wanted)
-
-
-@pytest.mark.parametrize("patch", PATCHES)
-def test_buffers_grow_with_the_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str) -> None:
+def test_inference_mode_may_come_and_go_and_buffers_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str
+) -> None:
     monkeypatch.setattr(session, "_FIRST_CAPACITY", 8)
     model = build("stand-in eagle3", tmp_path)
-    wanted = model.eagenerate(prompt(model), max_new_tokens=24)
-    PATCHES[patch](model, drafter="reference")
+    wanted, start = (model.eagenerate(prompt(model), max_new_tokens=count) for count in (24, 6))
+    with torch.inference_mode():
+        PATCHES[patch](model, drafter="reference")
+        assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=6), start)
     assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=24), wanted)
     assert model.ea_layer.stable_kv[0][0].shape[2] == wanted.shape[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,20 @@ def test_1_a_left_padded_batch_is_returned_as_it_is(model: SpeculativeModel) -> 
     assert torch.equal(model.generate(LEFT, max_new_tokens=12).sequences, expected)  # the padding id alone marks it
     encoded = transformers.BatchEncoding({"input_ids": LEFT, "attention_mask": MASK})
     assert torch.equal(model.generate(**encoded, max_new_tokens=12)[:], expected)
+    assert [row.tolist() for row in output] == pickle.loads(pickle.dumps(output)).tolist() == expected.tolist()
+    assert (len(output), output.shape) == (3, expected.shape)
+    # An id that also ends a text is no padding.
+    whole = model.generate(LEFT, eos_token_id=0, max_new_tokens=0)
+    assert [result.prompt_ids for result in whole.results] == LEFT.tolist()
     # Lists of other lengths have answers in the same columns.
     assert torch.equal(model.generate(PROMPTS, max_new_tokens=12).sequences, expected)
+
+
+@pytest.mark.parametrize("options", [{"max_length": 16}, {"min_length": 19, "max_new_tokens": 14}], ids=str)
+def test_1b_lengths_of_a_padded_batch_count_its_padding(model: SpeculativeModel, options: dict[str, int]) -> None:
+    expected = theirs(model, eos_token_id=[18, 2], **options)
+    output = model.generate(LEFT, attention_mask=MASK, eos_token_id=[18, 2], **options)
+    assert torch.equal(output.sequences, expected)
 
 
 def test_2b_the_output_is_a_model_output(model: SpeculativeModel) -> None:
@@ -187,6 +200,7 @@ def test_11_a_pipeline_of_transformers(
             assert told or "SpeculativeModel" in repr(pipe)
         answers.append([pipe(texts, **options), pipe(texts[0], return_full_text=False, **options)])
     assert answers[0] == answers[1]
+    assert "LlamaForCausalLM in float32 on cpu" in repr(chatty)
     assert "not supported" not in caplog.text
 
 

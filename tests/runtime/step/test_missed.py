@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.step import plan
+from eagle_slim.runtime.step.tree_size import TreeSize
 from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 DRAFTED = [2, 3, 5, 7, 8, 11, 12, 13, 17, 19]
 
 
-def test_the_answers_tokens_are_counted(tmp_path: Path) -> None:
+def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
     head = write_head(tmp_path, draft_ids=DRAFTED)
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=2, top_k=3, total_tokens=10)
@@ -30,6 +32,11 @@ def test_the_answers_tokens_are_counted(tmp_path: Path) -> None:
         assert result.stats.missed_ids == Counter(token for token in result.token_ids if token not in DRAFTED)
     plain = model.generate(random_prompts([3]), max_new_tokens=4, speculative=False).stats
     assert (plain.missed_ids, plain.missed_rate) == ({}, 0.0)
+    # Plain decoding that was chosen as the fastest misses as any other tree.
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_tree_size", lambda *_: TreeSize(1, "measured"))
+        chosen = model.generate(random_prompts([9]), max_new_tokens=12)
+    assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
     whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
     assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
 
