@@ -54,7 +54,7 @@ from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
-from .step.plan import DEFAULT_MAX_SLOTS, describe, draft_bytes, plan_call
+from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class SpeculativeModel:
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
-        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
+        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
         whole = cls(
             wrapped, built, tokenizer, loading.get("max_model_len"), opened, tokenizer_source, tokenizer_hash,
@@ -270,7 +270,7 @@ class SpeculativeModel:
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
-        order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
+        order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
     def with_follow(
@@ -313,7 +313,7 @@ class SpeculativeModel:
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
-        if own.packing is None and self.opened is not None and weights.device.type == "cuda":
+        if own.packing is None and self.opened is not None:
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
         built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
         if built.packing is not None and own.packing is not None:
@@ -389,11 +389,6 @@ class SpeculativeModel:
     def draft_vocab(self) -> int:
         """Rows that are drafted over, without those that join a sequence."""
         return self.drafter.weights.draft_vocab
-
-    @property
-    def draft_bytes(self) -> int:
-        """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
-        return draft_bytes(self.drafter)
 
     def generate(
         self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,
@@ -534,7 +529,8 @@ class SpeculativeModel:
 def _rank_rows(
     opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
-    ranked = opened.rank_rows(draft_ids, draft_vocab)
+    """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
+    ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None
     return None if ranked is None else torch.from_numpy(ranked).to(device)
 
 

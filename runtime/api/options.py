@@ -45,19 +45,12 @@ _WITHOUT_EFFECT = (
 _KINDS_WITHOUT_EFFECT = ("cache_", "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile")
 """Beginnings of further names that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
-_ON_LOGITS = (
-    "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "forced_bos_token_id",
-    "encoder_no_repeat_ngram_size", "renormalize_logits", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "watermarking_config", "logit_bias",
-    "presence_penalty", "frequency_penalty", "allowed_token_ids", "logits_processors", "output_scores",
-    "output_logits", "logprobs",
-)  # fmt: skip
-"""Names, vLLM's too, of what a logits processor can do instead."""
 _ON_GREEDY = (
     "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "penalty_alpha", "dola_layers",
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
+_PROCESSORS = " What changes logits can be given as a logits_processor."
 _WITHOUT_WARNING = {"temperature": (1.0,), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
 """Values beside greedy decoding of which transformers does not warn."""
 
@@ -150,7 +143,7 @@ def join_options(
         if not _asks_nothing(name, getattr(own, name, None)):
             raise UsageError(
                 f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
-                f"without it.{_instead(name)}"
+                "without it, or give what changes logits as a logits_processor.",
             )
     known = vars(GenerationConfig())
     found = {name: getattr(own, name, None) for name in PENALTIES}
@@ -159,11 +152,11 @@ def join_options(
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:
             near = did_you_mean(name, (*_SERVED, *_OURS))
-            raise UsageError(f"There is no option {name!r}.{_instead(name) or near}")
+            raise UsageError(f"There is no option {name!r}.{near or _PROCESSORS}")
         if name in _SERVED:
             found[name] = found.get(name) if value is None else value
         elif not _asks_nothing(name, value):
-            raise UsageError(f"The option {name!r} is not served.{_instead(name)}")
+            raise UsageError(f"The option {name!r} is not served.{_PROCESSORS}")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -173,10 +166,6 @@ def _asks_nothing(name: str, value: Any) -> bool:
         return True
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and value == (1 if name in _OFF_AT_ONE else 0)
-
-
-def _instead(name: str) -> str:
-    return " What changes logits can be a logits_processor." if name in _ON_LOGITS else ""
 
 
 def own_eos_ids(target: TargetModel) -> frozenset[int]:

@@ -100,14 +100,17 @@ def check_prompts(requests: Sequence[Request], vocab: int) -> None:
     for request in requests:
         place, length, limit = request.index, len(request.prompt_ids), request.context_limit
         if length == 0:
-            raise PromptError(f"Prompt {place} is empty. Give at least one token, for example BOS.")
+            raise PromptError(f"Prompt {place} is empty. Give at least one token, for example BOS.", prompt=place)
         wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
         if wrong:
-            raise PromptError(f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.")
+            raise PromptError(
+                f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.", prompt=place
+            )
         if limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
             raise PromptError(
                 f"Prompt {place} has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the "
-                "prompt."
+                "prompt.",
+                prompt=place,
             )
 
 

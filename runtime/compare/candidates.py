@@ -37,7 +37,7 @@ class Candidate:
     model: SpeculativeModel = field(repr=False, compare=False)
     draft_vocab: int = 0
     draft_bytes: int = 0
-    """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, on each level."""
+    """See `Drafter.draft_bytes`."""
     follow: str | None = None
     """"prompt" where ids of the prompt join the draft vocabulary."""
     follow_rows: int = 0
@@ -56,8 +56,9 @@ class Candidate:
         """Describe a model whose draft vocabulary is called ``size``."""
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
-            size, size, model, model.draft_vocab, model.draft_bytes, None if weights.follow is None else "prompt",
-            weights.num_joining, head, (tree.depth, tree.top_k, tree.total_tokens),
+            size, size, model, model.draft_vocab, model.drafter.draft_bytes,
+            None if weights.follow is None else "prompt", weights.num_joining, head,
+            (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
     @property

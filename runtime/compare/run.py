@@ -211,7 +211,7 @@ class Run:
             place = asked[error.prompt]
             reason = str(error).partition(" has ")[2]
             raise PromptError(
-                f"Turn {where.turn + 1} of prompt {place}, with the conversation before it, has {reason}"
+                f"Turn {where.turn + 1} of prompt {place}, with the conversation before it, has {reason}", prompt=place
             ) from error
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> Any:

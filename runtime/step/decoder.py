@@ -134,7 +134,7 @@ class Decoder:
 
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
     be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
-    ``offsets`` int32 [slots]: what a new row's position is beyond its row of the cache; None where they are the same.
+    ``offsets`` int32 [slots]: a new row's position minus its cache row; None where they are the same.
     """
 
     state: SlotState
@@ -508,7 +508,7 @@ class _Roots:
 
 
 class _Chunk:
-    """What a prompt's forward of ``nodes`` rows works in."""
+    """Buffers of one prompt chunk of ``nodes`` rows."""
 
     def __init__(self, target: Target, nodes: int, lengths: Tensor, capacity: int) -> None:
         self.rows = ChunkRows.allocate(nodes, lengths)

@@ -144,7 +144,7 @@ class Decoders:
             # The old one goes before the new one comes, so that there is room.
             self._decoders.clear()
             self._cache = cache = self._draft_cache = None
-            # Before the cache, whose being here tells that all of it was done.
+            # The cache is set last: it means that setup finished.
             self.kept = [KeptRows()] * slots
             cache = KVCache(self.target, slots, capacity)
             self.target.reserve_positions(capacity + widest)

@@ -52,7 +52,7 @@ class KeptRows:
         return max(0, min(shared, self.num_pairs) if is_drafted else shared)
 
     def cut(self, prompt: Sequence[int], shared: int) -> KeptRows:
-        """Rows still valid once a prompt takes over its first ``shared`` tokens (`num_shared`)."""
+        """Return the rows that stay valid after reusing ``shared`` tokens (`num_shared`)."""
         return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, shared))
 
 

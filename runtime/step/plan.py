@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
-from ..drafter.drafter import Drafter
 from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, TreeConfig
 from ..target.short_cache import unfit_reason
@@ -92,21 +91,14 @@ def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str)
     return path
 
 
-def draft_bytes(drafter: Drafter) -> int:
-    """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, on each level."""
-    # Norms and biases stay as they are; they are negligible.
-    return drafter.weights.num_weights * drafter.stored_dtype.itemsize * (drafter.tree.depth + 1)
-
-
 def _tree_size(target: TargetModel, decoders: Decoders, is_tree_sized: bool, slots: int, context: int) -> TreeSize:
     """Choose how many nodes trees have."""
     tree = decoders.tree
     if not is_tree_sized:
         return TreeSize(tree.total_tokens, "asked for")
-    drafted = draft_bytes(decoders.drafter)
     return measured_sizes().choose(
         device_name(target.device), target.device.type, _in_16_bits(target, target.weight_bytes),
-        _in_16_bits(target, drafted), slots, context, tree.total_tokens,
+        _in_16_bits(target, decoders.drafter.draft_bytes), slots, context, tree.total_tokens,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class RunAhead:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # One place more takes what is ahead too far.
+        # The extra place absorbs overflow.
         self._chain, self._count = ints(slots, self.tree.total_tokens), ints(slots)
         chain = torch.arange(self.tree.total_tokens, device=device).expand(slots, -1).contiguous()
         self.bufs = replace(
@@ -150,13 +150,8 @@ class RunAhead:
         accepted = state.record[:-1, 0]
         self.counts[1] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
 
-    def counted(self) -> dict[str, int]:
-        """See `Decoder.counts`."""
-        passes, lost = self.counts.tolist()
-        return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
-
     def confirm(self, most: Tensor) -> None:
-        """Forget what is more than ``most`` int32 [1] tokens ahead."""
+        """Truncate the chain to ``most`` int32 [1] tokens."""
         self._count.clamp_(max=most)
 
     def take_as_is(self, choices: Tensor) -> None:
@@ -199,7 +194,8 @@ class PartialDecoder(Decoder):
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""
-        return self.run_ahead.counted()
+        passes, lost = self.run_ahead.counts.tolist()
+        return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def enter(
         self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None

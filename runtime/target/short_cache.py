@@ -116,7 +116,7 @@ class ShortCache:
     def _choose(self, recent: Tensor) -> Tensor:
         """Choose among the blocks before ``recent`` int64 [slots]: ascending, [layers, slots, kv_heads, blocks].
 
-        Where there are fewer than wanted, numbers of no block follow.
+        Padded with the number of all blocks, which is no block.
         """
         total = -(-self.keys.shape[3] // BLOCK)
         least, most = (bound[:, :, :, :total].transpose(3, 4) for bound in (self._least, self._most))
