@@ -1,4 +1,4 @@
-"""What each serving engine makes of a draft head, in a version that was tried or in another.
+"""Check a draft head against the rules of each serving engine, and the engine's version against those tried.
 
 The rules were read in, or executed with, the versions in `ENGINES`; docs/engines.md says which of the two, and by which
 test. A finding is an "error" where the engine refuses the head or drafts wrongly with it, a "warning" where it works
@@ -146,7 +146,7 @@ class HeadFacts:
 
     @property
     def parts(self) -> list[str]:
-        """What it has that not every head has, and that an engine may not load."""
+        """Optional parts of the head, which an engine may not load."""
         if self.kind == "dflash":
             return []
         found = [part for part, tensors in _PARTS.items() if self.tensor_names.intersection(tensors[self.kind])]
@@ -194,7 +194,7 @@ class Finding:
 
 
 def check_engine(facts: HeadFacts, engine: str, *, version: str | None = None) -> list[Finding]:
-    """What an engine of `ENGINES` makes of a head, and whether the version that will serve it was tried.
+    """Find what an engine of `ENGINES` refuses or loses of a head, and whether its version was tried.
 
     Without a version, an installed one is looked for.
     """
@@ -218,7 +218,7 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
 
 
 def conversion_findings(facts: HeadFacts) -> list[Finding]:
-    """What to say when a head is converted: errors and warnings of every engine, in the order of `ENGINES`.
+    """Find the errors and warnings of every engine about a head, in the order of `ENGINES`.
 
     Left out is the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head.
     """
@@ -441,7 +441,7 @@ def _no_token_map(head: HeadFacts) -> Iterator[Found]:
 
 
 def _number_of_taps(head: HeadFacts) -> Iterator[Found]:
-    """What vLLM and SGLang look up in the same two places."""
+    """Check that vLLM and SGLang can read the number of taps from config.json."""
     is_said = head.layers(_NESTED_AUX) is not None or head.config.get("num_aux_hidden_states")
     if head.num_taps not in (0, 3) and not is_said:
         problem = f"fc takes {head.num_taps} captured layers; without eagle_config or num_aux_hidden_states it builds 3"
@@ -508,7 +508,7 @@ def _findings(facts: HeadFacts, engine: str) -> list[Finding]:
 
 
 def _elsewhere(facts: HeadFacts) -> str:
-    """Which engines take the head without a loss; of an EAGLE head our runtime does."""
+    """Name the engines that take the head without a loss; eagle-generate takes every EAGLE head."""
     ways = [
         ENGINES[engine].title
         for engine in ("vllm", "sglang")

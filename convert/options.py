@@ -1,4 +1,4 @@
-"""How a head is converted: the options of `eagle-convert`, as a value."""
+"""Options of a conversion, as `eagle-convert` takes them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a conversion reads from, opened.
+    """Opened inputs of a conversion.
 
     Attributes:
         source: where the head came from.
@@ -127,7 +127,7 @@ class Conversion:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know."""
+        """Warnings for the user."""
         return self.manifest.warnings
 
     @property

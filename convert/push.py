@@ -15,7 +15,7 @@ from .verify.verify import verify_artifact
 
 @dataclass(frozen=True)
 class Upload:
-    """What of an artifact would be uploaded, and what else lies in the folder; both sorted."""
+    """List the files of an artifact to upload, and the other files of its folder; both sorted."""
 
     folder: Path
     names: tuple[str, ...]

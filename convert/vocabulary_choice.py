@@ -1,4 +1,4 @@
-"""Which tokens a slim head keeps: the one place that turns counts, a token map, a corpus or nothing into vocabularies.
+"""Choose the tokens that a slim head keeps, from counts, a token map, a corpus or the built-in counts.
 
 The ranking itself is `vocab_tools`'; here stand the defaults of `eagle-convert` and what they are called on screen.
 """

@@ -17,14 +17,14 @@ def expand_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def check_named(path: object, what: str = "token map or counts file") -> None:
+def check_named(path: object) -> None:
     """Raise UsageError for an empty name: as a path it would be the current folder."""
     if path == "":
-        raise UsageError(f"The name of a {what} is empty. Name a file to read.")
+        raise UsageError("The name of a token map or counts file is empty. Name a file to read.")
 
 
 def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
-    """Return the path of a regular file. Reading anything else may wait for ever, or never end.
+    """Return the path of a regular file; reading a pipe or a device may block.
 
     Raises:
         error_type: it is missing, or a folder, a pipe or a device.

@@ -54,7 +54,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class GgufChoice:
-    """Which GGUF files to write, one for each type of the matrices, and what they say of the target.
+    """The GGUF files to write, one for each type of the matrices, and their facts about the target.
 
     `taps`: the head reads the inputs of these decoder layers of the target.
     """

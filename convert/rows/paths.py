@@ -1,4 +1,4 @@
-"""Which files of a folder are its weights, and whether a name, as an index file has them, stays inside that folder.
+"""Choose the weights files of a folder, and refuse names in an index file that lead out of it.
 
 Order of preference, as in transformers: `model.safetensors`, `model.safetensors.index.json`, `pytorch_model.bin`,
 `pytorch_model.bin.index.json`; and, where none of these exists, one single other `*.safetensors`. What is beside the

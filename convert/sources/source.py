@@ -78,7 +78,7 @@ class ResolvedSource:
 
     @property
     def label(self) -> str:
-        """How messages call it: the repository, its commit and the sub-folder, or the folder."""
+        """Name in messages: the repository, its commit and the sub-folder, or the folder."""
         if self.repo_id is None:
             return str(self.folder)
         return _joined(f"{self.repo_id}@{(self.commit or '')[:12]}", self.subfolder)

@@ -27,7 +27,7 @@ RECORDED = "recorded in the head's manifest"
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """Which target is meant, and who named it.
+    """The target that is meant, and who named it.
 
     Attributes:
         name: repository or folder; None is the embedded SmolLM2-135M-Instruct.
