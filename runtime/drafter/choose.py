@@ -30,7 +30,7 @@ NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
-"""Of the types that matrices can be stored in."""
+"""Short names of the types that matrices can be stored in."""
 _FIRST_WITH_FP8 = (8, 9)
 
 
