@@ -61,7 +61,7 @@ def test_a_row(tiny: Point, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses() -> None:
     assert [factor(LOSS, rows) for rows in (20, 60, 90, 1000)] == [0.6, 0.8, 1.0, 1.0]
     assert 0.6 < factor(LOSS, 30) < factor(LOSS, 40) < 0.8
-    with raises(UsageError, option="sizes", found=19, expected=20):
+    with raises(UsageError, option="from 20 rows on, not of 19"):
         factor(LOSS, 19)
     # The shares that FR-Spec prints.
     eight = FR_SPEC["llama-3.1-8b"]
