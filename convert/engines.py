@@ -1,4 +1,4 @@
-"""What each serving engine makes of a draft head, in a version that was tried or in another.
+"""Check a draft head against the rules of each serving engine, and the engine's version against those tried.
 
 The rules were read in, or executed with, the versions in `ENGINES`; docs/engines.md says which of the two, and by which
 test. A finding is an "error" where the engine refuses the head or drafts wrongly with it, a "warning" where it works
@@ -146,7 +146,7 @@ class HeadFacts:
 
     @property
     def parts(self) -> list[str]:
-        """What it has that not every head has, and that an engine may not load."""
+        """Optional parts of the head, which an engine may not load."""
         if self.kind == "dflash":
             return []
         found = [part for part, tensors in _PARTS.items() if self.tensor_names.intersection(tensors[self.kind])]
@@ -180,26 +180,24 @@ class Finding:
     Attributes:
         engine: key in `ENGINES`.
         severity, problem, alternative: as `Found`.
-        is_about_version: whether it is about the engine's version rather than the head.
     """
 
     engine: str
     severity: Severity
     problem: str
     alternative: str
-    is_about_version: bool = False
 
     def __str__(self) -> str:
         return f"{ENGINES[self.engine].title}: {self.problem}; {self.alternative}"
 
 
 def check_engine(facts: HeadFacts, engine: str, *, version: str | None = None) -> list[Finding]:
-    """What an engine of `ENGINES` makes of a head, and whether the version that will serve it was tried.
+    """Find what an engine of `ENGINES` refuses or loses of a head, and whether its version was tried.
 
     Without a version, an installed one is looked for.
     """
     require_engines([engine], version)
-    return [*_findings(facts, engine), *_of_version(engine, version)]
+    return [*head_findings(facts, engine), *_of_version(engine, version)]
 
 
 def require_engines(engines: Sequence[str], version: str | None = None) -> None:
@@ -210,21 +208,21 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
     """
     for engine in engines:
         if engine not in ENGINES:
-            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.", option="--engine")
+            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.")
     if version is not None:
         if len(engines) != 1:
-            raise UsageError("--engine-version goes with exactly one --engine.", option="--engine-version")
+            raise UsageError("--engine-version goes with exactly one --engine.")
         _release(version)
 
 
 def conversion_findings(facts: HeadFacts) -> list[Finding]:
-    """What to say when a head is converted: errors and warnings of every engine, in the order of `ENGINES`.
+    """Find the errors and warnings of every engine about a head, in the order of `ENGINES`.
 
     Left out is the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head.
     """
     if facts.kind == "eagle3":
         facts = replace(facts, config={key: value for key, value in facts.config.items() if key != "architectures"})
-    found = [finding for engine in ENGINES for finding in _findings(facts, engine)]
+    found = [finding for engine in ENGINES for finding in head_findings(facts, engine)]
     return [finding for finding in found if finding.severity != "note"]
 
 
@@ -441,7 +439,7 @@ def _no_token_map(head: HeadFacts) -> Iterator[Found]:
 
 
 def _number_of_taps(head: HeadFacts) -> Iterator[Found]:
-    """What vLLM and SGLang look up in the same two places."""
+    """Check that vLLM and SGLang can read the number of taps from config.json."""
     is_said = head.layers(_NESTED_AUX) is not None or head.config.get("num_aux_hidden_states")
     if head.num_taps not in (0, 3) and not is_said:
         problem = f"fc takes {head.num_taps} captured layers; without eagle_config or num_aux_hidden_states it builds 3"
@@ -502,13 +500,14 @@ ENGINES: Mapping[str, Engine] = {
 }
 
 
-def _findings(facts: HeadFacts, engine: str) -> list[Finding]:
+def head_findings(facts: HeadFacts, engine: str) -> list[Finding]:
+    """Find what an engine of `ENGINES` refuses or loses of a head, in the versions that were tried."""
     found = ENGINES[engine].rules(facts)
     return [Finding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
 
 
 def _elsewhere(facts: HeadFacts) -> str:
-    """Which engines take the head without a loss; of an EAGLE head our runtime does."""
+    """Name the engines that take the head without a loss; eagle-generate takes every EAGLE head."""
     ways = [
         ENGINES[engine].title
         for engine in ("vllm", "sglang")
@@ -522,16 +521,16 @@ def _elsewhere(facts: HeadFacts) -> str:
 def _of_version(key: str, stated: str | None) -> list[Finding]:
     engine = ENGINES[key]
     if engine.proven is None:
-        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH, True)]
+        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]
     version = stated or _installed_version(engine.distributions)
     first, last = engine.proven
     span = f"{first if first == last else f'{first} to {last}'} ({engine.proof})"
     if version is None:
-        return [Finding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md", True)]
+        return [Finding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md")]
     if _release(first) <= _release(version) <= _release(last):
         return []
     problem = f"version {version}{'' if stated else ' installed here'} is outside the proven range {span}"
-    return [Finding(key, "warning", problem, f"use the proven version, or {_WATCH}", True)]
+    return [Finding(key, "warning", problem, f"use the proven version, or {_WATCH}")]
 
 
 def _installed_version(distributions: Sequence[str]) -> str | None:
@@ -548,7 +547,7 @@ def _release(version: str) -> tuple[int, ...]:
     match = re.match(r"[vb]?(\d+(?:\.\d+)*)", version)
     if match is None:
         problem = f"--engine-version: expected a version number such as 0.32.0, found {version!r}."
-        raise UsageError(problem, option="--engine-version")
+        raise UsageError(problem)
     parts = [int(part) for part in match[1].split(".")]
     return tuple(parts[:4] + [0] * (4 - len(parts)))
 

@@ -1,4 +1,4 @@
-"""How a head is converted: the options of `eagle-convert`, as a value."""
+"""Options of a conversion, as `eagle-convert` takes them."""
 
 from __future__ import annotations
 
@@ -75,16 +75,15 @@ class ConvertOptions:
         given = sum(value is not None for value in (self.draft_vocab, self.coverage))
         if given > 1 or (given == 0 and not self.gguf):
             raise UsageError(
-                "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one, and not both.",
-                option="--draft-vocab",
+                "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one, and not both."
             )
         if self.coverage is not None:
             check_coverage(self.coverage)
         if self.out == "":
-            raise UsageError("--out: the name is empty. Name the folder to write.", option="--out")
+            raise UsageError("--out: the name is empty. Name the folder to write.")
         clean_subfolder(self.subfolder)
         if not self.sizes:
-            raise UsageError("--draft-vocab: no size given.", option="--draft-vocab")
+            raise UsageError("--draft-vocab: no size given.")
 
     @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:
@@ -118,5 +117,5 @@ def _number_of_ids(size: Any) -> int:
     except TypeError:
         number = 0
     if number < 1 or isinstance(size, bool):
-        raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.", option="--draft-vocab")
+        raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.")
     return number

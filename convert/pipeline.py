@@ -68,7 +68,7 @@ NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a conversion reads from, opened.
+    """Opened inputs of a conversion.
 
     Attributes:
         source: where the head came from.
@@ -127,7 +127,7 @@ class Conversion:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know."""
+        """Warnings for the user."""
         return self.manifest.warnings
 
     @property
@@ -164,7 +164,6 @@ class Conversion:
 
     def check(self) -> None:
         """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
-        require_space(self.folder, self.size_bytes)
         for plan in self.tensors:
             deque(plan.chunks(), maxlen=0)
         if self.inputs.gguf is not None:
@@ -179,7 +178,6 @@ class Conversion:
             CheckpointError, MismatchError: a value that no head may hold.
             OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
         """
-        require_space(self.folder, self.size_bytes)
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
             files = {WEIGHTS_NAME: asdict(write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA))}
             small = {
@@ -289,8 +287,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
     if options.target_revision is not None and (choice is None or choice.name is None):
         raise UsageError(
             f"--target-revision {options.target_revision}: no target is named that it could be a revision of.\n"
-            "Name the repository with --target.",
-            option="--target-revision",
+            "Name the repository with --target."
         )
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
@@ -298,7 +295,6 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
             head.location,
             "has no LM head of its own, so its rows come from the target, and neither its files nor the table of "
             "public heads says which that is.\nName it with --target.",
-            option="--target",
         )
     opened = None
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
@@ -324,25 +320,20 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
     """Refuse options that mean nothing for a head of its kind."""
     if head.kind == "eagle" and options.flavour == "lmdeploy":
         raise UnsupportedHeadError.at(
-            head.location,
-            "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
-            option="--for",
+            head.location, "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out."
         )
     if head.kind == "eagle3" and options.flavour == "sglang":
         raise UsageError.at(
-            head.location,
-            "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out.",
-            option="--for",
+            head.location, "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out."
         )
     stored = {name.rpartition(".")[2] for name in head.tensors.source.names}
     if options.d2t_form != "auto" and "d2t" not in stored:
-        raise UsageError.at(head.location, "has no map.\nLeave --d2t-form out.", option="--d2t-form")
+        raise UsageError.at(head.location, "has no map.\nLeave --d2t-form out.")
     if head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes):
         raise UsageError.at(
             head.location,
             "a DFlash draft has no class name of one engine, and borrows the target's whole LM head as it is.\n"
             "Leave --for out, and give a number of rows with --draft-vocab.",
-            option="--for" if options.flavour != "default" else "--draft-vocab",
         )
     if head.kind == "eagle":
         return
@@ -355,7 +346,6 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
             head.location,
             f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: {largest} were asked for.\n"
             f"Convert {original}, which it was made from.",
-            option="--draft-vocab",
         )
 
 
@@ -367,7 +357,6 @@ def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | N
         raise UsageError.at(
             head.location,
             "--gguf alone takes an artifact at its own size, and this is none.\nGive a size with --draft-vocab.",
-            option="--draft-vocab",
         )
     return ("full",) if head.manifest.rank_order_ids is None else (head.manifest.draft_vocab,)
 

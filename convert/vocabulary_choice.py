@@ -1,4 +1,4 @@
-"""Which tokens a slim head keeps: the one place that turns counts, a token map, a corpus or nothing into vocabularies.
+"""Choose the tokens that a slim head keeps, from counts, a token map, a corpus or the built-in counts.
 
 The ranking itself is `vocab_tools`'; here stand the defaults of `eagle-convert` and what they are called on screen.
 """
@@ -75,10 +75,7 @@ class VocabRequest:
         if len(used) > 1:
             raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
         if self.weights and (self.token_map is not None or self.order is not None):
-            raise UsageError(
-                "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
-                option="--weights",
-            )
+            raise UsageError("--weights gives sources of counts a share, and a token map or --order ids has no counts.")
 
     @property
     def is_default(self) -> bool:
@@ -133,10 +130,7 @@ class Ranking:
         if counts is not None:
             return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
         if coverage is not None:
-            raise UsageError(
-                "--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab.",
-                option="--coverage",
-            )
+            raise UsageError("--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab.")
         if self.request.token_map is None:
             return rank_by_order(None, size, **common)
         given = self.request.token_map
@@ -200,8 +194,7 @@ def make_ranking(
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         if request.weights:
             raise UsageError(
-                "--weights gives sources of counts a share, and an artifact is cut by its own ranks.\nGive --counts.",
-                option="--weights",
+                "--weights gives sources of counts a share, and an artifact is cut by its own ranks.\nGive --counts."
             )
         say("vocabulary: the rank order in the head's own manifest")
         if tokenizer is None:
@@ -215,7 +208,7 @@ def make_ranking(
             advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
         else:
             advice = f"The target {target} has none beside it: name one with --tokenizer."
-        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer")
+        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}")
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
     assert tokenizer is not None
@@ -231,8 +224,7 @@ def make_ranking(
         if not sources and offline:
             raise UsageError(
                 f"no vocabulary is given, and the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}, which "
-                "--offline forbids.\nGive --counts, --token-map, --order or a local --dataset.",
-                option="--offline",
+                "--offline forbids.\nGive --counts, --token-map, --order or a local --dataset."
             )
         if not sources:
             sources = (default_corpus(),)
@@ -245,7 +237,7 @@ def make_ranking(
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         raise MismatchError(
             f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
-            "they were made with another tokenizer.\nCount with the target's own.",
+            "they were made with another tokenizer.\nCount with the target's own."
         )
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)

@@ -106,11 +106,11 @@ def brief(value: object) -> str:
 
 def misfit(name: str, expected: object, found: object) -> UsageError:
     """Return the error for an option, a field or a tensor that cannot be what it is."""
-    return UsageError(f"{name} must be {expected}, got {brief(found)}.", option=name)
+    return UsageError(f"{name} must be {expected}, got {brief(found)}.")
 
 
 def check_choice(option: str, value: object, choices: Collection[object]) -> None:
     """Raise `UsageError` for a value that is none of ``choices``."""
     if value not in choices:
         names = ", ".join(map(repr, choices))
-        raise UsageError(f"{option} = {value!r} is unknown; expected one of {names}.", option=option)
+        raise UsageError(f"{option} = {value!r} is unknown; expected one of {names}.")

@@ -95,17 +95,13 @@ def generate(**options: Any) -> None:
     if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
         prompt = _read_stdin()
     if prompt == "":
-        raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.", option="--prompt")
+        raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.")
     for name, text in (("prompt", prompt), ("--system", system)):
         _check_text(name, text)
     if raw and system is not None:
-        raise UsageError(
-            "--system is part of the chat template, which --raw leaves out. Give one of them.", option="--system"
-        )
+        raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
-        raise UsageError(
-            "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
-        )
+        raise UsageError("--json and --check answer one prompt. Give --prompt.")
     shape = (options.pop("depth"), options.pop("draft_top_k"), options.pop("total_tokens"))
     loading = {"draft_vocab": options.pop("draft_vocab"), "follow": options.pop("follow")}
     with options_as_typed(*_TYPED):
@@ -132,14 +128,14 @@ def _read_stdin() -> str:
     try:
         return "" if sys.stdin is None else sys.stdin.read().rstrip("\n")
     except UnicodeDecodeError as error:
-        raise UsageError(f"stdin is not UTF-8 text ({error}).", option="--prompt") from error
+        raise UsageError(f"stdin is not UTF-8 text ({error}).") from error
 
 
 def _check_text(name: str, text: str | None) -> None:
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"The {name} is not UTF-8 text (at character {error.start}).", option=name) from error
+        raise UsageError(f"The {name} is not UTF-8 text (at character {error.start}).") from error
 
 
 class _Session:

@@ -60,7 +60,7 @@ class OpenedHead:
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
-    """Where a converted head is."""
+    """Folder of a converted head."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
     offline: bool = False
@@ -81,9 +81,7 @@ class OpenedHead:
         most = self.head.draft_vocab
         if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != most:
             if not 0 < draft_vocab < most:
-                raise UsageError(
-                    f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).", option="draft_vocab"
-                )
+                raise UsageError(f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).")
             draft_vocab = self._rank_by_builtin_counts(draft_vocab)
         return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
 
@@ -151,8 +149,7 @@ def open_any_head(
         if tap_layers is not None or d2t_form != "auto":
             raise UsageError(
                 f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
-                "tap_layers and d2t_form out.",
-                option="d2t_form" if tap_layers is None else "tap_layers",
+                "tap_layers and d2t_form out."
             )
         return _from_artifact(Artifact.load(source), offline)
     opened = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
@@ -176,16 +173,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         if (place.index or 0) >= there:
             found = f"GPUs 0 to {there - 1}" if there else "no NVIDIA GPU, or a build of torch without CUDA"
             raise UsageError(
-                f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out.",
-                option="device",
+                f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out."
             )
     elif place.type != "cpu":
         try:
             torch.zeros(1, device=place).item()
         except (RuntimeError, NotImplementedError) as error:
             raise UsageError(
-                f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out.",
-                option="device",
+                f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out."
             ) from error
     return place
 
@@ -199,8 +194,7 @@ def read_device_map(device_map: Any, device: str | torch.device | None) -> str |
     if device is not None or not isinstance(device_map, (str, torch.device)):
         raise UsageError(
             "device_map names one device here, and device is another name for it: give one of them. A target is not "
-            "spread over several.",
-            option="device_map",
+            "spread over several."
         )
     return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
 
@@ -209,9 +203,7 @@ def _device(name: str | torch.device) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UsageError(
-            f"device = {name!r} is unknown; expected cpu, cuda, cuda:1 and so on.", option="device"
-        ) from error
+        raise UsageError(f"device = {name!r} is unknown; expected cpu, cuda, cuda:1 and so on.") from error
 
 
 @contextmanager
@@ -265,8 +257,7 @@ def load_target(
     raise DeviceMemoryError(
         f"Target {target}: its weights are {needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}, and the "
         f"memory of {device} does not suffice ({reason}). Load it in a narrower type (dtype), take a smaller target or "
-        "another device, or end other programs on this one.",
-        option="dtype",
+        "another device, or end other programs on this one."
     )
 
 
@@ -311,8 +302,7 @@ def check_dtype(dtype: torch.dtype | str) -> None:
     """Raise `UsageError` unless ``dtype`` is "auto", or (the name of) a float type that transformers loads in."""
     if dtype not in (None, "auto") and named_dtype(dtype) not in _DTYPES:
         raise UsageError(
-            f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}.",
-            option="dtype",
+            f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}."
         )
 
 
@@ -332,14 +322,12 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
         dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype != weight.dtype:
         raise UsageError(
-            f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Convert it, or leave dtype out.",
-            option="dtype",
+            f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Convert it, or leave dtype out."
         )
     place = weight.device if device is None else _device(device)
     if place.type != weight.device.type or place.index not in (None, weight.device.index):
         raise UsageError(
-            f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out.",
-            option="device",
+            f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out."
         )
 
 

@@ -54,7 +54,7 @@ from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
 from .step.loop import GenerationLoop
-from .step.plan import DEFAULT_MAX_SLOTS, describe, draft_bytes, plan_call
+from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ class Loading(TypedDict, total=False):
     max_model_len: int | None
     """Most tokens of prompt and answer together; None is the model's own limit."""
     revision: str | None
-    """Of the target's Hub repository."""
+    """Revision of the target's Hub repository."""
     head_revision: str | None
-    """Of the head's."""
+    """Revision of the head's."""
     head_subfolder: str | None
-    """Where in its folder or repository the head is."""
+    """Folder of the head within its folder or repository."""
     tap_layers: Sequence[int] | None
     """For unconverted heads whose files do not say (`convert.head.open_head`)."""
     d2t_form: MapForm
@@ -96,7 +96,7 @@ class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
     input_modalities = output_modalities = ("text",)
-    """What a pipeline of transformers prints."""
+    """Modalities that a pipeline of transformers prints."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class SpeculativeModel:
         if unknown:
             known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
             near = did_you_mean(unknown[0], known)
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}", option=unknown[0])
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}")
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -244,7 +244,7 @@ class SpeculativeModel:
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
-        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
+        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
         whole = cls(
             wrapped, built, tokenizer, loading.get("max_model_len"), opened, tokenizer_source, tokenizer_hash,
@@ -270,7 +270,7 @@ class SpeculativeModel:
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
-        order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
+        order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
     def with_follow(
@@ -313,7 +313,7 @@ class SpeculativeModel:
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
-        if own.packing is None and self.opened is not None and weights.device.type == "cuda":
+        if own.packing is None and self.opened is not None:
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
         built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
         if built.packing is not None and own.packing is not None:
@@ -351,7 +351,7 @@ class SpeculativeModel:
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """Where the target is, so that a pipeline leaves it there."""
+        """Device of the target, so that a pipeline leaves it there."""
         return {"": self.device}
 
     @property
@@ -366,7 +366,7 @@ class SpeculativeModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the target is."""
+        """Device of the target."""
         return self.target.device
 
     @property
@@ -389,11 +389,6 @@ class SpeculativeModel:
     def draft_vocab(self) -> int:
         """Rows that are drafted over, without those that join a sequence."""
         return self.drafter.weights.draft_vocab
-
-    @property
-    def draft_bytes(self) -> int:
-        """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
-        return draft_bytes(self.drafter)
 
     def generate(
         self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,
@@ -455,7 +450,7 @@ class SpeculativeModel:
             )  # fmt: skip
             if streamer is not None:
                 if len(call.requests) != 1:
-                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.", option="streamer")
+                    raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
@@ -484,15 +479,14 @@ class SpeculativeModel:
         """
         if positional:
             raise UsageError(
-                f"chat() takes its options by name, such as max_tokens=100; got {brief(positional[0])}.",
-                option="messages",
+                f"chat(messages) takes its options by name, such as max_tokens=100; got {brief(positional[0])}."
             )
         is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         renamed = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
         keywords = {renamed.get(name, name): value for name, value in options.items()}
         if len(keywords) < len(options):
-            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.", option="n")
+            raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.")
         keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 
@@ -535,7 +529,8 @@ class SpeculativeModel:
 def _rank_rows(
     opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
-    ranked = opened.rank_rows(draft_ids, draft_vocab)
+    """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
+    ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None
     return None if ranked is None else torch.from_numpy(ranked).to(device)
 
 

@@ -72,13 +72,13 @@ def _named(operation: Operation, name: str) -> Operation:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Launch kernels where a model is, which need not be the current GPU; nothing on a CPU."""
+    """Make ``device`` the current GPU for a block; nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def side_stream() -> Iterator[torch.cuda.Stream]:
-    """Run a block on the current GPU's side stream, where work is practised and captured; one thread at a time.
+    """Run a block on the current GPU's side stream, used for warm-up and capture; one thread at a time.
 
     A process has one: cuBLAS keeps a workspace (32 MiB on an H100) for every stream that it has ever run on, and the
     allocator keeps free memory by stream.

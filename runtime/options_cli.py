@@ -82,8 +82,7 @@ def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:
         if max(sizes) > most:
             raise UsageError(
                 f"A draft vocabulary of {max(sizes)} is larger than {head.location}, which has {most} rows. Ask "
-                "for fewer, or for `full`, which is all of them.",
-                option="draft_vocab",
+                "for fewer, or for `full`, which is all of them."
             )
     # Whose built-in copy may stand in.
     if options["target"] not in (None, EMBEDDED_TARGET_REPO):

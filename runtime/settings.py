@@ -47,8 +47,7 @@ class TreeConfig:
             raise UsageError(
                 f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
                 f"{self.depth} and top_k = {self.top_k} give only top_k + depth * top_k^2 = {self.num_candidates} "
-                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k.",
-                option="total_tokens",
+                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k."
             )
 
     @property
@@ -90,7 +89,7 @@ class PartialVerification:
 
     @property
     def chain(self) -> TreeConfig:
-        """What a full pass verifies: the newest token, and the tokens ahead."""
+        """Tree that a full pass verifies: the newest token, and the tokens ahead."""
         return TreeConfig(depth=self.num_tokens - 1, top_k=1, total_tokens=self.num_tokens + 1)
 
     def __str__(self) -> str:

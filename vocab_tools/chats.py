@@ -186,8 +186,7 @@ def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSp
     if template is None:
         raise TokenizerError(
             f"{tokenizer.source}: this tokenizer has no chat template, but the corpus holds chats. Name the tokenizer "
-            "of the chat model, or give a template with --chat-template.",
-            option="--chat-template",
+            "of the chat model, or give a template with --chat-template."
         )
     added = tokenizer.backend.get_added_tokens_decoder()
     borders = {token.content for token in added.values() if token.content and not token.single_word}
@@ -221,7 +220,7 @@ class ChatTemplate:
             self._template = _compile_jinja_template(spec.template)
             self.syntax_tree = self._template.environment.parse(spec.template)
         except TemplateError as error:
-            raise TokenizerError(f"The chat template does not parse: {error}", option="--chat-template") from error
+            raise TokenizerError(f"--chat-template does not parse: {error}") from error
         fixed = {"strftime_now": RENDER_DATE.strftime, "tools": None, "documents": None}
         self._variables: dict[str, Any] = {**spec.special_tokens, **fixed}
         # Templates for tools alone take a list for granted.

@@ -1,4 +1,4 @@
-"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug.
+"""Shared by all commands: errors as one line on stderr, exit codes, quiet pipes, --debug.
 
 Exit codes: 0 done, 1 failure, 2 usage, 130 interrupted. Results go to stdout, progress and warnings to stderr.
 A traceback is shown only with --debug.
@@ -25,7 +25,7 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 class _Debuggable:
-    """What commands and groups share: -h, wide help, and --debug."""
+    """Options of commands and groups: -h, wide help, and --debug."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -71,9 +71,9 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights")
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights")
+            raise UsageError(f"--weights: source {name!r} is given twice.")
         weights[name] = number
     return weights
 

@@ -59,10 +59,7 @@ def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: boo
     from .tokenizer import load_tokenizer
 
     if tokenizer_revision is not None and expand_home(tokenizer).exists():
-        raise UsageError(
-            f"{tokenizer}: a local tokenizer has no revisions. Leave out --tokenizer-revision.",
-            option="--tokenizer-revision",
-        )
+        raise UsageError(f"{tokenizer}: a local tokenizer has no revisions. Leave out --tokenizer-revision.")
     return load_tokenizer(tokenizer, tokenizer_revision, offline)
 
 

@@ -50,7 +50,7 @@ def open_for_counting(
     if not sources:
         raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
     if not 0 <= held_out < 1:
-        raise UsageError(f"held-out share: expected at least 0 and below 1, found {held_out}.", option="--held-out")
+        raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
     names = [source.name for source in sources]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
@@ -60,7 +60,7 @@ def open_for_counting(
     say = notify or (lambda message: None)
     has_chat = any(source.kind == "chat" for source in opened)
     if chat_template is not None and not has_chat:
-        raise UsageError("A chat template was given, but no source holds chats.", option="--chat-template")
+        raise UsageError("--chat-template was given, but no source holds chats.")
     plans = tuple(
         SourcePlan(
             kind=source.kind,

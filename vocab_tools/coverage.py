@@ -215,9 +215,7 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
     if sizes is not None:
         wrong = [size for size in sizes if not smallest <= size <= vocab.size]
         if wrong:
-            raise UsageError(
-                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.", option="--sizes"
-            )
+            raise UsageError(f"--sizes {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.")
         shown = tuple(sorted({int(size) for size in sizes}))
     else:
         powers = {1 << exponent for exponent in range(10, 21) if smallest <= 1 << exponent < vocab.size}

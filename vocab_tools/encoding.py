@@ -102,9 +102,7 @@ class _Fastokens:
         try:
             import fastokens
         except ImportError as error:
-            raise TokenizerError(
-                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'", option="--tokenizer-library"
-            ) from error
+            raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
         except Exception as error:  # fastokens raises bare exceptions from Rust
@@ -220,7 +218,7 @@ def choose_library(
         reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
         return "fastokens", reason
     if requested == "fastokens":
-        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", option="--tokenizer-library")
+        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.")
     return "tokenizers", reason
 
 

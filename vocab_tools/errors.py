@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,21 +22,14 @@ INTERRUPTED = 130
 
 
 class EagleSlimError(Exception):
-    """Base of all errors raised on purpose; the message is complete and meant for the user.
-
-    ``facts`` holds what the message is about, for programs: ``UsageError("...", option="--draft-vocab", found=3)``.
-    """
+    """Base of all errors raised on purpose; the message is complete and meant for the user."""
 
     exit_code = 1
 
-    def __init__(self, message: str = "", /, **facts: Any) -> None:
-        super().__init__(message)
-        self.facts = facts
-
     @classmethod
-    def at(cls, where: str | Path, problem: str, /, **facts: Any) -> Self:
-        """The error about something at a place: a file, a folder, a repository."""
-        return cls(f"{printable(str(where))}: {problem}", **{"path": str(where), **facts})
+    def at(cls, where: str | Path, problem: str) -> Self:
+        """Build the error about a file, a folder or a repository."""
+        return cls(f"{printable(str(where))}: {problem}")
 
 
 class UsageError(EagleSlimError):
@@ -79,4 +72,4 @@ def errors_of(path: str | Path) -> Iterator[None]:
     try:
         yield
     except VocabularyError as error:
-        raise VocabularyError(f"{path}: {error}", **error.facts) from error
+        raise VocabularyError(f"{path}: {error}") from error

@@ -17,14 +17,14 @@ def expand_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def check_named(path: object, what: str = "token map or counts file") -> None:
+def check_named(path: object) -> None:
     """Raise UsageError for an empty name: as a path it would be the current folder."""
     if path == "":
-        raise UsageError(f"The name of a {what} is empty. Name a file to read.")
+        raise UsageError("The name of a token map or counts file is empty. Name a file to read.")
 
 
 def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
-    """Return the path of a regular file. Reading anything else may wait for ever, or never end.
+    """Return the path of a regular file; reading a pipe or a device may block.
 
     Raises:
         error_type: it is missing, or a folder, a pipe or a device.
@@ -52,9 +52,7 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     if path.is_dir():
         raise UsageError(f"{path}: is a folder. Name a file to write.")
     if path.exists() and not force:
-        raise UsageError(
-            f"{path}: exists already. Choose another name, or overwrite it with --force.", option="--force"
-        )
+        raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.")
     return path

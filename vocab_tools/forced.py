@@ -112,7 +112,7 @@ def forced_ids(
         force(token_id, f"byte 0x{byte:02X}")
     for token_id in extra:
         if token_id not in real:
-            raise UsageError(f"Forced id {token_id}: {tokenizer.source} has no such token.", option="--force-id")
+            raise UsageError(f"--force-id {token_id}: {tokenizer.source} has no such token.")
         force(token_id, "by request")
     return ForcedIds(
         ids=np.array(sorted(reasons), np.int64),

@@ -59,7 +59,7 @@ def rank_vocabulary(
         VocabularyError: candidate ids break a rule.
     """
     if size is not None and coverage is not None:
-        raise UsageError("A size and a coverage exclude each other: give only one of them.", option="--coverage")
+        raise UsageError("A size and --coverage exclude each other: give only one of them.")
     provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
     if target_vocab is None:
         target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
@@ -122,9 +122,7 @@ def rank_by_order(
     found: dict[str, Any] = {}
     if target_vocab is None:
         if tokenizer is None:
-            raise UsageError(
-                "Ranking by order needs the tokenizer or the size of the target's vocabulary.", option="--tokenizer"
-            )
+            raise UsageError("Ranking by order needs --tokenizer or the size of the target's vocabulary.")
         target_vocab, found[TARGET_VOCAB_FROM] = tokenizer.vocab_size, "tokenizer"
     if tokenizer is not None:
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
@@ -146,10 +144,7 @@ def rank_by_order(
 def check_coverage(coverage: float) -> None:
     """Raise UsageError for a number that is not a share of tokens."""
     if not 0 < coverage <= 1:
-        raise UsageError(
-            f"A coverage of {coverage} is not a share of tokens: give a number above 0 and at most 1.",
-            option="--coverage",
-        )
+        raise UsageError(f"--coverage {coverage} is not a share of tokens: give a number above 0 and at most 1.")
 
 
 def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
@@ -223,8 +218,7 @@ class _Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
         if target_vocab < 1:
             raise UsageError(
-                f"target_vocab: expected the number of rows of the target's LM head, found {target_vocab}.",
-                option="--target-vocab",
+                f"--target-vocab: expected the number of rows of the target's LM head, found {target_vocab}."
             )
         real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
         real = real[real < target_vocab]
@@ -238,10 +232,7 @@ class _Pool:
             wanted = np.unique(np.array([index(token_id) for token_id in forced], np.int64))
         outside = wanted[~np.isin(wanted, real)]
         if len(outside) and not isinstance(forced, ForcedIds):
-            raise UsageError(
-                f"Forced id {outside[0]} is not a token of the target's vocabulary of {target_vocab}.",
-                option="--force-id",
-            )
+            raise UsageError(f"--force-id {outside[0]} is not a token of the target's vocabulary of {target_vocab}.")
         if len(outside):
             warnings.append(
                 f"{len(outside)} forced ids are outside the target's vocabulary of {target_vocab} and left out: "
@@ -335,9 +326,8 @@ def _size_for_coverage(
     enough = np.flatnonzero(reached >= coverage - 1e-12)
     if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
         raise UsageError(
-            f"A coverage of {coverage} of the {part} tokens cannot be reached: the largest draft vocabulary, "
-            f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}.",
-            option="--coverage",
+            f"--coverage {coverage} of the {part} tokens cannot be reached: the largest draft vocabulary, "
+            f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}."
         )
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
     size = min(_round_up(smallest), pool.largest_size)

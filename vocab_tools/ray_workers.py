@@ -38,9 +38,7 @@ def require_ray() -> None:
     try:
         import ray.data  # noqa: F401
     except ImportError as error:
-        raise UsageError(
-            "--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'", option="--run-on"
-        ) from error
+        raise UsageError("--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'") from error
 
 
 class RayWorkers(Workers):

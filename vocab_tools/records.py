@@ -40,7 +40,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class BadRecord:
-    """What is wrong with a record that cannot be read."""
+    """Reason why a record cannot be read."""
 
     reason: str
 

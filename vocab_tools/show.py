@@ -1,4 +1,4 @@
-"""What a draft vocabulary holds and what it leaves out, for people to read."""
+"""List the tokens that a draft vocabulary holds and leaves out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class VocabularyListing:
-    """What a vocabulary holds and leaves out.
+    """Tokens that a vocabulary holds and leaves out.
 
     Attributes:
         size, num_forced, target_vocab: of the vocabulary.

@@ -104,8 +104,7 @@ def ids_from_d2t(
         raise VocabularyError(
             f"d2t: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
             "engines expect offsets (target_id = row + d2t[row]), and there is no t2d to decide. "
-            f"Say which it is with --d2t-form absolute or --d2t-form offset{_OF_A_FILE}.",
-            option="--d2t-form",
+            f"Say which it is with --d2t-form absolute or --d2t-form offset{_OF_A_FILE}."
         )
     return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
 
@@ -132,12 +131,11 @@ def _form_by_mask(
             "them neither as offsets nor as absolute ids. The file is damaged, or its maps are of two models."
         )
     if form is not None and form not in fitting:
-        raise VocabularyError(f"--d2t-form {form} was given, but t2d shows the {fitting[0]} form.", option="--d2t-form")
+        raise VocabularyError(f"--d2t-form {form} was given, but t2d shows the {fitting[0]} form.")
     if fitting == ["absolute"] and form is None:
         raise VocabularyError(
             "d2t holds absolute ids (t2d shows it), where engines expect offsets "
-            f"(target_id = row + d2t[row]). Accept it with --d2t-form absolute{_OF_A_FILE}.",
-            option="--d2t-form",
+            f"(target_id = row + d2t[row]). Accept it with --d2t-form absolute{_OF_A_FILE}."
         )
     return form or fitting[0]
 
@@ -162,7 +160,7 @@ def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form
     path = Path(path)
     source = _read(path)
     if d2t_form is not None and (isinstance(source, DraftVocab) or source.d2t is None):
-        raise UsageError(f"{path}: --d2t-form is for a d2t, and this map lists ids. Leave it out.", option="--d2t-form")
+        raise UsageError(f"{path}: --d2t-form is for a d2t, and this map lists ids. Leave it out.")
     with errors_of(path):
         if isinstance(source, DraftVocab):
             return source if target_vocab is None else source.for_target(target_vocab)
@@ -371,18 +369,16 @@ def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | No
     path = Path(path)
     format = format or format_of(path)
     if format not in FORMATS:
-        raise UsageError(f"token map format {format!r}: expected one of {', '.join(FORMATS)}.", option="--format")
+        raise UsageError(f"--format {format!r}: expected one of {', '.join(FORMATS)}.")
     if path.suffix not in _ENDINGS[format]:
         found = f"{path.suffix!r}" if path.suffix else "a name without ending"
         raise UsageError(
-            f"{path}: format {format!r} is written to a file ending in {' or '.join(_ENDINGS[format])}, not {found}.",
-            option="--format",
+            f"{path}: --format {format} is written to a file ending in {' or '.join(_ENDINGS[format])}, not {found}."
         )
     if format in ("freq", "vllm") and not vocab.ranked:
         raise UsageError(
-            f"Format {format!r} lists ids in rank order, but these come from a map in ascending order, which has none. "
-            "Rank them with counts first (`eagle-vocab rank --candidates`).",
-            option="--format",
+            f"--format {format} lists ids in rank order, but these come from a map in ascending order, which has none. "
+            "Rank them with counts first (`eagle-vocab rank --candidates`)."
         )
     write_file(path, _encode(vocab, format, path.suffix))
 
@@ -399,7 +395,7 @@ def format_of(path: str | Path) -> MapFormat:
     for format in ("json", "safetensors"):
         if suffix == f".{format}":
             return format
-    raise UsageError(f"{path}: this name tells no token map format. Give one with --format.", option="--format")
+    raise UsageError(f"{path}: this name tells no token map format. Give one with --format.")
 
 
 def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> bytes:

@@ -39,7 +39,7 @@ _SIDE_FILES = (
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
-_WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id."
+_WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id (--tokenizer)."
 
 
 def _sha256(value: object) -> str:
@@ -213,7 +213,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     """
     path = expand_home(source)
     if not str(source):
-        raise TokenizerError(f"The tokenizer's name is empty. {_WHAT_TO_GIVE}", option="--tokenizer")
+        raise TokenizerError(f"The tokenizer's name is empty. {_WHAT_TO_GIVE}")
     if path.is_file():
         return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
     if path.is_dir():
@@ -223,7 +223,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
         regular_file(path, TokenizerError)
     # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
     if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
-        raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}", option="--tokenizer")
+        raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}")
     return _load_from_hub(str(source), revision, offline)
 
 
@@ -240,8 +240,7 @@ def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, wher
     if tokenizer_hash != tokenizer.tokenizer_hash:
         raise TokenizerError(
             f"{where}: made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
-            f"{tokenizer.tokenizer_hash}. Name the tokenizer that was used then, or count again with this one.",
-            option="--tokenizer",
+            f"{tokenizer.tokenizer_hash}. Name the one that was used then (--tokenizer), or count again with this one."
         )
     return []
 
@@ -352,22 +351,21 @@ def _build_backend(source: str, config: Mapping[str, Any], revision: str | None,
 
     to_convert = (
         "Convert it with transformers, where you trust it: "
-        f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give FOLDER."
+        f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER."
     )
     try:
         built = AutoTokenizer.from_pretrained(
             source, revision=revision, local_files_only=offline, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        why = f"transformers cannot build a tokenizer from the other files: {error}"
+        why = f"transformers cannot build a tokenizer (--tokenizer) from the other files: {error}"
         if "auto_map" in config:
             why = f"its tokenizer is Python code of its own (auto_map), which is not run. {to_convert}"
-        raise TokenizerError(f"{source}: no {_TOKENIZER}, and {why}", option="--tokenizer") from error
+        raise TokenizerError(f"{source}: no {_TOKENIZER}, and {why}") from error
     backend = getattr(built, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
-            f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a {_TOKENIZER} is needed. {to_convert}",
-            option="--tokenizer",
+            f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a {_TOKENIZER} is needed. {to_convert}"
         )
     return backend
 

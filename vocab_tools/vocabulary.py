@@ -75,7 +75,7 @@ class DraftVocab:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know about this vocabulary."""
+        """Warnings for the user about this vocabulary."""
         return tuple(self.provenance.get("warnings", ()))
 
     @property

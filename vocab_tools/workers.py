@@ -37,7 +37,7 @@ MAX_REPORTS = 10
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """How the documents of one source are read, as `CorpusSource` says."""
+    """Options for reading the documents of one source, from `CorpusSource`."""
 
     kind: Literal["text", "chat"]
     column: str

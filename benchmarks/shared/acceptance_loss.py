@@ -27,6 +27,6 @@ def factor(lengths: dict[int, float], rows: int) -> float:
     sizes = sorted(lengths)
     if rows < sizes[0]:
         message = f"Accepted lengths are known from {sizes[0]} rows on, not of {rows}."
-        raise UsageError(message, option="sizes", found=rows, expected=sizes[0])
+        raise UsageError(message)
     length = np.interp(np.log2(rows), np.log2(sizes), [lengths[size] for size in sizes])
     return float(length) / lengths[sizes[-1]]

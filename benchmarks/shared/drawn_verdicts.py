@@ -35,10 +35,7 @@ def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
     probability. Raises `UsageError` for a mean that no such law has.
     """
     if not 1 <= mean <= longest:
-        raise UsageError(
-            f"A mean accepted length of {mean} is not between 1 and the longest, {longest}.",
-            option="accepted", found=mean, expected=longest,
-        )  # fmt: skip
+        raise UsageError(f"A mean accepted length of {mean} is not between 1 and the longest, {longest}.")
     lengths = torch.arange(1, longest + 1, dtype=torch.float64)
     middles = (torch.arange(NUM_LENGTHS, dtype=torch.float64) + 0.5) / NUM_LENGTHS
 

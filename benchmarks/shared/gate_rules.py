@@ -104,7 +104,7 @@ class Gates:
         missing = sorted(set(self.micro.tolerances) - set(ratios))
         if missing:
             message = f"No reference of {', '.join(missing)} for {device}: measure it with --record on a good commit."
-            raise UsageError(message, device=device, missing=missing)
+            raise UsageError(message)
         return ratios
 
 

@@ -26,7 +26,7 @@ from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 
 CARD_NAME = "README.md"
 METADATA = {"format": "pt"}
-"""What loaders ask of the metadata of a safetensors file."""
+"""Metadata of the weights file, which loaders check."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Artifact:
                 )
             if (size := path.stat().st_size) != entry.get("size_bytes"):
                 raise ArtifactError.at(
-                    path,
-                    f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
+                    path, f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again."
                 )
         head = open_head(source)
         problem = _disagreement(head, manifest)
@@ -163,5 +162,5 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
 
 
 def record_of_bytes(data: bytes) -> dict[str, Any]:
-    """What the manifest holds of a small file."""
+    """Return the manifest's entry for a small file."""
     return {"size_bytes": len(data), "sha256": sha256_of(data)}

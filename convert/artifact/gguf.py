@@ -22,7 +22,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
-from ..engines import HeadFacts, check_engine
+from ..engines import HeadFacts, head_findings
 from ..errors import MismatchError, UnsupportedHeadError
 from ..heads import names
 from ..heads.config import default_taps
@@ -54,7 +54,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class GgufChoice:
-    """Which GGUF files to write, one for each type of the matrices, and what they say of the target.
+    """The GGUF files to write, one for each type of the matrices, and their facts about the target.
 
     `taps`: the head reads the inputs of these decoder layers of the target.
     """
@@ -75,12 +75,12 @@ def choose_gguf(
         UsageError: the target's number of layers (`target_layers`) or its tokenizer is needed and not known.
     """
     if head.kind == "dflash":
-        problem = "GGUF is written for EAGLE-3 heads.\nMake a DFlash draft's with llama.cpp: docs/serving/dflash.md."
-        raise UnsupportedHeadError.at(head.location, problem, option="--gguf")
-    found = check_engine(HeadFacts.of(head, target_layers=target_layers), "llama.cpp")
+        problem = "--gguf: written for EAGLE-3 heads.\nMake a DFlash draft's with llama.cpp: docs/serving/dflash.md."
+        raise UnsupportedHeadError.at(head.location, problem)
+    found = head_findings(HeadFacts.of(head, target_layers=target_layers), "llama.cpp")
     if errors := [str(finding) for finding in found if finding.severity == "error"]:
-        problem = f"no GGUF can be written.\n{'; '.join(errors)}."
-        raise UnsupportedHeadError.at(head.location, problem, option="--gguf")
+        problem = f"--gguf: no file can be written.\n{'; '.join(errors)}."
+        raise UnsupportedHeadError.at(head.location, problem)
     types = tuple(dict.fromkeys(_TYPE_OF[head.dtype_name] if kind == "auto" else kind for kind in kinds))
     for name in head.tensors if "q8_0" in types else ():
         shape = head.tensors.shape(name)
@@ -92,7 +92,7 @@ def choose_gguf(
         taps = default_taps(target_layers)
     if tokenizer is None or taps is None:
         problem = "--gguf: the file holds the target's tokens and its captured layers, and the target is not known."
-        raise UsageError(f"{problem}\nName it with --target.", option="--gguf")
+        raise UsageError(f"{problem}\nName it with --target.")
     return GgufChoice(types, taps, tokenizer)
 
 

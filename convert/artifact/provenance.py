@@ -1,4 +1,4 @@
-"""What an artifact was made from: how its manifest tells it, and how the head is found again where it is at hand."""
+"""Provenance of an artifact: record its source in the manifest, and open the source head again."""
 
 from __future__ import annotations
 

@@ -167,7 +167,6 @@ def settle_taps(
             where,
             f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}.\n"
             f"Name the {count} layers whose inputs the head reads with --tap-layers.",
-            option="--tap-layers",
         )
     norms = [name for name in tensors if names.is_fc_norm(name)]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):

@@ -210,7 +210,6 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
             where,
             f"{unknown[0]}: {found[unknown[0]]} seem to be layers of the target that the head reads, and whether their "
             f"inputs or their outputs is not known.\nName the layers whose inputs it reads with {_TAPS_FLAG}.",
-            option=_TAPS_FLAG,
         )
     readings = {}
     for key, ids in found.items():
@@ -224,7 +223,7 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
         problem = (
             f"the keys that name the layers which the head reads disagree: {said}.\n{ask} which with {_TAPS_FLAG}."
         )
-        raise MismatchError.at(where, problem, option=_TAPS_FLAG)
+        raise MismatchError.at(where, problem)
     return next(iter(readings.values()), None)
 
 

@@ -60,7 +60,6 @@ def open_dflash(
                 where,
                 "config.json names no layers of the target, and engines choose different ones: vLLM 2, n // 2, n - 3, "
                 "SGLang as many as the draft has.\nName the layers whose inputs the draft reads with --tap-layers.",
-                option="--tap-layers",
             )
         taps = head_config.given_tap_layers(given_taps, where)
         source_config = _with_tap_layers(source_config, taps)
@@ -68,7 +67,6 @@ def open_dflash(
         raise MismatchError.at(
             where,
             f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}.\nLeave the option out.",
-            option="--tap-layers",
         )
     _check_mask(merged, config["vocab_size"], where)
     settle_dflash(tensors, config, len(taps), where)

@@ -191,7 +191,6 @@ class DraftHead:
                     self.location,
                     f"the head reads the inputs of layers {list(found)}, and the target has {num_layers} layers.\n"
                     "Name the right target with --target, or the layers with --tap-layers.",
-                    option="--tap-layers",
                 )
         return taps
 

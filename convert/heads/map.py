@@ -1,4 +1,4 @@
-"""Which target id each row of a head's LM head stands for, in every form in which trainers store it."""
+"""Read the target id of each row of an LM head (d2t, t2d), in every form that trainers store."""
 
 from __future__ import annotations
 

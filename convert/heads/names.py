@@ -164,7 +164,7 @@ _SECOND_LAYER = re.compile(r"(midlayer|layers)\.[1-9]\d*\..*")
 
 @dataclass(frozen=True)
 class NameTable:
-    """How the tensors of one checkpoint map to canonical names.
+    """Canonical names of the tensors of one checkpoint.
 
     Attributes:
         kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
@@ -121,8 +122,15 @@ def head_from_checkpoint(
     check_dtypes(tensors, location)
     check_head_norms(tensors, table.kind, head_config.says_qwen3(config), location)
     settle_biases(tensors, flat, table.kind, location)
-    settle = _eagle if table.kind == "eagle" else _eagle3
-    ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)
+    ids, taps, warnings = None, None, list[str]()
+    if table.kind == "eagle3":
+        ids, taps, warnings = _eagle3(tensors, flat, location, d2t_form, tap_layers)
+    elif tap_layers is not None:
+        problem = "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\nLeave the option out."
+        raise MismatchError.at(location, problem)
+    else:
+        flat["vocab_size"] = vocab_size(flat, None, location)
+        settle_eagle(tensors, flat, location)
     if table.kind == "eagle3" and names.FC_BIAS in tensors:
         table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
     kept = {
@@ -145,26 +153,10 @@ def head_from_checkpoint(
     )
 
 
-_Settled = tuple["np.ndarray[Any, np.dtype[np.int64]] | None", "tuple[int, ...] | None", list[str]]
-
-
-def _eagle(
-    tensors: LazyTensors, config: dict[str, Any], where: str, d2t_form: D2tForm, given_taps: Sequence[int] | None
-) -> _Settled:
-    if given_taps is not None:
-        raise MismatchError.at(
-            where,
-            "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\nLeave the option out.",
-            option="--tap-layers",
-        )
-    config["vocab_size"] = vocab_size(config, None, where)
-    settle_eagle(tensors, config, where)
-    return None, None, []
-
-
 def _eagle3(
     tensors: LazyTensors, config: dict[str, Any], where: str, d2t_form: D2tForm, given_taps: Sequence[int] | None
-) -> _Settled:
+) -> tuple[NDArray[np.int64] | None, tuple[int, ...] | None, list[str]]:
+    """Settle map, taps and configuration of an EAGLE-3 head; returns ids [draft_vocab], tap layers and warnings."""
     warnings = []
     ids = read_map(tensors, config, where, d2t_form)
     if ids is not None and d2t_form == "auto" and "t2d" not in tensors and np.array_equal(ids, np.arange(len(ids))):

@@ -46,10 +46,10 @@ class Snapshot:
 
 
 class HubError(SourceError):
-    """What was asked of the Hub failed; `trouble` says how."""
+    """A request to the Hub failed; `trouble` says how."""
 
     def __init__(self, trouble: HubTrouble) -> None:
-        super().__init__(str(trouble), reason=trouble.reason)
+        super().__init__(str(trouble))
         self.trouble = trouble
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from eagle_slim.vocab_tools.hub import LIBRARY_NAME
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, HubTrouble
 
 from ..atomic import require_space
 from ..errors import CheckpointError, SourceError
@@ -147,21 +147,20 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -
         partial.truncate(0)
         done = partial.write(prefix)
     require_space(partial.name, total - done)
-    came = done - len(prefix)
     # In huggingface_hub's style, so that its switches hold.
-    bar = tqdm(desc=info.name, total=info.size_bytes, initial=came, unit="B", unit_scale=True, disable=None)  # type: ignore[no-untyped-call]
+    bar = tqdm(
+        desc=info.name, total=info.size_bytes, initial=done - len(prefix), unit="B", unit_scale=True, disable=None
+    )  # type: ignore[no-untyped-call]
     with bar:
         while done < total:
             start = offset + done - len(prefix)
             try:
                 piece = file.read(start, min(start + PIECE_BYTES, offset + info.size_bytes))
             except HubError as error:
-                raise SourceError.at(
-                    file.label,
-                    f"{error.trouble.headline}; {done - len(prefix):,} of {info.size_bytes:,} bytes came.\n"
-                    f"What has come is kept: the same command goes on from there. {error.trouble.advice}",
-                    reason=error.trouble.reason,
-                ) from error
+                came = f"{done - len(prefix):,} of {info.size_bytes:,} bytes came"
+                headline = f"{file.label}: {error.trouble.headline}; {came}"
+                advice = f"What has come is kept: the same command goes on from there. {error.trouble.advice}"
+                raise HubError(HubTrouble(headline, advice, error.trouble.reason)) from error
             except SourceError:
                 partial.truncate(0)
                 raise

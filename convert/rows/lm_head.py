@@ -69,7 +69,7 @@ class LmHead:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know of it."""
+        """Warnings for the user."""
         if self.unused is None:
             return []
         return [

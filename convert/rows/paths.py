@@ -1,4 +1,4 @@
-"""Which files of a folder are its weights, and whether a name, as an index file has them, stays inside that folder.
+"""Choose the weights files of a folder, and refuse names in an index file that lead out of it.
 
 Order of preference, as in transformers: `model.safetensors`, `model.safetensors.index.json`, `pytorch_model.bin`,
 `pytorch_model.bin.index.json`; and, where none of these exists, one single other `*.safetensors`. What is beside the
@@ -53,8 +53,7 @@ def choose_weights(names: list[str], where: str) -> str:
         )
     raise CheckpointError(
         f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}; of a head, --weights-file names "
-        "another, --subfolder a sub-folder.\n"
-        + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
+        "another, --subfolder a sub-folder.\n" + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty.")
     )
 
 
@@ -107,9 +106,8 @@ def clean_subfolder(subfolder: object) -> str:
         return ""
     if not isinstance(subfolder, str) or not stays_inside(subfolder):
         raise UsageError(
-            f"subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
-            "such as eagle3 or heads/eagle3.",
-            option="--subfolder",
+            f"--subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
+            "such as eagle3 or heads/eagle3."
         )
     return "/".join(PurePosixPath(subfolder).parts)
 
@@ -129,8 +127,7 @@ def path_inside(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         reason = "a link to nothing" if path.is_symlink() else "not there"
         raise CheckpointError.at(
-            path,
-            f"{reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again.",
+            path, f"{reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again."
         ) from error
     if not any(real.is_relative_to(root) for root in _allowed_roots(folder)):
         raise CheckpointError.at(

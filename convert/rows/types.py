@@ -1,4 +1,4 @@
-"""What readers of weights files share: the description of a tensor, the record of a read, words of messages."""
+"""Shared by the readers of weights files: descriptions of tensors, records of reads, errors."""
 
 from __future__ import annotations
 

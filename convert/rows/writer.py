@@ -52,7 +52,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written: SHA-256 of all bytes before the first tensor's data, and of each tensor's bytes by its name."""
+    """Size of a written file, SHA-256 of its bytes before the first tensor's data, and of each tensor by name."""
 
     size_bytes: int
     header_sha256: str

@@ -65,11 +65,6 @@ def embedded_chats() -> Path:
     return _default_data() / "self_chat.jsonl.gz"
 
 
-def embedded_code_chats() -> Path:
-    """Those of `embedded_chats` that hold a block of code between fences (jsonl.gz, `messages`)."""
-    return _default_data() / "self_chat_code.jsonl.gz"
-
-
 def _default_data() -> Path:
     folder = resources.files("eagle_slim.convert.default")
     return Path(str(folder))
@@ -179,7 +174,7 @@ def embedded_target_folder() -> Path:
         except OutputError as error:
             raise OutputError(
                 "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
-                f"the target with --target. {error}",
+                f"the target with --target. {error}"
             ) from error
     return folder
 

@@ -78,7 +78,7 @@ class ResolvedSource:
 
     @property
     def label(self) -> str:
-        """How messages call it: the repository, its commit and the sub-folder, or the folder."""
+        """Name in messages: the repository, its commit and the sub-folder, or the folder."""
         if self.repo_id is None:
             return str(self.folder)
         return _joined(f"{self.repo_id}@{(self.commit or '')[:12]}", self.subfolder)
@@ -171,7 +171,7 @@ def _resolve(
     if path_like or is_file or is_lost:
         kind = "is a file" if is_file else "a link to nothing, or in a circle" if is_lost else "no such folder"
         raise SourceError(
-            f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.",
+            f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model."
         )
     try:
         found = find_snapshot(repo_id, revision, offline, choose, inside)
@@ -200,9 +200,7 @@ def _check_weights_file(names: Collection[str], weights_file: str | None, where:
     if weights_file is not None and weights_file not in names:
         weights = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".index.json")))
         raise SourceError.at(
-            where,
-            f"no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
-            option="--weights-file",
+            where, f"no file {weights_file!r} (--weights-file).\nIt holds {', '.join(weights[:8]) or 'no weights'}."
         )
 
 

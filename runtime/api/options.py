@@ -45,19 +45,12 @@ _WITHOUT_EFFECT = (
 _KINDS_WITHOUT_EFFECT = ("cache_", "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile")
 """Beginnings of further names that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
-_ON_LOGITS = (
-    "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "forced_bos_token_id",
-    "encoder_no_repeat_ngram_size", "renormalize_logits", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "watermarking_config", "logit_bias",
-    "presence_penalty", "frequency_penalty", "allowed_token_ids", "logits_processors", "output_scores",
-    "output_logits", "logprobs",
-)  # fmt: skip
-"""Names, vLLM's too, of what a logits processor can do instead."""
 _ON_GREEDY = (
     "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "penalty_alpha", "dola_layers",
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
+_PROCESSORS = " What changes logits can be given as a logits_processor."
 _WITHOUT_WARNING = {"temperature": (1.0,), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
 """Values beside greedy decoding of which transformers does not warn."""
 
@@ -88,10 +81,10 @@ def read_call(
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
     if own["inputs"] is not None:
         if input_ids is not None:
-            raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")
+            raise UsageError("Give the prompts once, as input_ids or as inputs.")
         input_ids = own["inputs"]
     if input_ids is None:
-        raise UsageError("No prompt was given: input_ids is None.", option="input_ids")
+        raise UsageError("No prompt was given: input_ids is None.")
     tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
     own_eos = own_eos_ids(target)
     options = join_options(target.generation_config, own["generation_config"], fields)
@@ -106,8 +99,7 @@ def read_call(
     if repeats > 1 and sampling.is_greedy:
         raise UsageError(
             f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
-            "temperature.",
-            option="num_return_sequences",
+            "temperature."
         )
     read = read.repeated(repeats)
     stop = options.get("stop_strings") if own["stop"] is None else own["stop"]
@@ -151,8 +143,7 @@ def join_options(
         if not _asks_nothing(name, getattr(own, name, None)):
             raise UsageError(
                 f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
-                f"without it.{_instead(name)}",
-                option=name,
+                "without it, or give what changes logits as a logits_processor.",
             )
     known = vars(GenerationConfig())
     found = {name: getattr(own, name, None) for name in PENALTIES}
@@ -161,11 +152,11 @@ def join_options(
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:
             near = did_you_mean(name, (*_SERVED, *_OURS))
-            raise UsageError(f"There is no option {name!r}.{_instead(name) or near}", option=name)
+            raise UsageError(f"There is no option {name!r}.{near or _PROCESSORS}")
         if name in _SERVED:
             found[name] = found.get(name) if value is None else value
         elif not _asks_nothing(name, value):
-            raise UsageError(f"The option {name!r} is not served.{_instead(name)}", option=name)
+            raise UsageError(f"The option {name!r} is not served.{_PROCESSORS}")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -175,10 +166,6 @@ def _asks_nothing(name: str, value: Any) -> bool:
         return True
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and value == (1 if name in _OFF_AT_ONE else 0)
-
-
-def _instead(name: str) -> str:
-    return " What changes logits can be a logits_processor." if name in _ON_LOGITS else ""
 
 
 def own_eos_ids(target: TargetModel) -> frozenset[int]:
@@ -220,7 +207,7 @@ def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> 
     """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
     stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
     if stops and not has_tokenizer:
-        raise UsageError("Stop strings need a tokenizer. Load the model with one.", option="stop")
+        raise UsageError("stop strings need a tokenizer. Load the model with one.")
     if not all(isinstance(text, str) and text for text in stops):
         raise misfit("stop", "texts of at least one letter", list(stops))
     return stops
@@ -258,9 +245,7 @@ def sampling_config(
     given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
     is_cold = temperature is not None and temperature == 0
     if do_sample and is_cold:
-        raise UsageError(
-            "do_sample=True needs a temperature above 0. Leave temperature out for 1.0.", option="temperature"
-        )
+        raise UsageError("do_sample=True needs a temperature above 0. Leave temperature out for 1.0.")
     sampling = SamplingConfig(1.0 if temperature is None or is_cold else temperature, seed=seed, **given)
     if do_sample or (do_sample is None and temperature):
         return sampling
@@ -312,8 +297,7 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     if length < prompt_length:
         raise UsageError(
             f"max_length = {length} counts prompt and answer together, and the prompt alone has {prompt_length} "
-            "tokens. Give max_new_tokens to limit the answer alone.",
-            option="max_length",
+            "tokens. Give max_new_tokens to limit the answer alone."
         )
     return length - prompt_length
 

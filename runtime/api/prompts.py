@@ -25,8 +25,7 @@ def read_token_id(token: Any) -> int:
     """Return a token id as a plain integer. Raises `UsageError` for anything that is no integer."""
     if isinstance(token, bool) or not isinstance(token, Integral):
         raise UsageError(
-            f"Token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}.",
-            option="input_ids",
+            f"input_ids: token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}."
         )
     return int(token)
 
@@ -38,7 +37,7 @@ class ReadPrompts:
     rows: list[tuple[int, ...]]
     prompts: list[tuple[int, ...]]
     device: torch.device
-    """Where they were given; the CPU for what is no tensor."""
+    """Device of the given tensor; the CPU for anything else."""
 
     def repeated(self, times: int) -> ReadPrompts:
         """Return them with each prompt ``times`` times in a row."""
@@ -56,16 +55,14 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
     if isinstance(given, Mapping):
         if "input_ids" not in given:
             raise UsageError(
-                f"A mapping is a prompt only if it has input_ids; this one has {brief(list(given))}. "
-                f"{_USE_ENCODE_CHAT}",
-                option="input_ids",
+                f"A mapping is a prompt only if it has input_ids; this one has {brief(list(given))}. {_USE_ENCODE_CHAT}"
             )
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
     device = given.device if isinstance(given, Tensor) else torch.device("cpu")
     if _is_single(given):
         raise UsageError(
-            f"A prompt is text or token ids, got {brief(given)}. Embeddings cannot be drafted from.", option="input_ids"
+            f"input_ids: a prompt is text or token ids, got {brief(given)}. Embeddings cannot be drafted from."
         )
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
         attention_mask = given != pad
@@ -77,17 +74,16 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
         raise PromptError("No prompt was given.")
     first = values[0]
     if isinstance(first, Mapping):
-        raise UsageError(f"These are messages, not a prompt. {_USE_ENCODE_CHAT}", option="input_ids")
+        raise UsageError(f"input_ids: these are messages, not a prompt. {_USE_ENCODE_CHAT}")
     if isinstance(first, str):
         if mask is not None:
-            raise UsageError("attention_mask goes with token ids; text has no padding.", option="attention_mask")
+            raise UsageError("attention_mask goes with token ids; text has no padding.")
         values = [encode_text(tokenizer, str(text)) for text in values]
     elif isinstance(first, (int, float)):
         values = [values]
     elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
         raise UsageError(
-            "A batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them.",
-            option="input_ids",
+            "input_ids: a batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them."
         )
     if mask and isinstance(mask[0], (int, float)):
         mask = [mask]
@@ -124,9 +120,7 @@ def encode_text(tokenizer: Any | None, text: str) -> list[int]:
     Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
     """
     if tokenizer is None:
-        raise UsageError(
-            "Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.", option="tokenizer"
-        )
+        raise UsageError("Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.")
     return _encode(tokenizer, text)
 
 
@@ -135,7 +129,7 @@ def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"A prompt is text, and character {error.start} of this one is half of a surrogate pair: "
+            f"input_ids: a prompt is text, and character {error.start} of this one is half of a surrogate pair: "
             f"{text[max(0, error.start - 20) : error.start + 1]!r}."
         ) from error
     ids: list[int] = tokenizer(text, **options).input_ids
@@ -149,30 +143,26 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
     anything that is no conversation, and for one that the template refuses.
     """
     if tokenizer is None:
-        raise UsageError("A chat needs a tokenizer. Load the model with one.", option="tokenizer")
+        raise UsageError("A chat needs a tokenizer. Load the model with one.")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
         raise UsageError(
             'A conversation is a list of messages such as [{"role": "user", "content": "Hi"}]; got '
-            f"{brief(messages)}.",
-            option="messages",
+            f"{brief(messages)}."
         )
     if not tokenizer.chat_template:
         content = messages[-1].get("content")
         if not isinstance(content, str):
             raise UsageError(
-                "Without a chat template the content of the last message is the prompt, and has to be text; got "
-                f"{brief(content)}.",
-                option="messages",
+                "Without a chat template the content of the last of the messages is the prompt: text; got "
+                f"{brief(content)}."
             )
         return encode_text(tokenizer, content)
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"The tokenizer's chat template refuses this conversation: {error}", option="messages"
-        ) from error
+        raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
     return _encode(tokenizer, text, add_special_tokens=False)
 
 
@@ -189,7 +179,6 @@ def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence
     if found != expected:
         raise UsageError(
             f"attention_mask has rows of {brief(found)} entries, input_ids of {brief(expected)}. They must have the "
-            "same shape.",
-            option="attention_mask",
+            "same shape."
         )
     return [tuple(compress(prompt, keep)) for prompt, keep in zip(prompts, mask, strict=True)]

@@ -84,7 +84,7 @@ class RunningRequest:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     num_cut_tokens: int = 0
     missed: MissedTokens | None = None
-    """What the draft vocabulary does not hold of the new tokens; None where drafting was not asked for."""
+    """Counter of new tokens outside the draft vocabulary; None where drafting was not asked for."""
     num_reused: int = 0
     """Tokens of the prompt that a slot held already."""
 
@@ -159,10 +159,7 @@ def _is_met(criterion: Callable[[Tensor, Any], Any], ids: Tensor) -> bool:
     found = criterion(ids, None)
     if found is None:
         name = getattr(criterion, "__name__", type(criterion).__name__)
-        raise UsageError(
-            f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.",
-            option="stopping_criteria",
-        )
+        raise UsageError(f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.")
     return bool(torch.as_tensor(found).all())
 
 

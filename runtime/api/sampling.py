@@ -50,7 +50,7 @@ class Processors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all steps."""
+        """Names of all steps."""
         return tuple(name for name, _ in self.steps)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -64,8 +64,7 @@ class Processors:
                 what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
                 raise UsageError(
                     f"Logits processor {name} returned {what}; expected scores {list(scores.shape)}, as it was given. "
-                    "One that changes them in place returns them too.",
-                    option="logits_processor",
+                    "One that changes them in place returns them too."
                 )
             scores = found
         return scores
@@ -109,14 +108,12 @@ def build_processors(
         try:
             processor = builders[name](value)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"transformers refuses {name} = {value!r}: {error}", option=name) from error
+            raise UsageError(f"transformers refuses {name} = {value!r}: {error}") from error
         if name == "bad_words_ids" and not all(len(word) for word in value):
             raise misfit(name, "words of at least one token", value)
         for token in _leaves(value) if name in ("bad_words_ids", "suppress_tokens") else ():
             if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
-                raise UsageError(
-                    f"{name} names token {token!r}; the target's ids are 0 to {vocab_size - 1}.", option=name
-                )
+                raise UsageError(f"{name} names token {token!r}; the target's ids are 0 to {vocab_size - 1}.")
         if processor:
             built.append((name, processor))
     steps = [*built, *((type(processor).__name__, processor) for processor in extra)]

@@ -1,4 +1,4 @@
-"""What is compared: every head over every draft vocabulary with every tree, and plain decoding beside them."""
+"""List the candidates of a comparison: every head over every draft vocabulary with every tree, and plain decoding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Candidate:
     model: SpeculativeModel = field(repr=False, compare=False)
     draft_vocab: int = 0
     draft_bytes: int = 0
-    """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, on each level."""
+    """See `Drafter.draft_bytes`."""
     follow: str | None = None
     """"prompt" where ids of the prompt join the draft vocabulary."""
     follow_rows: int = 0
@@ -56,8 +56,9 @@ class Candidate:
         """Describe a model whose draft vocabulary is called ``size``."""
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
-            size, size, model, model.draft_vocab, model.draft_bytes, None if weights.follow is None else "prompt",
-            weights.num_joining, head, (tree.depth, tree.top_k, tree.total_tokens),
+            size, size, model, model.draft_vocab, model.drafter.draft_bytes,
+            None if weights.follow is None else "prompt", weights.num_joining, head,
+            (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
     @property
@@ -122,16 +123,14 @@ class RankedHead:
                 return cls(name, model, opened, None)
             raise UsageError(
                 f"Head {head.location} has no ranking of its own. Give --counts or --token-map, or convert it first; "
-                "--sizes full needs no ranking.",
-                option="--sizes",
+                "--sizes full needs no ranking."
             )
         # A head's own ranking begins with the ids that its tokenizer forced.
         is_own = request.is_default and not embedded
         source = None if is_own else embedded_target_folder() if embedded else model.tokenizer_source
         if source is None and request.counts:
             raise UsageError(
-                "--counts needs the files of the target's tokenizer, and there are none. Give --token-map.",
-                option="--counts",
+                "--counts needs the files of the target's tokenizer, and there are none. Give --token-map."
             )
         tokenizer = None if source is None else load_tokenizer(source, offline=opened.offline)
         ranking = make_ranking(head, request, tokenizer, embedded=embedded, offline=True, count=_never, say=say)
@@ -209,8 +208,7 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
     """
     if any(model.opened is None or model.target.model is not models[0].target.model for model in models) or not models:
         raise UsageError(
-            "A comparison takes one model or more, built by from_pretrained over the same loaded target.",
-            option="models",
+            "models: a comparison takes one or more, built by from_pretrained over the same loaded target."
         )
     locations = [model.opened.head.location for model in models if model.opened is not None]
     names = [Path(location).name for location in locations]
@@ -218,7 +216,7 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
         names = locations
     repeated = [name for name, times in Counter(names).items() if times > 1]
     if repeated:
-        raise UsageError(f"Each head is compared once; given twice: {', '.join(repeated)}.", option="models")
+        raise UsageError(f"models: each head is compared once; given twice: {', '.join(repeated)}.")
     return [RankedHead.of(name, model, options, say) for name, model in zip(names, models, strict=True)]
 
 

@@ -82,8 +82,7 @@ class CompareOptions:
                 raise misfit(name, f"at least {least}", value)
         if "sampled" in self.modes and self.sampling.is_greedy:
             raise UsageError(
-                'The mode "sampled" needs a temperature above 0. Leave it out of the modes to compare greedy decoding.',
-                option="temperature",
+                'The mode "sampled" needs a temperature above 0. Leave it out of the modes to compare greedy decoding.'
             )
 
     def generation(self, mode: str) -> Mapping[str, Any]:

@@ -97,7 +97,6 @@ def _from_value(value: Any, path: Path, **place: int) -> Prompt:
             # JSON's escapes can spell it, but no tokenizer takes it.
             raise PromptFileError(
                 f"{path}, {where}: expected text, found half of a surrogate pair (one of \\ud800 to \\udfff alone).",
-                **place,
             )
         if prompt is not None:
             return prompt
@@ -107,7 +106,6 @@ def _from_value(value: Any, path: Path, **place: int) -> Prompt:
     raise PromptFileError(
         f'{path}, {where}: expected "turns" (a list of texts), "messages" (with one of the user), "prompt" or '
         f'"question" (a text), found {found}.',
-        **place,
     )
 
 

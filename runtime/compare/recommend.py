@@ -17,7 +17,7 @@ _MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use in one mode at one batch size, and the reasons as complete sentences."""
+    """Recommend a candidate for one mode and batch size, with the reasons as complete sentences."""
 
     mode: str
     batch: int
@@ -35,10 +35,6 @@ class Advice:
     beats_plain: bool | None
     """Whether drafting is faster than plain decoding; None without a significant difference."""
     reasons: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Comparison:
                 {"name": curve.name, "sizes": list(curve.sizes), "covered": list(curve.covered)}
                 for curve in self.report.curves
             ],
-            "recommendations": [each.to_json() for each in self.recommendations],
+            "recommendations": [asdict(each) for each in self.recommendations],
         }
 
     def to_text(self) -> str:
@@ -103,7 +99,7 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     measured = [row for row in rows if row.measured is not None]
     where = mode if batch == 1 else f"{mode}, batch {batch}"
     if not measured:
-        smallest = min(rows, key=_draft_bytes).candidate
+        smallest = min((row.candidate for row in rows), key=lambda each: each.draft_bytes)
         return Advice(
             mode, batch, f"{where}: no step was measured", smallest.label, smallest.draft_vocab, smallest.follow, False,
             (), None, ("Every answer ended with its first token. Give more prompts or more new tokens.",),
@@ -111,7 +107,7 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.label: _compare(row, best, len(measured) - 1) for row in measured if row is not best}
     close = [row for row in measured if row is best or not _is_slower(others[row.label])]
-    chosen = min(close, key=lambda row: (_draft_bytes(row), -row.tokens_per_s))
+    chosen = min(close, key=lambda row: (row.candidate.draft_bytes, -row.tokens_per_s))
     plain = report.find(PLAIN, mode, batch=batch)
     # Plain decoding must beat all that may be the fastest.
     verdicts = {_beats(row.speedup) for row in close}
@@ -140,13 +136,9 @@ def _headline(chosen: Row, close: Sequence[Row], measured: Sequence[Row], beats:
     if len(close) == 1:
         return f"{begin}; best draft vocabulary: {chosen.label}"
     names = "; ".join(row.label for row in close)
-    is_smaller = len({_draft_bytes(row) for row in close}) > 1
+    is_smaller = len({row.candidate.draft_bytes for row in close}) > 1
     merit = f", of which {chosen.label} reads the fewest bytes" if is_smaller else ""
     return f"{begin}; no significant difference between {names}{merit}"
-
-
-def _draft_bytes(row: Row) -> int:
-    return row.candidate.draft_bytes
 
 
 def _compare(row: Row, best: Row, comparisons: int) -> Estimate:

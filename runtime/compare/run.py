@@ -60,7 +60,7 @@ def compare(
     models = [models] if isinstance(models, SpeculativeModel) else models
     heads = rank_heads(models, options, say)
     if not prompts:
-        raise UsageError("A comparison takes one prompt or more; got none.", option="prompts")
+        raise UsageError("prompts: a comparison takes one or more; got none.")
     candidates = [Candidate.plain(models[0]), *find_candidates(heads, options, say)]
     run = Run(prompts, candidates, options, progress)
     answers = run.answer_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
@@ -23,7 +23,7 @@ BLANK = {
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
+    """Inputs, KV cache and outputs of a draft, allocated once; all on one device, indexed by slot.
 
     Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, width], the token after each new
     feature (the last one is the tree's root); ``num_new`` int32 [slots], 1 to width (16, or more where paths are
@@ -57,7 +57,9 @@ class Buffers:
     """New tokens are below it."""
     workspace: dict[str, Tensor]
     tails: Tails | None = None
-    """What joined each slot's draft vocabulary; None where it stays as it is."""
+    """Rows that joined each slot's draft vocabulary; None without following."""
+    host: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Most new tokens of a sequence as `set_step` wrote them (``new``), and the version of ``num_new`` then."""
 
     @classmethod
     def allocate(
@@ -111,6 +113,14 @@ class Buffers:
             (self.active_count, [len(active)]),
         ):  # fmt: skip
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
+        # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
+        if not self.num_new.is_inference():
+            self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
+
+    def most_new_tokens(self) -> int:
+        """Most new tokens of a sequence, as `set_step` wrote them; 0 if something else may have written since."""
+        is_known = bool(self.host) and self.host["version"] == self.num_new._version
+        return self.host["new"] if is_known else 0
 
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
         """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""

@@ -30,7 +30,7 @@ NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
-"""Of the types that matrices can be stored in."""
+"""Short names of the types that matrices can be stored in."""
 _FIRST_WITH_FP8 = (8, 9)
 
 
@@ -48,8 +48,7 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
         if device.type != "cpu" or not is_interpreted():
             raise DrafterError(
                 f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
-                "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
-                option="drafter",
+                "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
             )
 
 
@@ -66,35 +65,26 @@ def check_draft_weights(
     if draft_weights == "bf16" and dtype not in (None, torch.bfloat16):
         raise UsageError(
             f"draft_weights = 'bf16', and the model is in {_name(dtype)}. The drafter computes in the model's type and "
-            "stores its weights in that or in FP8: leave draft_weights out, or load with dtype = 'bfloat16'.",
-            option="draft_weights",
+            "stores its weights in that or in FP8: leave draft_weights out, or load with dtype = 'bfloat16'."
         )
     if draft_weights != "fp8":
         return
     if drafter not in ("auto", "triton"):
         raise UsageError(
             "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
-            f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'.",
-            option="draft_weights",
+            f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'."
         )
-    if device.type != "cuda":
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < _FIRST_WITH_FP8:
+        chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
         raise DrafterError(
-            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}. Leave "
-            "draft_weights out.",
-            option="draft_weights",
-        )
-    capability = torch.cuda.get_device_capability(device)
-    chip = f"sm_{capability[0]}{capability[1]}"
-    if capability < _FIRST_WITH_FP8:
-        raise DrafterError(
-            f"draft_weights = 'fp8' needs a GPU of sm_89 or later; {device} is {chip}. Leave draft_weights out.",
-            option="draft_weights",
+            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}. Leave "
+            "draft_weights out."
         )
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise UsageError(
             f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}. Leave "
-            "draft_weights out, or load with dtype = 'bfloat16'.",
-            option="draft_weights",
+            "draft_weights out, or load with dtype = 'bfloat16'."
         )
 
 
@@ -118,8 +108,7 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
     if activation not in ACT2FN:
         raise UnsupportedModelError(
             f"{head.location}: hidden_act = {activation!r} is none of transformers' activations. Correct hidden_act in "
-            "the head's config.json.",
-            option="activation",
+            "the head's config.json."
         )
     if drafter == "triton":
         check_kernel_activation(activation)
@@ -155,8 +144,7 @@ def choose_drafter(
         if draft_weights == "fp8":
             raise DrafterError(
                 f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
-                "draft_weights out.",
-                option="draft_weights",
+                "draft_weights out."
             ) from error
         warnings.warn(
             f"drafter = 'auto' drafts with the reference in plain PyTorch, several times slower than the kernel, which "

@@ -55,13 +55,21 @@ class Drafter:
         """The type that the head's matrices are stored in."""
         return self.weights.dtype if self.packing is None else self.packing.weight_dtype
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of weights that drafting a tree reads: the layer, the LM head and all that may join, on each level."""
+        # Norms and biases stay as they are; they are negligible.
+        return self.weights.num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
+
     def like(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> Drafter:
         """Return a drafter for another tree or draft vocabulary of this head.
 
         It shares what is packed, unless its rows are not the first of those; then it packs its own, by ``order``:
         int64 [draft_vocab], LM-head rows best first.
         """
-        packing = None if self.packing is None else self.packing.for_head(weights, order)
+        packing = self.packing
+        if packing is not None and not packing.serves(weights):
+            packing = SharedPacking(weights, order, packing.weight_dtype)
         return Drafter(weights, tree, self.backend, packing)
 
     def allocate_cache(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,7 @@ class FollowRows:
         if len(self.ids) == 0:
             raise NothingToFollowError(
                 "There is nothing to follow with: the draft vocabulary holds every id that the head was trained on. "
-                "Give a smaller draft_vocab, or leave follow out.",
-                option="follow",
+                "Give a smaller draft_vocab, or leave follow out."
             )
 
     @classmethod

@@ -103,6 +103,5 @@ def _no_rows(head: DraftHead, draft_vocab: int) -> NothingToFollowError:
         )
     return NothingToFollowError(
         f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
-        f"text is followed. {advice}",
-        option="follow",
+        f"text is followed. {advice}"
     )

@@ -48,8 +48,8 @@ def launch_drafter(
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
     PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers that
-    are not of this configuration, for a step that does not fit (where the host can know it: lying on the CPU, or
-    drafted by the reference), and an unknown backend; `DrafterError` where the kernel cannot run.
+    are not of this configuration, for a step that does not fit (where the host can know it: written by
+    `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
@@ -65,6 +65,8 @@ def launch_drafter(
         raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
     if backend != "triton" or bufs.keys.device.type == "cpu":
         check_step(taps[0].shape[1], bufs)
+    elif bufs.most_new_tokens() > taps[0].shape[1]:
+        raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
     run_draft(cfg, X, weights, bufs, backend)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
 
@@ -210,7 +212,7 @@ def write_pairs(
 
 
 def _fuse(ops: Ops, head: HeadWeights, features: Tensor) -> Tensor:
-    """As `reference.fuse_features`."""
+    """Fuse features as `reference.fuse_features` does, by operations."""
     if features.shape[1] == head.hidden:
         return features
     if norms := head.tap_norms:

@@ -108,10 +108,6 @@ class SharedPacking:
         self._weights = self._weights.with_positions(cfg.max_positions, cfg.num_tokens)
         return self._weights
 
-    def for_head(self, head: HeadWeights, order: Tensor | None = None) -> SharedPacking:
-        """Return this packing if it serves ``head``, else a new one of the same type, with an ``order`` of its own."""
-        return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype)
-
     def serves(self, head: HeadWeights) -> bool:
         """Whether ``head`` is this one with all or the first of its LM-head rows."""
         mine, ids = self.head, head.draft_to_target

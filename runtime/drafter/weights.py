@@ -138,7 +138,7 @@ class HeadWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.lm_head.device
 
     @property
@@ -171,8 +171,7 @@ def choose_draft_ids(
     if rank_order is None:
         raise UsageError(
             f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
-            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab.",
-            option="draft_vocab",
+            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab."
         )
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
@@ -180,8 +179,7 @@ def choose_draft_ids(
         larger = f" Convert again with a larger --draft-vocab for up to {trained}."
         raise UsageError(
             f"draft_vocab = {draft_vocab} is outside {smallest} (the forced ids) to {count} (all rows of this head)."
-            + (larger if count < draft_vocab <= trained else ""),
-            option="draft_vocab",
+            + (larger if count < draft_vocab <= trained else "")
         )
     return np.sort(rank_order[:draft_vocab])
 
@@ -191,9 +189,8 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
     missing = np.setdiff1d(ids, available)
     if missing.size:
         raise UsageError(
-            f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
-            f"(first: {missing[0]}). Rank among the head's own ids.",
-            option="draft_vocab",
+            f"draft_vocab: {missing.size} ids are not among the {len(available)} the head can draft "
+            f"(first: {missing[0]}). Rank among the head's own ids."
         )
 
 

@@ -155,7 +155,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     given = {"target": model, "head": head, "draft_vocab": draft_vocab, **(vars(tree) if tree else {}), **how}
     if isinstance(model, SpeculativeModel) or is_ea_model(model):
         if not (head is draft_vocab is tree is None):
-            raise UsageError("This model has its own: leave head, draft_vocab and tree out.", option="head")
+            raise UsageError("This model has its own: leave head, draft_vocab and tree out.")
         build, given = (EaModelPatch, {"model": model, **how}) if is_ea_model(model) else (model.with_drafter, how)
     if isinstance(model, SpeculativeModel) and how == {"drafter": model.drafter.backend, "draft_weights": "auto"}:
         return model

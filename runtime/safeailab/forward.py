@@ -59,8 +59,7 @@ class TreeForward:
         if target.ops.use_kernels and tree.top_k > 1 and deepest > REACH:
             raise UsageError(
                 f"The fused forward takes trees that branch to {REACH} levels; depth = {tree.depth} gives {deepest}. "
-                "Lower ea_layer.depth, or patch the model with target_backend='upstream'.",
-                option="depth",
+                "Lower ea_layer.depth, or patch the model with target_backend='upstream'."
             )
         self.data = data
         self._target, self._trees = target, trees

@@ -36,8 +36,7 @@ def check_ea_model(model: Any) -> None:
     if not is_ea_model(model):
         raise UsageError(
             f"Expected a loaded EaModel of SafeAILab's EAGLE (with {' and '.join(_MODEL)}, and ea_layer.topK_genrate); "
-            f"got {type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained.",
-            option="model",
+            f"got {type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained."
         )
     layer = model.ea_layer
     missing = [name for name in _LAYER if not hasattr(layer, name)]
@@ -51,13 +50,10 @@ def check_ea_model(model: Any) -> None:
     if len(places) > 1:
         raise UnsupportedModelError(
             f"This EaModel lies on {', '.join(places)}. The persistent drafter and the step's kernels run on one "
-            'device: load it with device_map="cuda:0", or leave it as it is.',
-            option="device_map",
+            'device: load it with device_map="cuda:0", or leave it as it is.'
         )
     if config.pretraining_tp > 1:
-        raise UnsupportedModelError(
-            f"The head's pretraining_tp is {config.pretraining_tp}; expected 1.", option="pretraining_tp"
-        )
+        raise UnsupportedModelError(f"The head's pretraining_tp is {config.pretraining_tp}; expected 1.")
 
 
 def kind_of(layer: Any) -> str:

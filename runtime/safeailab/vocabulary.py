@@ -43,22 +43,18 @@ def choose_ids(
     if isinstance(draft_vocab, str | Path):
         if counts is not None or token_map is not None:
             raise UsageError(
-                f"draft_vocab = {str(draft_vocab)!r} names a ranking, and another was given with it: give one.",
-                option="draft_vocab",
+                f"draft_vocab = {str(draft_vocab)!r} names a ranking, and another was given with it: give one."
             )
         if is_counts_file(draft_vocab):
             raise UsageError(
                 f"{draft_vocab} holds counts, which do not say how many ids to keep. Give draft_vocab=N and "
-                f"counts={str(draft_vocab)!r}.",
-                option="draft_vocab",
+                f"counts={str(draft_vocab)!r}."
             )
         draft_vocab, token_map = None, draft_vocab
     available = np.sort(trained_ids(model))
     if isinstance(draft_vocab, DraftVocab):
         if counts is not None or token_map is not None:
-            raise UsageError(
-                "A DraftVocab says itself which ids it has: leave counts and token_map out.", option="draft_vocab"
-            )
+            raise UsageError("A DraftVocab says itself which ids it has: leave counts and token_map out.")
         ids = draft_vocab.for_target(_vocab_size(model)).ascending_ids
         check_available(ids, available)
         return ids
@@ -68,10 +64,7 @@ def choose_ids(
     if token_map is not None:
         return _cut_map(model, size, token_map, available)
     if size not in (None, len(available)):
-        raise UsageError(
-            f"draft_vocab = {size} needs a ranking of the ids: give counts=, token_map=, or a DraftVocab.",
-            option="draft_vocab",
-        )
+        raise UsageError(f"draft_vocab = {size} needs a ranking of the ids: give counts=, token_map=, or a DraftVocab.")
     return None
 
 
@@ -97,9 +90,7 @@ def _ranked_by_counts(
     tokenizer: LoadedTokenizer | str | Path | None,
 ) -> NDArray[np.int64] | None:
     if size is None:
-        raise UsageError(
-            "counts rank the ids and do not say how many to keep: give draft_vocab=N with them.", option="draft_vocab"
-        )
+        raise UsageError("counts rank the ids and do not say how many to keep: give draft_vocab=N with them.")
     if size == len(available):
         return None
     loaded = counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts)

@@ -20,7 +20,7 @@ _BY_KERNELS = ("repetition_penalty", "min_new_tokens", "suppress_tokens")
 
 @dataclass(frozen=True)
 class CallRules:
-    """What chooses the tokens of a call.
+    """How a call chooses tokens.
 
     On the device the kernels do all of it. On the host, ``host_reason`` saying why, ``Request.process`` applies the
     processors, and `rules` are without their stages.

@@ -36,7 +36,7 @@ class Decoders:
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         self.model, self.drafter, self.tree = target, drafter, drafter.tree
         self._version = -1
-        """Of the model that cache and decoders belong to."""
+        """Version of the model that cache and decoders belong to."""
         self.eager_reason: str | None = None
         """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
@@ -44,13 +44,13 @@ class Decoders:
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
-        """What each slot of the cache still holds of the sequence that was in it last."""
+        """Rows that each slot of the cache still holds of its last sequence."""
         target.users.add(self)
         self._follow_model()
 
     @property
     def target(self) -> Target:
-        """What runs the forwards."""
+        """The target that runs the forwards."""
         return self.model.runs
 
     def _follow_model(self) -> None:
@@ -86,8 +86,7 @@ class Decoders:
             f"The memory of {self.model.device} does not suffice ({reason}). Lower max_slots, the lengths of prompts "
             "and answers (max_new_tokens, max_model_len) or the trees' size (total_tokens); draft_weights='fp8', a "
             "smaller draft_vocab and fewer other programs on the device leave more, too. What this call held is free "
-            "again.",
-            option="max_slots",
+            "again."
         )
 
     @property
@@ -145,7 +144,7 @@ class Decoders:
             # The old one goes before the new one comes, so that there is room.
             self._decoders.clear()
             self._cache = cache = self._draft_cache = None
-            # Before the cache, whose being here tells that all of it was done.
+            # The cache is set last: it means that setup finished.
             self.kept = [KeptRows()] * slots
             cache = KVCache(self.target, slots, capacity)
             self.target.reserve_positions(capacity + widest)

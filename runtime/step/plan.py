@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
-from ..drafter.drafter import Drafter
 from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, TreeConfig
 from ..target.short_cache import unfit_reason
@@ -92,26 +91,19 @@ def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str)
     return path
 
 
-def draft_bytes(drafter: Drafter) -> int:
-    """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, on each level."""
-    # Norms and biases stay as they are; they are negligible.
-    return drafter.weights.num_weights * drafter.stored_dtype.itemsize * (drafter.tree.depth + 1)
-
-
 def _tree_size(target: TargetModel, decoders: Decoders, is_tree_sized: bool, slots: int, context: int) -> TreeSize:
     """Choose how many nodes trees have."""
     tree = decoders.tree
     if not is_tree_sized:
         return TreeSize(tree.total_tokens, "asked for")
-    drafted = draft_bytes(decoders.drafter)
     return measured_sizes().choose(
         device_name(target.device), target.device.type, _in_16_bits(target, target.weight_bytes),
-        _in_16_bits(target, drafted), slots, context, tree.total_tokens,
+        _in_16_bits(target, decoders.drafter.draft_bytes), slots, context, tree.total_tokens,
     )  # fmt: skip
 
 
 def _in_16_bits(target: TargetModel, num_bytes: int) -> int:
-    """As the tables of steps count: in a wider type verifying and drafting grow alike."""
+    """Convert bytes to 16-bit weights, as in the tables of steps; in a wider type verifying and drafting grow alike."""
     return round(num_bytes * 2 / target.dtype.itemsize)
 
 
@@ -121,15 +113,12 @@ def _run_ahead(
     """Say how the steps of a call run ahead; or None, and why every pass is full."""
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
-        raise UnsupportedModelError(
-            f"partial_verification cannot run this target: {reason}. Leave it out.", option="partial_verification"
-        )
+        raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
     processed = any(request.process is not None for request in requests)
     if mode == "lossy" and rules.host_reason is not None and processed:
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
-            'host. Leave these out, or take "exact".', option="partial_verification",
-        )  # fmt: skip
+            'host. Leave these out, or take "exact".')  # fmt: skip
     if tree is None:
         return None, "every pass is full (plain decoding)"
     if context < option.min_length:

@@ -53,7 +53,7 @@ class RunAhead:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # One place more takes what is ahead too far.
+        # The extra place absorbs overflow.
         self._chain, self._count = ints(slots, self.tree.total_tokens), ints(slots)
         chain = torch.arange(self.tree.total_tokens, device=device).expand(slots, -1).contiguous()
         self.bufs = replace(
@@ -61,7 +61,7 @@ class RunAhead:
             active_slots=ints(slots), active_inverse=ints(slots), active_count=ints(1),
             draft_tokens=torch.zeros_like(chain), parents=chain - 1, tree_position_ids=chain,
         )  # fmt: skip
-        """What a decoder reads and writes is its own; the rest is the drafter's."""
+        """Own inputs and outputs of a decoder; the rest is the drafter's."""
         self.features = torch.zeros((slots, width, drafter.features.shape[2]), dtype=drafter.features.dtype,
                                     device=device)  # fmt: skip
         """As `BufferedDrafter.features`."""
@@ -70,17 +70,17 @@ class RunAhead:
         zeroed."""
 
     def _decoder(self, *args: Any) -> Decoder:
-        """What runs ahead."""
+        """Build the decoder that runs ahead."""
         return Decoder(*args)
 
     @property
     def head(self) -> HeadWeights:
-        """What drafts."""
+        """The draft head's weights."""
         return self.drafter.head
 
     @property
     def error(self) -> Tensor:
-        """As `BufferedDrafter.error`."""
+        """See `BufferedDrafter.error`."""
         return self.drafter.error
 
     def clear_error_(self) -> None:
@@ -150,13 +150,8 @@ class RunAhead:
         accepted = state.record[:-1, 0]
         self.counts[1] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
 
-    def counted(self) -> dict[str, int]:
-        """See `Decoder.counts`."""
-        passes, lost = self.counts.tolist()
-        return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
-
     def confirm(self, most: Tensor) -> None:
-        """Forget what is more than ``most`` int32 [1] tokens ahead."""
+        """Truncate the chain to ``most`` int32 [1] tokens."""
         self._count.clamp_(max=most)
 
     def take_as_is(self, choices: Tensor) -> None:
@@ -199,7 +194,8 @@ class PartialDecoder(Decoder):
 
     def counts(self) -> dict[str, int]:
         """See `Decoder.counts`."""
-        return self.run_ahead.counted()
+        passes, lost = self.run_ahead.counts.tolist()
+        return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def enter(
         self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None

@@ -12,6 +12,7 @@ Nothing is ever computed twice, and what lies after the committed rows is never 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -51,7 +52,7 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +60,7 @@ class Target(Protocol):
 
     @property
     def layer_shapes(self) -> Sequence[LayerShape]:
-        """Of each decoder layer with keys and values of its own."""
+        """Shapes of the decoder layers that have keys and values of their own."""
 
     @property
     def has_windows(self) -> bool:
@@ -120,12 +121,11 @@ class KVCache:
     def _list_layers(self) -> None:
         pairs = [(self.stacks[stack], place) for stack, place in self._places]
         self.layers = [(keys[place], values[place]) for (keys, values), place in pairs]
-        """Of each layer, keys and values [slots, kv_heads, capacity, head_dim]."""
+        """By layer: keys and values [slots, kv_heads, capacity, head_dim]."""
 
     def first(self, num_slots: int) -> KVCache:
-        """The same cache for fewer slots."""
-        view = object.__new__(KVCache)
-        view._places = self._places
+        """Return the same cache for fewer slots."""
+        view = copy(self)
         view.stacks = [(keys[:, :num_slots], values[:, :num_slots]) for keys, values in self.stacks]
         view._list_layers()
         return view
@@ -147,7 +147,7 @@ class KVCache:
 
 
 class ForwardBuffers:
-    """What a forward of up to ``places * nodes`` rows writes beyond the cache; static, as graphs hold its addresses.
+    """Outputs and scratch of a forward of up to ``places * nodes`` rows; static, as graphs hold its addresses.
 
     ``features`` [rows, feature_width], ``logits`` [logit_rows, vocab], the attention's scratch (None without the
     kernel), and whatever the target asks for: ``working`` shapes by name, in the target's type. A target whose forward
@@ -156,13 +156,19 @@ class ForwardBuffers:
 
     features: Tensor
     logits: Tensor
+    residual: Tensor
+    scaled: Tensor
+    query: Tensor
+    attended: Tensor
+    gated: Tensor
+    last: Tensor
     squares: Tensor
     last_squares: Tensor
     scratch: AttentionScratch | None
     splits: SplitScratch | None = None
     queries: Tensor | None = None
     """[rows, layers, heads * head_dim]: where a forward leaves its queries, or those of a prompt's last rows, the last
-    one first; None where nobody asks."""
+    one first; None: not recorded."""
     is_dynamic: bool = False
     """Whether a forward sets tensors here rather than filling them."""
 
@@ -190,10 +196,6 @@ class ForwardBuffers:
         bufs.scratch, bufs.is_dynamic = None, True
         return bufs
 
-    def __getattr__(self, name: str) -> Tensor:
-        # Only reached for names that are not there; tells type checkers what the working tensors are.
-        raise AttributeError(name)
-
     def keep_queries(self, layer: int, queries: Tensor, last_row: Tensor | None) -> None:
         """Leave a layer's queries [rows, heads * head_dim] where they are asked for; ``last_row`` as in `forward`."""
         if self.queries is None:
@@ -204,8 +206,7 @@ class ForwardBuffers:
         self.queries[:, layer] = queries
 
     def first(self, rows: int) -> ForwardBuffers:
-        """The same buffers for fewer rows, all of which get logits."""
-        view = object.__new__(ForwardBuffers)
-        for name, tensor in vars(self).items():
-            setattr(view, name, tensor[:rows] if isinstance(tensor, Tensor) else tensor)
+        """Return the same buffers for fewer rows, all of which get logits."""
+        view = copy(self)
+        vars(view).update({name: each[:rows] for name, each in vars(self).items() if isinstance(each, Tensor)})
         return view

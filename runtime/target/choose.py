@@ -14,7 +14,7 @@ from .known import is_of_a_known_family, unfit_reason
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, by name, and why."""
+    """Name of the forward that was chosen, and the reason."""
 
     name: str
     reason: str
@@ -69,7 +69,6 @@ def choose_forward(
         return Choice("fused", f"the model is on {device}") if reason is None else Choice(other, reason)
     if reason is not None:
         raise UnsupportedModelError(
-            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}.",
-            option="target_backend",
+            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}."
         )
     return Choice("fused", "asked for")

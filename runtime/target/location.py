@@ -33,8 +33,7 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
         if is_draft_head(folder):
             raise UsageError(
                 f"{given} is a draft head, not a target. Name it with head= (on the command line as HEAD), and leave "
-                "the target out or name the model that the head belongs to.",
-                option="head",
+                "the target out or name the model that the head belongs to."
             )
         return folder
     if str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline()) and not _is_cached(given):

@@ -36,13 +36,14 @@ CASES = {
     "head_dim 20": ({"head_dim": 20, "draft_vocab": 37}, (2, 3, 9), [5], [4], None),
     "head_dim 96": ({"head_dim": 96, "heads": 2, "kv_heads": 1}, (1, 2, 5), [5], [1], None),
     "chain": ({"draft_vocab": 3}, (4, 1, 6), [5], [2], None),
+    "deepest": ({}, (10, 16, 100), [50], [2], None),
     "empty prefix": ({}, (1, 2, 5), [0], [1], None),
     "wider target": ({"target_hidden": 80}, (1, 2, 5), [3], [2], None),
     "long prefix": ({}, (1, 2, 6), [200], [2], None),
 }
 
 
-ODD_CASES = {"one level", "full attention", "head_dim 20", "head_dim 96", "chain", "long prefix"}
+ODD_CASES = {"one level", "full attention", "head_dim 20", "head_dim 96", "chain", "deepest", "long prefix"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if name in ODD_CASES else name for name in CASES])

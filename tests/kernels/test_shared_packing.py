@@ -14,7 +14,6 @@ from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
-from eagle_slim.runtime.model import _rank_rows
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import problem, random_head
 from support.tiny_models import VOCAB, tiny_target, write_head
@@ -42,7 +41,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     loaded = SpeculativeModel.from_pretrained(target, head, draft_vocab=ranked, target_backend="fused")
     ids = loaded.drafter.weights.draft_to_target.numpy()
     assert loaded.opened is not None
-    order = _rank_rows(loaded.opened, ids, ranked, torch.device("cpu"))
+    order = torch.from_numpy(loaded.opened.rank_rows(ids, ranked))
     drafter = Drafter(loaded.drafter.weights, TREE, "triton", SharedPacking(loaded.drafter.weights, order))
     model = SpeculativeModel(loaded.target, drafter, opened=loaded.opened)
 
@@ -71,7 +70,7 @@ def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[
     packing.weights(DrafterConfig.of(head, tree, 1, 10))
     kept = order[:50].sort().values
     few = replace(head, lm_head=head.lm_head[kept], draft_to_target=head.draft_to_target[kept])
-    assert packing.for_head(few) is packing
+    assert packing.serves(few)
     cfg, features, own, bufs = problem(few, tree, [5, 9], [2, 1])
     packings.clear()
     keys, values = bufs.keys.clone(), bufs.values.clone()

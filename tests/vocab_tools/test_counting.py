@@ -222,7 +222,7 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
         ([], {}, "Nothing to count"),
         ([source, source], {}, "Two sources are called 'a'"),
         ([source], {"chat_template": "{{ messages }}"}, "no source holds chats"),
-        ([source], {"held_out": 1.0}, "held-out share"),
+        ([source], {"held_out": 1.0}, "--held-out"),
     ):
         with pytest.raises(UsageError, match=words):
             count_tokens(sources, llama3_like(), **arguments)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """What decides no bits: rows of w, columns of a step, rows of x, warps, stages, and who sums the parts.
+    """Tiling; never changes results: rows of w, columns of a step, rows of x, warps, stages, and who sums the parts.
 
     ``ahead``: columns of w that a program asks for before it may read x. ``bulk``: w and x are copied by descriptors
     (TMA), without threads' registers and instructions, which bound products of many rows.

@@ -30,7 +30,7 @@ from .product_kernels import (
 )
 
 SUMS_VERSION = 3
-"""Of all that decides the bits of a row: counted up when a constant of shape and type changes."""
+"""Version of the summation order; bump it when a constant of shape and type changes."""
 _SPLIT_UNIT = 128
 _SMALL = 4 << 20
 """Numbers of a weight that stays in the L2 while blocks of rows read it."""

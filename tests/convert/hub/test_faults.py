@@ -7,7 +7,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.hub.push import check_push, upload_files
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools import hub as our_hub
@@ -15,7 +14,7 @@ from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
-from support.raising import raises
+from support.raising import raises_hub_error
 
 API = "/api/models/org/head"
 FILES: dict[str, bytes | str] = {"config.json": "{}", "model.safetensors": save({"fc.weight": torch.arange(12.0)})}
@@ -58,7 +57,7 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
     hub: HubServer, home: Path, path: str, fault: Fault, reason: str
 ) -> None:
     hub.inject(path, fault)
-    with raises(SourceError, reason=reason) as caught:
+    with raises_hub_error(reason) as caught:
         open_head_source("org/head")
     headline, advice = str(caught.value).split("\n")
     assert advice
@@ -81,7 +80,7 @@ def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
         try:
             our_hub.limit_silence()
             our_hub.keep_limit()
-            with raises(SourceError, reason="silent"):
+            with raises_hub_error("silent"):
                 check_push("tester/slim")
             hub.clear_faults()
             check_push("tester/slim")
@@ -93,7 +92,7 @@ def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
 def test_an_upload_that_the_hub_refuses_says_why(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     hub.inject("/commit/main", Fault(status=403))
-    with connected(hub, tmp_path / "home", token="hf_good"), raises(SourceError, reason="access") as caught:
+    with connected(hub, tmp_path / "home", token="hf_good"), raises_hub_error("access") as caught:
         upload_files(tmp_path, ["config.json"], "tester/slim")
     assert "as asked for" in str(caught.value)
     assert hub.repo("tester/slim").files == {}

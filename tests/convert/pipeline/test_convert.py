@@ -292,28 +292,28 @@ def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, w
 
 
 @pytest.mark.parametrize(
-    ("options", "vocabulary", "option"),
+    ("options", "vocabulary", "words"),
     [
         ({"draft_vocab": 8.0}, {}, "--draft-vocab"),
         ({"draft_vocab": True}, {}, "--draft-vocab"),
         ({"draft_vocab": 300}, {"token_map": None, "order": "ids"}, "--tokenizer"),
         ({}, {"force_added": "all"}, "--tokenizer"),
         ({}, {"weights": {"chat": 2.0}}, "--weights"),
-        ({}, {"token_map": None, "counts": ("a",), "order": "ids"}, None),
-        ({}, {"counts": ("",)}, None),
-        ({}, {"token_map": ""}, None),
+        ({}, {"token_map": None, "counts": ("a",), "order": "ids"}, "exclude each other"),
+        ({}, {"counts": ("",)}, "file is empty"),
+        ({}, {"token_map": ""}, "file is empty"),
         ({}, {}, "--target"),
         ({"target_revision": "main"}, {}, "--target-revision"),
         ({"d2t_form": "offset"}, {}, "--d2t-form"),
         ({"out": "", "force": True}, {}, "--out"),
     ],
 )
-def test_what_a_request_cannot_have_is_refused(tmp_path, options, vocabulary, option):
-    head, ranked = write_eagle3(tmp_path / "head", lm_head=option != "--target"), by_map(tmp_path, RANKED)
+def test_what_a_request_cannot_have_is_refused(tmp_path, options, vocabulary, words):
+    head, ranked = write_eagle3(tmp_path / "head", lm_head=words != "--target"), by_map(tmp_path, RANKED)
     plain = {"draft_vocab": 8, "out": tmp_path / "out"}
     with pytest.raises(UsageError) as caught:
         convert(head, **{**plain, "vocabulary": replace(ranked, **vocabulary), **options})
-    assert caught.value.facts.get("option") == option
+    assert words in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 

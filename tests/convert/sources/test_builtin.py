@@ -1,6 +1,5 @@
 """The embedded default on real data: the exported target is the model, and the slim head is the head."""
 
-import gzip
 import json
 from importlib import metadata
 
@@ -16,7 +15,7 @@ from eagle_slim.convert import (
     export_embedded_target,
     verify_artifact,
 )
-from eagle_slim.convert.sources.builtin import embedded_chats, embedded_code_chats, unpermute_rows
+from eagle_slim.convert.sources.builtin import unpermute_rows
 from eagle_slim.convert.sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 from eagle_slim.vocab_tools.chats import ChatTemplate, chat_spec
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
@@ -179,11 +178,3 @@ def test_card_says_what_matters(slim):
         "400 of the 4000 shipped chats",
     ):
         assert line in card
-
-
-def test_chats_with_code_are_those_of_all_chats_that_have_a_fence():
-    every, with_code = (
-        gzip.decompress(path.read_bytes()).splitlines() for path in (embedded_chats(), embedded_code_chats())
-    )
-    assert with_code == [line for line in every if b"```" in line]
-    assert len(with_code) == 274

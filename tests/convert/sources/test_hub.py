@@ -16,7 +16,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
 from support.heads import eagle3_tensors
 from support.hub_server import HubServer, connected
-from support.raising import raises, raises_with
+from support.raising import raises, raises_hub_error, raises_with
 
 WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
 
@@ -168,7 +168,7 @@ def test_sharded_head(hub: HubServer, home: Path) -> None:
     assert hub.bytes_sent("consolidated.safetensors") == 0
     del files["model-2-of-2.safetensors"]
     publish(files)
-    with raises(SourceError, reason="missing"):
+    with raises_hub_error("missing"):
         open_head_source("org/sharded", subfolder="eagle3")
 
 
@@ -190,7 +190,7 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
     hub.reset_counts()
     assert open_head_source("org/heads", offline=True, subfolder="heads/a").folder == found.folder
-    with raises(SourceError, reason="offline"):
+    with raises_hub_error("offline"):
         open_head_source("org/heads", offline=True, subfolder="heads/b")
     assert hub.requests == []
 
@@ -264,16 +264,16 @@ def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
     with connected(hub, tmp_path):
-        with raises(SourceError, reason="offline"):
+        with raises_hub_error("offline"):
             open_head_source("org/head", offline=True)
         assert hub.requests == []
         target_files("org/head")
         hub.reset_counts()
         # Configuration only is not enough for a head.
-        with raises(SourceError, reason="offline"):
+        with raises_hub_error("offline"):
             open_head_source("org/head", offline=True)
         assert target_files("org/head", offline=True).repo_id == "org/head"
-    with connected(hub, tmp_path, offline=True), raises(SourceError, reason="offline"):
+    with connected(hub, tmp_path, offline=True), raises_hub_error("offline"):
         open_head_source("org/gated")
     assert hub.requests == []
 
@@ -285,6 +285,6 @@ def test_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(home / "hub" / "x.incomplete"))
 
     monkeypatch.setattr(file_download, "http_get", full)
-    with raises(SourceError, reason="disk") as caught:
+    with raises_hub_error("disk") as caught:
         open_head_source("org/head")
     assert "HF_HOME" in str(caught.value)

@@ -14,7 +14,7 @@ from eagle_slim.convert.rows import hub_tensor
 from safetensors.torch import load_file, save
 from support.hub_server import Blob, Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
-from support.raising import raises, raises_with
+from support.raising import raises_hub_error, raises_with
 
 ROWS, HIDDEN = 4000, 64
 # Of 512,000 bytes.
@@ -166,7 +166,7 @@ def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
     hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
-    with raises(SourceError, reason="broken") as caught:
+    with raises_hub_error("broken") as caught:
         open_lm_head("org/target")
     assert "150,000 of 512,000 bytes came" in str(caught.value)
     hub.clear_faults()
@@ -200,7 +200,7 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(hub: HubServer, home: Pa
     path = open_lm_head("org/target").checkpoint.files[0].path
     path.write_bytes(path.read_bytes()[:-1])
     path.with_suffix(".partial").write_bytes(b"of another content")
-    with raises(SourceError, reason="offline"):
+    with raises_hub_error("offline"):
         open_lm_head("org/target", offline=True)
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 

@@ -210,11 +210,8 @@ def test_what_is_not_served_is_refused_in_generate_and_chat(
     model.tokenizer = PreTrainedTokenizerFast.from_pretrained(write_folder(tmp_path, byte_level_bpe(), ""))
     model.tokenizer.chat_template = None
     for call, prompt in ((model.generate, [3, 4]), (model.chat, "a")):
-        with raises(UsageError, option=name) as caught:
+        with raises(UsageError, option=name):
             call(prompt, **{name: value})
-        is_of_logits = name in ("output_scores", "typical_p", "sequence_bias", "forced_eos_token_id", "logprobs",
-                                "encoder_repetition_penalty", "begin_suppress_tokens", "presence_penalty")  # fmt: skip
-        assert ("logits_processor" in str(caught.value)) == is_of_logits
 
 
 def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
