@@ -191,7 +191,7 @@ class TargetModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "A SpeculativeModel cannot be copied or pickled: it holds its target's KV cache and graphs. Copy or pickle "
+            "A SpeculativeModel cannot be copied or pickled: the model holds KV caches and graphs. Copy or pickle "
             "the target and build another with from_pretrained, or share this one's target by with_draft_vocab, "
             "with_tree or with_drafter."
         )
