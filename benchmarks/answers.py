@@ -25,8 +25,8 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare.prompts import load_prompts
-from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
+from eagle_slim.runtime.tune import whole_from
 from torch import Tensor
 
 from benchmarks.shared.command import Command, show, write

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.output import first_difference
-from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import BUCKETS
+from eagle_slim.runtime.tune import whole_from
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import compile_ahead

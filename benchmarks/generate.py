@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.tune import whole_from
 
 from benchmarks.shared.acceptance_loss import FR_SPEC, SMOLLM2, factor
 from benchmarks.shared.command import Command, show, write

@@ -35,13 +35,13 @@ from unittest import mock
 import torch
 from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
-from eagle_slim.runtime.drafter.tuning.arguments import whole_from
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError
 from eagle_slim.runtime.loading import choose_device
 from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.tune import whole_from
 from torch import Tensor
 
 # As a script, too.

@@ -180,14 +180,12 @@ class Finding:
     Attributes:
         engine: key in `ENGINES`.
         severity, problem, alternative: as `Found`.
-        is_about_version: whether it is about the engine's version rather than the head.
     """
 
     engine: str
     severity: Severity
     problem: str
     alternative: str
-    is_about_version: bool = False
 
     def __str__(self) -> str:
         return f"{ENGINES[self.engine].title}: {self.problem}; {self.alternative}"
@@ -199,7 +197,7 @@ def check_engine(facts: HeadFacts, engine: str, *, version: str | None = None) -
     Without a version, an installed one is looked for.
     """
     require_engines([engine], version)
-    return [*_findings(facts, engine), *_of_version(engine, version)]
+    return [*head_findings(facts, engine), *_of_version(engine, version)]
 
 
 def require_engines(engines: Sequence[str], version: str | None = None) -> None:
@@ -224,7 +222,7 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
     """
     if facts.kind == "eagle3":
         facts = replace(facts, config={key: value for key, value in facts.config.items() if key != "architectures"})
-    found = [finding for engine in ENGINES for finding in _findings(facts, engine)]
+    found = [finding for engine in ENGINES for finding in head_findings(facts, engine)]
     return [finding for finding in found if finding.severity != "note"]
 
 
@@ -502,7 +500,8 @@ ENGINES: Mapping[str, Engine] = {
 }
 
 
-def _findings(facts: HeadFacts, engine: str) -> list[Finding]:
+def head_findings(facts: HeadFacts, engine: str) -> list[Finding]:
+    """Find what an engine of `ENGINES` refuses or loses of a head, in the versions that were tried."""
     found = ENGINES[engine].rules(facts)
     return [Finding(engine, severity, problem, way or _elsewhere(facts)) for severity, problem, way in found]
 
@@ -522,16 +521,16 @@ def _elsewhere(facts: HeadFacts) -> str:
 def _of_version(key: str, stated: str | None) -> list[Finding]:
     engine = ENGINES[key]
     if engine.proven is None:
-        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH, True)]
+        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]
     version = stated or _installed_version(engine.distributions)
     first, last = engine.proven
     span = f"{first if first == last else f'{first} to {last}'} ({engine.proof})"
     if version is None:
-        return [Finding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md", True)]
+        return [Finding(key, "note", f"not installed here; proven with {span}", "see docs/engines.md")]
     if _release(first) <= _release(version) <= _release(last):
         return []
     problem = f"version {version}{'' if stated else ' installed here'} is outside the proven range {span}"
-    return [Finding(key, "warning", problem, f"use the proven version, or {_WATCH}", True)]
+    return [Finding(key, "warning", problem, f"use the proven version, or {_WATCH}")]
 
 
 def _installed_version(distributions: Sequence[str]) -> str | None:

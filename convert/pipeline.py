@@ -164,7 +164,6 @@ class Conversion:
 
     def check(self) -> None:
         """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
-        require_space(self.folder, self.size_bytes)
         for plan in self.tensors:
             deque(plan.chunks(), maxlen=0)
         if self.inputs.gguf is not None:
@@ -179,7 +178,6 @@ class Conversion:
             CheckpointError, MismatchError: a value that no head may hold.
             OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
         """
-        require_space(self.folder, self.size_bytes)
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
             files = {WEIGHTS_NAME: asdict(write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA))}
             small = {

@@ -1,4 +1,4 @@
-"""An artifact to the Hub: audited first, and nothing of its folder travels but what belongs to it."""
+"""Upload an artifact to the Hub: audited first, its own files alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from .verify.verify import verify_artifact
 
 @dataclass(frozen=True)
 class Upload:
-    """List the files of an artifact to upload, and the other files of its folder; both sorted."""
+    """Files of an artifact to upload, and the other files of its folder; both sorted."""
 
     folder: Path
     names: tuple[str, ...]
     left: tuple[str, ...]
-
-    def to(self, repo_id: str, private: bool | None = None) -> str:
-        """Upload it; arguments and errors as `push_folder`."""
-        return upload_files(self.folder, self.names, repo_id, private)
 
 
 def plan_upload(folder: Path | str) -> Upload:
@@ -64,4 +60,5 @@ def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -
         ArtifactError: no artifact, or the audit fails; the Hub was not asked.
         SourceError: no token, no right to write, no connection, or not a repository id.
     """
-    return plan_upload(folder).to(repo_id, private)
+    upload = plan_upload(folder)
+    return upload_files(upload.folder, upload.names, repo_id, private)

@@ -27,7 +27,7 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     The artifact is audited first, as by `eagle-verify --offline`. Only the files that its manifest names, the manifest
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
-    from .hub.push import check_push
+    from .hub.push import check_push, upload_files
     from .hub.snapshot import check_repository_id
     from .push import plan_upload
 
@@ -38,7 +38,7 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     pushed = None
     if not dry_run:
         note(f"uploading {folder} to {repo_id}")
-        pushed = upload.to(repo_id, private)
+        pushed = upload_files(upload.folder, upload.names, repo_id, private)
     if as_json:
         emit_json({"uploads": upload.names, "left": upload.left, "pushed_to": pushed})
         return

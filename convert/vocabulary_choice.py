@@ -237,7 +237,7 @@ def make_ranking(
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         raise MismatchError(
             f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
-            "they were made with another tokenizer.\nCount with the target's own.",
+            "they were made with another tokenizer.\nCount with the target's own."
         )
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)

@@ -60,7 +60,7 @@ class OpenedHead:
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
-    """Where a converted head is."""
+    """Folder of a converted head."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
     offline: bool = False

@@ -79,11 +79,11 @@ class Loading(TypedDict, total=False):
     max_model_len: int | None
     """Most tokens of prompt and answer together; None is the model's own limit."""
     revision: str | None
-    """Of the target's Hub repository."""
+    """Revision of the target's Hub repository."""
     head_revision: str | None
-    """Of the head's."""
+    """Revision of the head's."""
     head_subfolder: str | None
-    """Where in its folder or repository the head is."""
+    """Folder of the head within its folder or repository."""
     tap_layers: Sequence[int] | None
     """For unconverted heads whose files do not say (`convert.head.open_head`)."""
     d2t_form: MapForm
@@ -96,7 +96,7 @@ class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
     input_modalities = output_modalities = ("text",)
-    """What a pipeline of transformers prints."""
+    """Modalities that a pipeline of transformers prints."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class SpeculativeModel:
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """Where the target is, so that a pipeline leaves it there."""
+        """Device of the target, so that a pipeline leaves it there."""
         return {"": self.device}
 
     @property
@@ -366,7 +366,7 @@ class SpeculativeModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the target is."""
+        """Device of the target."""
         return self.target.device
 
     @property

@@ -89,7 +89,7 @@ class PartialVerification:
 
     @property
     def chain(self) -> TreeConfig:
-        """What a full pass verifies: the newest token, and the tokens ahead."""
+        """Tree that a full pass verifies: the newest token, and the tokens ahead."""
         return TreeConfig(depth=self.num_tokens - 1, top_k=1, total_tokens=self.num_tokens + 1)
 
     def __str__(self) -> str:

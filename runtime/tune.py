@@ -16,6 +16,7 @@ the first one-slot configuration tuned for the head, else the derived one.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +44,6 @@ from .drafter.packed_head import PackedHead, pack_head
 from .drafter.packed_weights import Weights
 from .drafter.tuned_cache import FixedLaunch, TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
 from .drafter.tuning.agreement import draft_and_replay
-from .drafter.tuning.arguments import check_output, output_file, whole_from
 from .drafter.tuning.precompile import Job, compile_all
 from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
 from .drafter.tuning.timing import capture, interleave
@@ -280,6 +280,42 @@ def print_trials(name: str, trials: list[Trial], best: object) -> None:
 def _name(cfg: DrafterConfig) -> str:
     weights = str(cfg.weight_dtype).removeprefix("torch.")
     return f"hidden {cfg.hidden}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots, {weights}"
+
+
+def whole_from(least: int) -> Callable[[str], int]:
+    """A whole number of at least ``least``."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return number
+
+    return parse
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written."""
+    try:
+        check_output(Path(text), "this option")
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
+
+
+def check_output(path: Path, option: str) -> None:
+    """Raise `UsageError` unless a file can be written, or made together with the folders that are missing.
+
+    ``option``: how to name another one.
+    """
+    place = path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+        raise UsageError(f"{path} cannot be written. Name a file in a folder of yours with {option}.")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -54,7 +54,7 @@ class HeldOut:
             raise VocabularyError(f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}.")
         if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
             raise VocabularyError(
-                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens.",
+                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens."
             )
 
     @classmethod
@@ -107,7 +107,7 @@ class SourceCounts:
         if len(self.counts) and self.counts.min() < 0:
             token_id = int(np.argmin(self.counts))
             raise VocabularyError(
-                f"source {self.name}: the count of id {token_id} is {self.counts[token_id]}, below 0.",
+                f"source {self.name}: the count of id {token_id} is {self.counts[token_id]}, below 0."
             )
         ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
@@ -332,9 +332,7 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
             continue
         stored = sorted({source.weight for source in same_name})
         if given is None and len(stored) > 1:
-            raise UsageError(
-                f"Source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}.",
-            )
+            raise UsageError(f"Source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}.")
         merged = _add_parts(name, same_name)
         sources.append(merged if given is None else replace(merged, weight=float(given)))
     return TokenCounts(tuple(sources), items[0].tokenizer_hash)
@@ -409,7 +407,7 @@ def _sum_of(a: JSON, b: JSON) -> JSON:
 def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
     if header["version"] not in (1, _VERSION):
         raise VocabularyError(
-            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it.",
+            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it."
         )
     found = None if header["version"] == 1 else checksum(header, tensors)
     _check_type("tokenizer_hash", header["tokenizer_hash"], (str, type(None)))
@@ -428,7 +426,7 @@ def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) ->
         raise VocabularyError(f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.")
     if found is not None and found != header["checksum"]:
         raise VocabularyError(
-            "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again.",
+            "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again."
         )
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
 
@@ -440,9 +438,7 @@ def _check_type(where: str, value: JSON, expected: tuple[type, ...]) -> None:
 
 
 def _unknown_source(name: str, known: Iterable[str]) -> UsageError:
-    return UsageError(
-        f"There is no source named {name!r} in these counts; they have: {', '.join(known)}.",
-    )
+    return UsageError(f"There is no source named {name!r} in these counts; they have: {', '.join(known)}.")
 
 
 def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.tuning.arguments import output_file
+from eagle_slim.runtime.tune import output_file
 
 
 class Command(argparse.ArgumentParser):

@@ -107,8 +107,7 @@ class Artifact:
                 )
             if (size := path.stat().st_size) != entry.get("size_bytes"):
                 raise ArtifactError.at(
-                    path,
-                    f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
+                    path, f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again."
                 )
         head = open_head(source)
         problem = _disagreement(head, manifest)

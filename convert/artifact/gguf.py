@@ -22,7 +22,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
-from ..engines import HeadFacts, check_engine
+from ..engines import HeadFacts, head_findings
 from ..errors import MismatchError, UnsupportedHeadError
 from ..heads import names
 from ..heads.config import default_taps
@@ -77,7 +77,7 @@ def choose_gguf(
     if head.kind == "dflash":
         problem = "--gguf: written for EAGLE-3 heads.\nMake a DFlash draft's with llama.cpp: docs/serving/dflash.md."
         raise UnsupportedHeadError.at(head.location, problem)
-    found = check_engine(HeadFacts.of(head, target_layers=target_layers), "llama.cpp")
+    found = head_findings(HeadFacts.of(head, target_layers=target_layers), "llama.cpp")
     if errors := [str(finding) for finding in found if finding.severity == "error"]:
         problem = f"--gguf: no file can be written.\n{'; '.join(errors)}."
         raise UnsupportedHeadError.at(head.location, problem)

@@ -143,7 +143,7 @@ class Manifest:
             is_newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ArtifactError(
                 f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}.\n"
-                + ("Upgrade eagle-slim." if is_newer else "Convert the head again."),
+                + ("Upgrade eagle-slim." if is_newer else "Convert the head again.")
             )
         for key, types in _TYPES.items():
             if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):

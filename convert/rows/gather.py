@@ -77,7 +77,7 @@ class GatheredRows:
         if (row := first_nonfinite_row(rows, self.dtype)) is not None:
             raise MismatchError(
                 f"{self.where}: {self.name}: row of token {tokens[row]} holds a value too large for the head's "
-                f"{LONG_NAMES[self.dtype]}.\nConvert a head in the target's own dtype ({LONG_NAMES[found]}).",
+                f"{LONG_NAMES[self.dtype]}.\nConvert a head in the target's own dtype ({LONG_NAMES[found]})."
             )
 
 
@@ -90,5 +90,5 @@ def refuse_nonfinite(
     token = None if target_ids is None else int(target_ids[row])
     place = f"row {first_row + row}" if token is None else f"row of token {token}"
     raise CheckpointError(
-        f"{where}: {name}: {place} holds NaN or infinity.\nThe checkpoint is damaged: fetch it again.",
+        f"{where}: {name}: {place} holds NaN or infinity.\nThe checkpoint is damaged: fetch it again."
     )

@@ -53,8 +53,7 @@ def choose_weights(names: list[str], where: str) -> str:
         )
     raise CheckpointError(
         f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}; of a head, --weights-file names "
-        "another, --subfolder a sub-folder.\n"
-        + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
+        "another, --subfolder a sub-folder.\n" + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty.")
     )
 
 
@@ -128,8 +127,7 @@ def path_inside(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         reason = "a link to nothing" if path.is_symlink() else "not there"
         raise CheckpointError.at(
-            path,
-            f"{reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again.",
+            path, f"{reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again."
         ) from error
     if not any(real.is_relative_to(root) for root in _allowed_roots(folder)):
         raise CheckpointError.at(

@@ -171,7 +171,7 @@ def _resolve(
     if path_like or is_file or is_lost:
         kind = "is a file" if is_file else "a link to nothing, or in a circle" if is_lost else "no such folder"
         raise SourceError(
-            f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.",
+            f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model."
         )
     try:
         found = find_snapshot(repo_id, revision, offline, choose, inside)

@@ -118,7 +118,7 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
         if isinstance(found, int) and not fits:
             raise MismatchError(
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
-                f"{_OTHER_TARGET}",
+                f"{_OTHER_TARGET}"
             )
     head.taps(target.num_layers)
 
@@ -173,7 +173,7 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
         raise MismatchError(
             f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
             f"{target_vocab} rows.\n"
-            "This is the tokenizer of another model: name the right one with --tokenizer or --target.",
+            "This is the tokenizer of another model: name the right one with --tokenizer or --target."
         )
 
 

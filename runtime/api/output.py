@@ -33,7 +33,7 @@ class GenerationOutput:
     rows: tuple[tuple[int, ...], ...] | None = None
     """The prompts as they were given, padding included; None: as in ``results``."""
     device: torch.device | str = "cpu"
-    """Of ``sequences``: where the prompts were given."""
+    """Device of ``sequences``: that of the prompts."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, each.name) for each in fields(self))

@@ -37,7 +37,7 @@ class ReadPrompts:
     rows: list[tuple[int, ...]]
     prompts: list[tuple[int, ...]]
     device: torch.device
-    """Where they were given; the CPU for what is no tensor."""
+    """Device of the given tensor; the CPU for anything else."""
 
     def repeated(self, times: int) -> ReadPrompts:
         """Return them with each prompt ``times`` times in a row."""

@@ -84,7 +84,7 @@ class RunningRequest:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     num_cut_tokens: int = 0
     missed: MissedTokens | None = None
-    """What the draft vocabulary does not hold of the new tokens; None where drafting was not asked for."""
+    """Counter of new tokens outside the draft vocabulary; None where drafting was not asked for."""
     num_reused: int = 0
     """Tokens of the prompt that a slot held already."""
 

@@ -50,7 +50,7 @@ class Processors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all steps."""
+        """Names of all steps."""
         return tuple(name for name, _ in self.steps)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class StepTimes(NamedTuple):
 
 
 class AcceptedLengths:
-    """What follows from how many passes gave how many tokens."""
+    """Figures derived from the accepted lengths."""
 
     accepted_lengths: Mapping[int, int]
 
@@ -97,7 +97,7 @@ class GenerationStats(AcceptedLengths):
     """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
     frequent first. Of all new tokens, the first of an answer too; with ``speculative=False`` none are counted."""
     num_reused_tokens: int = 0
-    """Of the prompts' tokens those that were not run again, as a slot held them from an earlier call."""
+    """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
     steps: tuple[StepTimes, ...] = field(default=(), repr=False)
     """Times of each step; a step is one pass of every sequence that runs in it."""

@@ -1,4 +1,4 @@
-"""What is compared: every head over every draft vocabulary with every tree, and plain decoding beside them."""
+"""List the candidates of a comparison: every head over every draft vocabulary with every tree, and plain decoding."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use in one mode at one batch size, and the reasons as complete sentences."""
+    """Recommend a candidate for one mode and batch size, with the reasons as complete sentences."""
 
     mode: str
     batch: int

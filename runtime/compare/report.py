@@ -28,7 +28,7 @@ _NUM_NAMES = 4
 
 
 class Place(NamedTuple):
-    """Where in a comparison an answer belongs; ``group`` is the number of the first prompt, ``turn`` counts from 0."""
+    """Place of an answer in a comparison; ``group`` is the number of the first prompt, ``turn`` counts from 0."""
 
     repeat: int
     batch: int

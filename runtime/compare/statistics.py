@@ -27,7 +27,7 @@ _WIDEST = 10.0
 
 @dataclass(frozen=True)
 class Timings:
-    """What one candidate did, step by step.
+    """Times and tokens of one candidate, step by step.
 
     ``draft_s``, ``verify_s``, ``host_s`` float64 [steps]; ``prompt_of_step`` int64 [steps], numbers from 0. By prompt,
     float64 [prompts]: ``accepted``, the tokens that its steps added to answers, and ``passes``, the target passes of

@@ -23,7 +23,7 @@ BLANK = {
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
+    """Inputs, KV cache and outputs of a draft, allocated once; all on one device, indexed by slot.
 
     Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, width], the token after each new
     feature (the last one is the tree's root); ``num_new`` int32 [slots], 1 to width (16, or more where paths are
@@ -57,7 +57,7 @@ class Buffers:
     """New tokens are below it."""
     workspace: dict[str, Tensor]
     tails: Tails | None = None
-    """What joined each slot's draft vocabulary; None where it stays as it is."""
+    """Rows that joined each slot's draft vocabulary; None without following."""
     host: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     """Most new tokens of a sequence as `set_step` wrote them (``new``), and the version of ``num_new`` then."""
 

@@ -51,16 +51,11 @@ def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
             f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
         )
-    if packed is not None and packed.cos.shape[0] < cfg.max_positions:
+    if packed is not None and (len(packed.cos) < cfg.max_positions or not weights.is_fixed_for(cfg.num_tokens)):
         raise UsageError(
-            f"The weights are packed for {packed.cos.shape[0]} positions, the configuration has {cfg.max_positions}; "
-            f"take weights.with_positions({cfg.max_positions})."
-        )
-    if packed is not None and not weights.is_fixed_for(cfg.num_tokens):
-        raise UsageError(
-            f"The head's RoPE scaling depends on the length of the text: the weights have it for {packed.num_tokens} "
-            f"tokens, the configuration for {cfg.num_tokens}; take weights.with_positions({cfg.max_positions}, "
-            f"{cfg.num_tokens})."
+            f"The weights are packed for {len(packed.cos)} positions and texts of {packed.num_tokens} tokens, the "
+            f"configuration has {cfg.max_positions} and {cfg.num_tokens}; take "
+            f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens})."
         )
 
 

@@ -30,7 +30,7 @@ NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
-"""Of the types that matrices can be stored in."""
+"""Short names of the types that matrices can be stored in."""
 _FIRST_WITH_FP8 = (8, 9)
 
 
@@ -74,16 +74,12 @@ def check_draft_weights(
             "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
             f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'."
         )
-    if device.type != "cuda":
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None or capability < _FIRST_WITH_FP8:
+        chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
         raise DrafterError(
-            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}. Leave "
+            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}. Leave "
             "draft_weights out."
-        )
-    capability = torch.cuda.get_device_capability(device)
-    chip = f"sm_{capability[0]}{capability[1]}"
-    if capability < _FIRST_WITH_FP8:
-        raise DrafterError(
-            f"draft_weights = 'fp8' needs a GPU of sm_89 or later; {device} is {chip}. Leave draft_weights out."
         )
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise UsageError(

@@ -19,7 +19,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
 }  # fmt: skip
-"""What the persistent drafter computes, by the names of `transformers.activations.ACT2FN`: equal ones have many."""
+"""Activations of the persistent drafter, by their names in `transformers.activations.ACT2FN`."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
 
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:
-    """What a configuration has from its head: all but ``draft_vocab``, of which it may use less, by field."""
+    """Return the fields of a configuration that its head decides: all but ``draft_vocab``, of which it may use less."""
     w = head.tensors
     has_fc = head.kind == "eagle" or head.feature_width != head.hidden
     return {

@@ -212,7 +212,7 @@ def write_pairs(
 
 
 def _fuse(ops: Ops, head: HeadWeights, features: Tensor) -> Tensor:
-    """As `reference.fuse_features`."""
+    """Fuse features as `reference.fuse_features` does, by operations."""
     if features.shape[1] == head.hidden:
         return features
     if norms := head.tap_norms:

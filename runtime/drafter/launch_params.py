@@ -95,7 +95,7 @@ class LaunchParams:
 
 @dataclass(frozen=True)
 class Chip:
-    """What a launch depends on: ``capability`` as 90 for sm_90, shared memory per block in bytes, and SMs."""
+    """Properties of a GPU: ``capability`` as 90 for sm_90, shared memory per block in bytes, and multiprocessors."""
 
     name: str
     capability: int

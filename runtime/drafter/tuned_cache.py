@@ -95,7 +95,7 @@ class TunedCache:
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
     def elsewhere(self, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-        """What was found on other GPUs of as many multiprocessors, by their names."""
+        """Return the parameters tuned on other GPUs with as many multiprocessors, by their names."""
         shape, found = cache_key(cfg, chip).rsplit("/", 2)[1:], {}
         for key, params in self.launches.items():
             name, *own = key.rsplit("/", 2)
@@ -189,7 +189,7 @@ def _layout_of(key: str) -> str:
 
 
 def _shape(cfg: DrafterConfig, chip: Chip) -> dict[str, Any]:
-    """What is recorded of a configuration."""
+    """Return the recorded form of a configuration."""
     types = {name: str(getattr(cfg, name)).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
     return {"chip": chip.name, **vars(cfg), **types}
 

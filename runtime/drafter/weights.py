@@ -138,7 +138,7 @@ class HeadWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.lm_head.device
 
     @property

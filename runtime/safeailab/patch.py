@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..drafter.choose import check_draft_weights, check_drafter, choose_drafter
+from ..drafter.choose import check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
 from ..errors import UsageError
 from .drafting import LayerPatch
@@ -158,9 +158,7 @@ class EaModelPatch:
         check_ea_model(model)
         if is_rebound(model) or is_rebound(model.ea_layer):
             raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.")
-        weight = model.ea_layer.embed_tokens.weight
-        check_drafter(drafter, weight.device, BACKENDS)
-        check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
+        check_drafter(drafter, model.ea_layer.embed_tokens.weight.device, BACKENDS)
         head = read_head(model, choose_ids(model, draft_vocab, counts, token_map, tokenizer))
         built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
         # Sessions of all tree sizes share what is packed.

@@ -1,4 +1,4 @@
-"""What upstream's generation loop does after a draft, by the kernels of a step.
+"""Run the part of upstream's generation loop after a draft by the kernels of a step.
 
 `eagenerate` and `ea_generate` stay upstream's own code. They are run with other bindings for three of the functions of
 ``eagle/model/utils.py`` that they call, in this one model alone:
@@ -52,7 +52,7 @@ _SHARED = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """What a step works in, beside the drafter's buffers, of which it shares the inputs."""
+    """Tensors of a step beside the drafter's buffers, whose inputs it shares."""
 
     bufs: Buffers
     state: SlotState

@@ -132,7 +132,7 @@ def check_accept(checks: Checks, state: SlotState, choices: Tensor, trees: Trees
 
 
 def _grown(mask: Tensor, parent: Tensor) -> Tensor:
-    """What each node sees if all before it are right: itself, and for all but the root what its parent sees."""
+    """Return the mask that follows from the parents: a node sees itself and, but for the root, all its parent sees."""
     inherited = mask.gather(1, parent[..., None].expand(-1, -1, mask.shape[1]))
     inherited[:, 0] = False
     return inherited | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)

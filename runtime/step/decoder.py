@@ -59,7 +59,7 @@ MOST_RULES = 8
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What getting ready took; nothing where everything was ready before, and where there are no graphs."""
+    """Time and memory of a warm-up; zero where everything was ready before, and where there are no graphs."""
 
     compile_s: float = 0.0
     """Seconds for running everything once: compiling kernels, creating the libraries' handles."""
@@ -94,11 +94,11 @@ class StepDrafter(Protocol):
 
     @property
     def bufs(self) -> Buffers:
-        """What it reads and writes."""
+        """Its inputs and outputs."""
 
     @property
     def head(self) -> HeadWeights:
-        """What drafts."""
+        """The draft head's weights."""
 
     @property
     def features(self) -> Tensor:
@@ -142,7 +142,7 @@ class Decoder:
     choice: ChoiceState
     box: PromptBox
     checks: Checks | None
-    """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
+    """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Decoder:
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
         self._roots = _Roots(self.state) if drafter is None else None
         self.follow = None if drafter is None else drafter.head.follow
-        """What may join each slot's draft vocabulary; None where it stays as it is."""
+        """Rows that may join each slot's draft vocabulary; None without following."""
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
@@ -235,7 +235,7 @@ class Decoder:
 
     @property
     def tails(self) -> Tails | None:
-        """What joined each slot's draft vocabulary."""
+        """Rows that joined each slot's draft vocabulary."""
         return None if self.drafter is None else self.drafter.bufs.tails
 
     def enter(
@@ -304,7 +304,7 @@ class Decoder:
 
     @staticmethod
     def _captures(key: tuple[object, ...], phases: Sequence[Phase]) -> dict[object, Run]:
-        """What of some phases to capture, by its key: all of them together, or those that do not wait."""
+        """Choose which of some phases to capture, by key: all of them together, or those that do not wait."""
         if any(phase.waits for phase in phases):
             return {(*key, phase.name): phase.run for phase in phases if not phase.waits}
         return {key: partial(_run_all, phases)}

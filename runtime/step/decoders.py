@@ -36,7 +36,7 @@ class Decoders:
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         self.model, self.drafter, self.tree = target, drafter, drafter.tree
         self._version = -1
-        """Of the model that cache and decoders belong to."""
+        """Version of the model that cache and decoders belong to."""
         self.eager_reason: str | None = None
         """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
@@ -44,13 +44,13 @@ class Decoders:
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
-        """What each slot of the cache still holds of the sequence that was in it last."""
+        """Rows that each slot of the cache still holds of its last sequence."""
         target.users.add(self)
         self._follow_model()
 
     @property
     def target(self) -> Target:
-        """What runs the forwards."""
+        """The target that runs the forwards."""
         return self.model.runs
 
     def _follow_model(self) -> None:

@@ -1,4 +1,4 @@
-"""What slots still hold of the sequences that have left them, so that a prompt that goes on need not be run again.
+"""Reuse rows that slots still hold of finished sequences, so that a prompt which continues one is not run again.
 
 After "a b c d" was answered with "e f g", the target's cache has rows for all but the newest token g, and the drafter's
 has pairs up to where the last step began. Of the next prompt, "a b c d e f X", all that the slot holds and the prompt

@@ -103,7 +103,7 @@ def _tree_size(target: TargetModel, decoders: Decoders, is_tree_sized: bool, slo
 
 
 def _in_16_bits(target: TargetModel, num_bytes: int) -> int:
-    """As the tables of steps count: in a wider type verifying and drafting grow alike."""
+    """Convert bytes to 16-bit weights, as in the tables of steps; in a wider type verifying and drafting grow alike."""
     return round(num_bytes * 2 / target.dtype.itemsize)
 
 

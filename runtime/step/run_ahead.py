@@ -61,7 +61,7 @@ class RunAhead:
             active_slots=ints(slots), active_inverse=ints(slots), active_count=ints(1),
             draft_tokens=torch.zeros_like(chain), parents=chain - 1, tree_position_ids=chain,
         )  # fmt: skip
-        """What a decoder reads and writes is its own; the rest is the drafter's."""
+        """Own inputs and outputs of a decoder; the rest is the drafter's."""
         self.features = torch.zeros((slots, width, drafter.features.shape[2]), dtype=drafter.features.dtype,
                                     device=device)  # fmt: skip
         """As `BufferedDrafter.features`."""
@@ -70,17 +70,17 @@ class RunAhead:
         zeroed."""
 
     def _decoder(self, *args: Any) -> Decoder:
-        """What runs ahead."""
+        """Build the decoder that runs ahead."""
         return Decoder(*args)
 
     @property
     def head(self) -> HeadWeights:
-        """What drafts."""
+        """The draft head's weights."""
         return self.drafter.head
 
     @property
     def error(self) -> Tensor:
-        """As `BufferedDrafter.error`."""
+        """See `BufferedDrafter.error`."""
         return self.drafter.error
 
     def clear_error_(self) -> None:

@@ -57,9 +57,9 @@ class StepTable:
     """"cuda" or "cpu"."""
     model: str
     weight_bytes: int
-    """Of the weights that a step of the target reads."""
+    """Bytes of the weights that a step of the target reads."""
     draft_bytes: int
-    """Of the weights that drafting a tree reads, all levels together."""
+    """Bytes of the weights that drafting a tree reads, all levels together."""
     steps: tuple[Step, ...]
 
 

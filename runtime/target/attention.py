@@ -35,7 +35,7 @@ _USERS_LOCK = threading.RLock()
 
 
 class ForwardContext(Protocol):
-    """What one forward of the target attends to; each layer of transformers' calls it."""
+    """Attention of one forward of the target; each layer of transformers' calls it."""
 
     calls: int
     """How many layers have attended."""

@@ -52,7 +52,7 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +60,7 @@ class Target(Protocol):
 
     @property
     def layer_shapes(self) -> Sequence[LayerShape]:
-        """Of each decoder layer with keys and values of its own."""
+        """Shapes of the decoder layers that have keys and values of their own."""
 
     @property
     def has_windows(self) -> bool:
@@ -121,7 +121,7 @@ class KVCache:
     def _list_layers(self) -> None:
         pairs = [(self.stacks[stack], place) for stack, place in self._places]
         self.layers = [(keys[place], values[place]) for (keys, values), place in pairs]
-        """Of each layer, keys and values [slots, kv_heads, capacity, head_dim]."""
+        """By layer: keys and values [slots, kv_heads, capacity, head_dim]."""
 
     def first(self, num_slots: int) -> KVCache:
         """Return the same cache for fewer slots."""
@@ -147,7 +147,7 @@ class KVCache:
 
 
 class ForwardBuffers:
-    """What a forward of up to ``places * nodes`` rows writes beyond the cache; static, as graphs hold its addresses.
+    """Outputs and scratch of a forward of up to ``places * nodes`` rows; static, as graphs hold its addresses.
 
     ``features`` [rows, feature_width], ``logits`` [logit_rows, vocab], the attention's scratch (None without the
     kernel), and whatever the target asks for: ``working`` shapes by name, in the target's type. A target whose forward

@@ -14,7 +14,7 @@ from .known import is_of_a_known_family, unfit_reason
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, by name, and why."""
+    """Name of the forward that was chosen, and the reason."""
 
     name: str
     reason: str

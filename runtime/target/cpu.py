@@ -20,7 +20,7 @@ _INSTRUCTIONS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
-"""As Linux names them on x86 and on ARM."""
+"""Linux' names of the instructions, on x86 and on ARM."""
 _ROOM = 0.9
 """Share of the free memory that weights may take."""
 

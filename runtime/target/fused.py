@@ -93,7 +93,7 @@ class FusedTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     @property
@@ -108,7 +108,7 @@ class FusedTarget:
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """Of each decoder layer."""
+        """Shapes of all decoder layers."""
         return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
 
     @property

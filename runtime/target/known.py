@@ -165,7 +165,7 @@ def _linear(rows: int, columns: int, has_bias: bool = True) -> Part:
 
 
 def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Part:
-    """What a model of a configuration consists of."""
+    """Modules of a model, by its configuration."""
     from transformers.activations import ACT2FN
 
     hidden, middle, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -219,7 +219,7 @@ def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Pa
 
 
 def _layer_types(config: Any) -> Sequence[str]:
-    """Of each layer, "full_attention" or "sliding_attention"; Mistral's have one window, and Llama's none."""
+    """Type of each layer, "full_attention" or "sliding_attention"; Mistral's have one window, and Llama's none."""
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

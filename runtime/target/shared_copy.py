@@ -32,7 +32,7 @@ class SharedCopy:
         self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._shares: dict[int, bool] = {}
         self.taps: dict[int, Tensor] = {}
-        """Where hooks that are put on the copies leave what they see."""
+        """Tensors that hooks on the copies recorded, by place."""
         self.model = self._copy(model)
         """In the model's place."""
         for original, copied in self._copies.values():

@@ -64,7 +64,7 @@ class ShortCache:
         heads = target.layer_shapes[0].heads
         self.queries = torch.zeros((layers, slots, kv_heads, ROWS * heads // kv_heads, head_dim), dtype=target.dtype,
                                    device=target.device)  # fmt: skip
-        """Of the last rows of each slot, those of the heads that share keys side by side."""
+        """Queries of each slot's last rows; heads that share keys lie side by side."""
         # Blocks beyond the cache are bounded too, and never chosen.
         shape = (layers, slots, kv_heads, total + self._spanned(_SLICE), head_dim)
         self._least, self._most = (torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(2))

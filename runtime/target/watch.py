@@ -34,7 +34,7 @@ _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 class Watch:
-    """What a model is made of, at the time it was built; ``unread``: names of attributes that do not matter."""
+    """State of a model when it was built, to compare with later; ``unread``: attributes that do not matter."""
 
     def __init__(self, model: nn.Module, unread: Iterable[str] = ()) -> None:
         self._modules = list(model.modules())

@@ -58,7 +58,7 @@ class _Found:
     backend: Choice
     fused: FusedTarget | None
     copy: SharedCopy | None
-    """What transformers' forward runs on; None where the fused one runs."""
+    """Copy that transformers' forward runs on; None where the fused one runs."""
     autocast: tuple[bool, torch.dtype]
     sizes: dict[str, object]
     watch: Watch
@@ -93,7 +93,7 @@ class TargetModel:
         self._asked, self._fused_on = backend, tuple(fused_on)
         self._warned: set[str] = set()
         self.users: WeakSet[Any] = WeakSet()
-        """What holds caches and graphs of this model, each with a method ``drop``."""
+        """Holders of caches and graphs of this model, each with a method ``drop``."""
         self._found: _Found = self._take(None)
 
     def look(self) -> None:
@@ -163,7 +163,7 @@ class TargetModel:
         return _Found(version, layers, backend, fused, copy, autocast, sizes, Watch(model))
 
     def _sizes(self, layers: nn.ModuleList) -> dict[str, object]:
-        """What the drafter's weights and buffers were made for."""
+        """Return the sizes that the drafter's weights and buffers were made for."""
         return {
             "dtype": self.dtype, "device": self.device, "number of layers": len(layers),
             "hidden size": self.hidden_size, "vocabulary": self.vocab_size,
@@ -191,7 +191,7 @@ class TargetModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "A SpeculativeModel cannot be copied or pickled: it holds its target's KV cache and graphs. Copy or pickle "
+            "A SpeculativeModel cannot be copied or pickled: the model holds KV caches and graphs. Copy or pickle "
             "the target and build another with from_pretrained, or share this one's target by with_draft_vocab, "
             "with_tree or with_drafter."
         )
@@ -203,7 +203,7 @@ class TargetModel:
 
     @property
     def text_config(self) -> Any:
-        """That of its decoder."""
+        """The decoder's configuration."""
         return self.config.get_text_config()
 
     @property
@@ -213,7 +213,7 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the input embedding lies."""
+        """Device of the input embedding."""
         return self.embedding.device
 
     @property
@@ -278,7 +278,7 @@ class TargetModel:
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """Of each decoder layer with keys and values of its own, as a forward over one token shows them.
+        """Shapes of the decoder layers that have keys and values of their own, as a forward over one token shows them.
 
         Raises `UnsupportedModelError` for a model that does not attend through our function, leaves out a tapped layer,
         or hands on hidden states of another form.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine, flavoured_architecture
+from eagle_slim.convert.engines import ENGINES, HeadFacts, flavoured_architecture, head_findings
 from eagle_slim.convert.heads import names
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
@@ -83,9 +83,7 @@ HEADS: dict[str, HeadFacts] = {
 
 def severity(facts: HeadFacts, engine: str) -> str | None:
     """The worst that an engine makes of a head itself, versions apart: "error", "warning" or None."""
-    proven = ENGINES[engine].proven
-    findings = check_engine(facts, engine, version=None if proven is None else proven[0])
-    found = {finding.severity for finding in findings if not finding.is_about_version}
+    found = {finding.severity for finding in head_findings(facts, engine)}
     return next((worst for worst in ("error", "warning") if worst in found), None)
 
 

@@ -10,6 +10,7 @@ from eagle_slim.convert.engines import (
     check_engine,
     conversion_findings,
     flavoured_architecture,
+    head_findings,
     require_engines,
 )
 from eagle_slim.convert.heads.open import open_head
@@ -24,9 +25,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 
 def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
     """(severity, message) of what the engine makes of the head itself, versions apart."""
-    proven = ENGINES[engine].proven
-    findings = check_engine(facts, engine, version=None if proven is None else proven[0])
-    return [(f.severity, str(f)) for f in findings if f.severity != "note" and not f.is_about_version]
+    return [(f.severity, str(f)) for f in head_findings(facts, engine) if f.severity != "note"]
 
 
 @pytest.mark.parametrize(

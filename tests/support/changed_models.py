@@ -326,8 +326,8 @@ def changed_through_data(model: Any) -> None:
 
 def optimised(model: Any, fused: bool = False) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-    tokens = torch.tensor([[3, 4, 5, 6]], device=model.device)
-    model(tokens, labels=tokens).loss.backward()
+    ids = torch.tensor([[3, 4, 5, 6]], device=model.device)
+    model(ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 

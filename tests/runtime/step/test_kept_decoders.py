@@ -119,7 +119,7 @@ def test_a_target_that_does_not_fit_is_told_with_its_size(tmp_path: Path, monkey
 
 def test_a_model_cannot_be_copied_but_its_target_can(model: SpeculativeModel) -> None:
     for act in (copy.deepcopy, pickle.dumps):
-        with raises(UsageError, option="model"):
+        with raises(UsageError, option="SpeculativeModel cannot be copied"):
             act(model)
     own: Any = model.target.model
     prompt = torch.tensor(random_prompts([9]))

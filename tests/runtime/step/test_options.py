@@ -270,7 +270,9 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
         model.encode_chat([{"role": "user", "content": None}])
 
 
-@pytest.mark.parametrize("second", [5, "text", GenerationConfig(), [object()]], ids=str)
+@pytest.mark.parametrize(
+    "second", [5, "text", GenerationConfig(), [object()]], ids=["number", "text", "config", "list"]
+)
 def test_a_chat_takes_its_options_by_name(model: SpeculativeModel, second: Any) -> None:
     with raises(UsageError, option="messages"):
         model.chat("Hi", second)

@@ -80,12 +80,12 @@ def test_one_bit_of_the_weights_is_enough_to_keep_nothing(tmp_path: Path) -> Non
     assert model.generate(PROMPT, **OPTIONS).stats.num_reused_tokens > 0
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_held_row_is_compared_without_a_wait() -> None:
     cache = KVCache.over(*torch.randn(2, 3, 2, 1, 6, 4, device="cuda"))
     flag = torch.zeros(2, dtype=torch.int32, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda.set_sync_debug_mode("error")
         for place, is_exact in enumerate((True, False)):
             held = HeldRow(cache, 1, 4, is_exact)
             cache.layers[2][1][1, :, 4] *= 1 + 2**-22
