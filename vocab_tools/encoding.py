@@ -102,7 +102,9 @@ class _Fastokens:
         try:
             import fastokens
         except ImportError as error:
-            raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
+            raise TokenizerError(
+                "--tokenizer-library: fastokens is not installed. Try: pip install 'eagle-slim[fast]'"
+            ) from error
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
         except Exception as error:  # fastokens raises bare exceptions from Rust

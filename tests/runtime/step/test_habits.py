@@ -216,4 +216,5 @@ def test_13_a_mistyped_option_is_told_what_was_meant(model: SpeculativeModel, na
     assert str(caught.value).endswith("Did you mean draft_vocab?")
     with raises(UsageError, option="qqq") as caught:
         model.generate([3, 4], qqq=1)
-    assert str(caught.value) == "There is no option 'qqq'."
+    assert str(caught.value).startswith("There is no option 'qqq'.")
+    assert "Did you mean" not in str(caught.value)
