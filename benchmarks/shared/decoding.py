@@ -17,7 +17,7 @@ import torch
 from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
 from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
