@@ -427,9 +427,6 @@ def _plan(
         draft_vocab=rows,
         target_layers=None if inputs.target is None else inputs.target.num_layers,
     )
-    if head.kind == "eagle":
-        # Added where it is missing, see `eagle1.plan_tensors`.
-        facts = replace(facts, tensor_names=facts.tensor_names | {names.FC_BIAS})
     findings = conversion_findings(facts)
     manifest = _manifest(inputs, options, head, lm_head, ranking, vocab, in_words(findings))
     return Conversion(folder, title, inputs, head, lm_head, tensors, gathered, config, findings, manifest)

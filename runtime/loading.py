@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .drafter.follow import FollowRows
-from .drafter.joinable import JoinableRows, load_joinable_rows
-from .drafter.weights import HeadWeights, choose_draft_ids
+from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
 from .errors import DeviceMemoryError, TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
