@@ -124,9 +124,14 @@ class DrafterConfig:
         return TreeConfig(self.depth, self.top_k, self.total_tokens)
 
     @property
+    def tree_rows(self) -> int:
+        """KV rows that a tree takes after its prefix."""
+        return self.depth * self.top_k
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of a sequence that the cache has room for, beside a tree and the new tokens of a step."""
-        return max(1, self.max_positions - self.depth * self.top_k - self.tree.new_tokens_width)
+        return max(1, self.max_positions - self.tree_rows - self.tree.new_tokens_width)
 
     @property
     def qkv_size(self) -> int:

@@ -72,7 +72,7 @@ class Decoders:
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(". ")[0]
         # Only here, as the error's traceback holds the tensors of all frames.
-        with self.model.lock.hold():
+        with self.model.hold():
             self.drop()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -129,7 +129,7 @@ class Decoders:
             cache = None
             self.drop()
             self.kept = [KeptRows()] * slots
-            cache = KVCache(self.target, slots, capacity)
+            cache = KVCache.allocate(self.target, slots, capacity)
             self.target.reserve_positions(capacity + max(shape.new_tokens_width for shape in shapes))
             # Set last: a cache means that setup finished.
             self._cache = cache

@@ -169,7 +169,7 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
     [({"total_tokens": 12}, {},
       {"tensor": "draft_tokens", "found": "torch.int64 [3, 20]", "expected": "torch.int64 [3, 12]"}),
      ({"depth": 2}, {}, {"tensor": "retrieve_indices"}), ({"max_positions": 500}, {}, {"tensor": "keys"}),
-     ({"top_k": 5}, {}, {"tree_rows": 12}),
+     ({"top_k": 5}, {}, {"field": "top_k"}),
      ({"intermediate": 64}, {}, {"field": "intermediate", "found": 96, "expected": 64}),
      ({"norm_eps": 1e-6}, {}, {"field": "norm_eps"}),
      ({"has_qkv_bias": True}, {}, {"field": "has_qkv_bias", "found": False}),
