@@ -146,7 +146,7 @@ def count_tokens(
 
     Raises:
         UsageError: no sources, names or inputs that repeat, or a setting that fits no source.
-        CorpusError: a source or record cannot be read, or a file changed meanwhile.
+        CorpusError: a source or record cannot be read.
         TokenizerError: the tokenizer or its chat template cannot be used.
     """
     say = notify or (lambda message: None)
@@ -209,7 +209,6 @@ def _count_source(
             bar.moved(block.size, result.tokens)
             if limited_in is not None:
                 break
-    source.check_unchanged()
     if not total.tokens:
         hint = f"Empty documents: {total.empty:,}; records skipped: {total.skipped:,}."
         if total.empty and source.kind == "chat" and asked.roles == "assistant":
