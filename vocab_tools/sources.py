@@ -101,6 +101,11 @@ class CorpusSource:
                 found = getattr(self, setting)
                 raise UsageError(f"source {self.name}: {setting}: expected {expected}, found {found!r}.")
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it ends with a number of documents or tokens."""
+        return self.max_documents is not None or self.max_tokens is not None
+
 
 def _default_name(location: str) -> str:
     name = Path(location).name if looks_local(location) else location.rsplit("/", 1)[-1]
