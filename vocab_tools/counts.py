@@ -48,7 +48,7 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         ids, offsets = self.token_ids, self.doc_offsets
-        if (ids.dtype, offsets.dtype) != (np.int32, np.int64):
+        if ids.dtype != np.int32 or offsets.dtype != np.int64:
             raise VocabularyError(
                 f"held-out documents: expected int32 ids and int64 offsets, found {ids.dtype} and {offsets.dtype}."
             )
