@@ -13,8 +13,7 @@ import torch
 from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
 from eagle_slim.convert.heads.open import DraftHead, open_head
-from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
-from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
