@@ -109,12 +109,16 @@ class Buffers:
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
         except TypeError as error:
             raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
-        slots = self.keys.shape[0]
-        check_active(active, slots)
+        slots, most = self.new_tokens.shape
+        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+            raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
-            self.check_sequence(slot, tokens, past)
+            if not 1 <= len(tokens) <= most:
+                raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
+            check_ids(slot, tokens, self.cfg.target_vocab)
+            check_room(slot, past, len(tokens), self.cfg)
         inverse, counts, pasts = [-1] * slots, [1] * slots, [0] * slots
-        rows = [[0] * self.new_tokens.shape[1] for _ in range(slots)]
+        rows = [[0] * most for _ in range(slots)]
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
@@ -132,14 +136,6 @@ class Buffers:
         """Most new tokens of a sequence, as `set_step` wrote them; 0 if something else may have written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0
-
-    def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
-        """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
-        most = self.new_tokens.shape[1]
-        if not 1 <= len(tokens) <= most:
-            raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
-        check_ids(slot, tokens, self.cfg.target_vocab)
-        check_room(slot, past, len(tokens), self.cfg)
 
 
 def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
@@ -159,12 +155,6 @@ def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.
         "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
         "retrieve_indices": ((slots, total, tree.path_width), int64), "num_leaves": ((slots,), int64),
     }  # fmt: skip
-
-
-def check_active(active: Sequence[int], slots: int) -> None:
-    """Raise `UsageError` unless active slots are different and there."""
-    if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-        raise UsageError(f"active slots {active} must be different and below {slots}.")
 
 
 def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:

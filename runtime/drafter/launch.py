@@ -17,7 +17,7 @@ from ..errors import DrafterError, UsageError, check_choice
 from ..launches import Launches, count_launches
 from ..ops import Ops
 from .buffers import Buffers, check_ids, check_room
-from .checks import check_features, check_parts, check_step
+from .checks import check_features, check_parts
 from .dimensions import DrafterConfig
 from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
@@ -71,9 +71,9 @@ def launch_drafter(
     are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
-    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers that
-    are not of this configuration, for a step that does not fit (where the host can know it: written by
-    `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
+    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers of
+    another configuration, fewer features than new tokens (as `Buffers.set_step` wrote them) and an unknown backend;
+    `DrafterError` where the kernel cannot run.
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
@@ -86,9 +86,7 @@ def launch_drafter(
             raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
         if weights.packed.launches.get(cfg) != bufs.params:
             raise DrafterError("backend='triton' needs the workspace of these weights: allocate_buffers(cfg, weights).")
-    if backend != "triton" or bufs.keys.device.type == "cpu":
-        check_step(taps[0].shape[1], bufs)
-    elif bufs.most_new_tokens() > taps[0].shape[1]:
+    if bufs.most_new_tokens() > taps[0].shape[1]:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
     run_draft(cfg, X, weights, bufs, backend)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
@@ -164,16 +162,12 @@ def prefill_drafter(
     and a tree do not fit, and for other shapes, slots and token ids.
     """
     check_parts(cfg, weights, bufs)
-    if isinstance(X, (tuple, list)) and len(X) == 3 and all(isinstance(tap, Tensor) for tap in X):
-        X = torch.cat(tuple(X), -1)
+    X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
-    given = tuple(tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (X, next_tokens))
-    are_ids = isinstance(next_tokens, Tensor) and not next_tokens.is_floating_point()
-    num_pairs = len(next_tokens) if are_ids else 0
-    if not are_ids or not isinstance(X, Tensor) or given != ((num_pairs, cfg.feature_width), (num_pairs,)):
+    if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
-            f"got {given[0]} and {given[1]}."
+            f"got {tuple(X.shape)} and {next_tokens.dtype} {tuple(next_tokens.shape)}."
         )
     check_room(slot, start, len(next_tokens), cfg)
     head, device = weights.head, bufs.keys.device
