@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from .api.options import read_call, read_count, read_flag, read_tokenizer
-from .api.output import DictOutput, GenerationOutput, RowsOutput
+from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
 from .api.stats import GenerationStats
-from .api.streaming import Streamer, send_tokens
+from .api.streaming import Streamer
 from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
@@ -454,7 +454,7 @@ class SpeculativeModel:
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
-            states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
+            states = start(call.requests, call.sampling, streamer, head)
             results, stats = GenerationLoop(self._decoders, states, plan).run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
@@ -465,8 +465,9 @@ class SpeculativeModel:
         if plan.tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
-        rows = tuple(call.prompts.rows)
-        return kind(tuple(results), stats, call.fill, call.seed, rows, call.prompts.device)
+        answers = [result.token_ids for result in results]
+        sequences = join_sequences(call.prompts.rows, answers, call.fill, call.prompts.device)
+        return kind(sequences, tuple(results), stats, call.seed)
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any
