@@ -37,16 +37,15 @@ from .errors import AcceptanceWarning, UsageError, brief, did_you_mean, misfit
 from .loading import (
     MapForm,
     OpenedHead,
-    check_dtype,
     check_loaded,
     choose_device,
     hash_of_source,
     load_target,
     load_target_config,
     load_tokenizer_and_hash,
-    named_dtype,
     open_any_head,
     read_device_map,
+    read_dtype,
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
@@ -178,7 +177,7 @@ class SpeculativeModel:
             PairingError: head and target do not belong together; no weights were loaded.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
+            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
@@ -195,14 +194,14 @@ class SpeculativeModel:
             read_tokenizer(tokenizer)
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
+        wanted = read_dtype(dtype)
         if isinstance(target, nn.Module):
-            check_loaded(target, dtype, device)
+            check_loaded(target, wanted, device)
             place = next(target.parameters()).device
         else:
-            check_dtype(dtype)
             place = choose_device(device)
         check_drafter(drafter, place)
-        check_draft_weights(draft_weights, drafter, place, named_dtype(dtype))
+        check_draft_weights(draft_weights, drafter, place, wanted)
         opened = open_any_head(
             head, loading.get("head_revision"), offline, loading.get("d2t_form", "auto"), loading.get("tap_layers"),
             loading.get("head_subfolder"),
@@ -237,7 +236,7 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, tokenizer_hash, name)
         tokenizer = tokenizer or loaded_tokenizer
         if model is None:
-            model = load_target(location, dtype, place, revision, offline)
+            model = load_target(location, wanted, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
