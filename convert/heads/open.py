@@ -7,7 +7,6 @@ Nothing but small tensors (the map) is read when a head is opened.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..files import read_object
 from ..rows.checkpoint import Checkpoint, open_checkpoint
-from ..rows.paths import doubts_of_choice
 from ..sources.source import ResolvedSource, open_head_source
 from . import config as head_config
 from . import names
@@ -68,7 +66,7 @@ def open_head(
     if source.manifest is not None and source.weights_file in ("", WEIGHTS_NAME):
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
-    head = head_from_checkpoint(
+    return head_from_checkpoint(
         checkpoint,
         config,
         location=source.name,
@@ -76,8 +74,6 @@ def open_head(
         d2t_form=d2t_form,
         tap_layers=tap_layers,
     )
-    doubts = [] if source.weights_file else doubts_of_choice(source.beside)
-    return replace(head, warnings=(*doubts, *head.warnings))
 
 
 def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> dict[str, Any]:
