@@ -29,10 +29,8 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
     from .hub.push import check_push, upload_files
-    from .hub.snapshot import check_repository_id
     from .push import files_to_upload
 
-    check_repository_id(repo_id)
     names, artifact = files_to_upload(folder), Path(folder)
     check_push(repo_id)
     left = sorted({path.name for path in artifact.iterdir()} - set(names))

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from eagle_slim.vocab_tools.hub import LIBRARY_NAME
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained
 
 from ..atomic import require_space
 from ..errors import CheckpointError, SourceError
-from ..hub.snapshot import explained
 from .safetensors_file import SafetensorsFile, TensorInfo, damaged, header_bytes
 
 PIECE_BYTES = 16 << 20
