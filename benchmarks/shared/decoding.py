@@ -17,7 +17,7 @@ import torch
 from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
 from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
@@ -86,7 +86,7 @@ class RandomModel:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Allocate a cache of random keys and values, as if every row had been written."""
-        cache = KVCache(self.target, num_slots, capacity)
+        cache = KVCache.allocate(self.target, num_slots, capacity)
         for keys, values in cache.stacks:
             keys.normal_()
             values.normal_()
@@ -99,12 +99,12 @@ class RandomModel:
         Packed weights are kept for the next decoder over as many rows.
         """
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
-        return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
+        return Decoder(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
         """Build a drafting decoder that accepts drawn lengths."""
         drafter = self._drafter(cache, tree, draft_vocab)
-        return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
+        return DrawnDecoder(lengths, self.target, cache, drafter, self._waits)
 
     def drawn_partial_decoder(
         self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
@@ -228,7 +228,7 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     box.tokens.copy_(torch.tensor(prompt))
     rows, bufs = ChunkRows.allocate(num_rows, lengths), target.new_buffers(1, num_rows, num_rows, num_rows + 1)
     Ops.for_device(device)(chunk_rows)(box, rows)
-    target.forward(rows.forward, KVCache(target, 1, num_rows + 1), bufs)
+    target.forward(rows.forward, KVCache.allocate(target, 1, num_rows + 1), bufs)
     return bufs.logits
 
 
@@ -239,9 +239,9 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     assert isinstance(target, FusedTarget)
     tree = decoder.drafter.bufs
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
-    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
+    rows, first = ForwardRows.allocate(1, decoder.shape.nodes, lengths), torch.zeros_like(lengths)
     decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
-    bufs = target.new_buffers(1, decoder.nodes, decoder.nodes, decoder.cache.capacity)
+    bufs = target.new_buffers(1, decoder.shape.nodes, decoder.shape.nodes, decoder.cache.capacity)
     bufs.query.normal_()
 
     def run() -> None:

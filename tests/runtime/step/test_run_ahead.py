@@ -154,7 +154,7 @@ LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 def test_the_part_holds_what_it_should(models: Any) -> None:
     """Sinks, the best blocks of Quest's scores and the recent rows of every slot, each KV head its own, in order."""
     target, num_blocks = models("llama").target.runs, 3
-    whole = KVCache(target, len(LENGTHS), LONGEST)
+    whole = KVCache.allocate(target, len(LENGTHS), LONGEST)
     for tensor in whole.stacks[0]:
         tensor.normal_()
     part = ShortCache(target, whole, num_blocks, num_new=20, num_changed=16)
@@ -208,4 +208,4 @@ def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
         query, _ = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), cos, sin)
     # Two heads share a KV head.
     expected = query[0].unflatten(0, (2, 2)).transpose(1, 2).flatten(1, 2)
-    torch.testing.assert_close(decoder.run_ahead.part.queries[0, 0], expected)
+    torch.testing.assert_close(decoder.part.queries[0, 0], expected)
