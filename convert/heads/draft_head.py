@@ -13,7 +13,7 @@ from ..artifact.manifest import Manifest
 from ..errors import MismatchError
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import item_size
-from ..rows.types import TensorInfo
+from ..rows.safetensors_file import TensorInfo
 from ..sources.source import ResolvedSource
 from . import names
 from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
@@ -184,10 +184,6 @@ class DraftHead:
     def manifest(self) -> Manifest | None:
         """The manifest of a head that eagle-convert wrote, else None."""
         return self.source.manifest if self.source else None
-
-    def forked(self) -> DraftHead:
-        """The same open head with a record of reads of its own (`Checkpoint.fork`)."""
-        return replace(self, tensors=replace(self.tensors, source=self.tensors.source.fork()))
 
     @property
     def trained_ids(self) -> NDArray[np.int64] | None:

@@ -18,7 +18,6 @@ from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import CheckpointError, MismatchError
 from ..files import read_object
 from ..rows.checkpoint import Checkpoint, open_checkpoint
-from ..rows.paths import doubts_of_choice
 from ..sources.source import ResolvedSource, open_head_source
 from . import config as head_config
 from . import names
@@ -70,8 +69,7 @@ def open_head(
     head = head_from_checkpoint(checkpoint, config, source.name, d2t_form=d2t_form, tap_layers=tap_layers)
     if head.kind == "dflash":
         refuse_mask_embedding(source)
-    doubts = [] if source.weights_file else doubts_of_choice(source.beside)
-    return replace(head, source=source, warnings=(*doubts, *head.warnings))
+    return replace(head, source=source)
 
 
 def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> dict[str, Any]:
