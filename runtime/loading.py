@@ -330,11 +330,11 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
 
 
 def _from_artifact(artifact: Artifact, offline: bool) -> OpenedHead:
-    target = artifact.manifest.target
+    manifest, target = artifact.manifest, artifact.manifest.target
     return OpenedHead(
-        artifact.head, artifact.rank_order_ids, artifact.num_forced, artifact.tokenizer_hash,
+        artifact.head, manifest.rank_order_ids, manifest.num_forced, artifact.tokenizer_hash,
         target_name=EMBEDDED_TARGET_REPO if "wheel" in target else artifact.target,
-        coverage=artifact.manifest.coverage, target_folder=target.get("name"), folder=artifact.folder, offline=offline,
+        coverage=manifest.coverage, target_folder=target.get("name"), folder=artifact.folder, offline=offline,
     )  # fmt: skip
 
 

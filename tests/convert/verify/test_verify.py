@@ -344,11 +344,3 @@ class TestLoading:
         change_manifest(slim, damage)
         with pytest.raises(ArtifactError, match=named):
             Artifact.load(slim)
-
-    def test_prefix_limits(self, slim):
-        artifact = Artifact.load(slim)
-        for size in (320, artifact.num_forced):
-            assert [len(each) for each in artifact.prefix(size)] == [size, size]
-        for wrong in (artifact.num_forced - 1, 321):
-            with pytest.raises(ArtifactError, match=r"259 .* 320"):
-                artifact.prefix(wrong)
