@@ -198,7 +198,7 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
     ],
 )
 def test_mistakes(generate: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, message: str) -> None:
-    monkeypatch.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
     got, out, err = generate("--prompt", "x", *args)
     assert (got, out) == (code, "")
     assert message in err
