@@ -19,6 +19,7 @@ from ..drafter.launch import check_finished, prefill_drafter
 from ..errors import UsageError
 from ..ops import current, side_stream
 from ..settings import TreeConfig
+from ..step.graphs import GraphPool
 from ..tree import DraftTree
 
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -174,9 +175,6 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
     It runs once before, and again when replayed, so twice with the same inputs it must give the same.
     """
-    graph = torch.cuda.CUDAGraph()
-    with side_stream() as stream:
+    with side_stream():
         run()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            run()
-    return graph.replay
+    return GraphPool().capture(run)
