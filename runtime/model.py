@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from .api.options import read_call, read_count, read_flag, read_tokenizer
-from .api.output import DictOutput, GenerationOutput, RowsOutput
+from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
 from .api.stats import GenerationStats
-from .api.streaming import Streamer, send_tokens
+from .api.streaming import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -44,16 +44,15 @@ from .errors import AcceptanceWarning, UsageError, brief, did_you_mean, misfit
 from .loading import (
     MapForm,
     OpenedHead,
-    check_dtype,
     check_loaded,
     choose_device,
     hash_of_source,
     load_target,
     load_target_config,
     load_tokenizer_and_hash,
-    named_dtype,
     open_any_head,
     read_device_map,
+    read_dtype,
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
@@ -185,7 +184,7 @@ class SpeculativeModel:
             PairingError: head and target do not belong together; no weights were loaded.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
+            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
@@ -202,14 +201,14 @@ class SpeculativeModel:
             read_tokenizer(tokenizer)
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
+        wanted = read_dtype(dtype)
         if isinstance(target, nn.Module):
-            check_loaded(target, dtype, device)
+            check_loaded(target, wanted, device)
             place = next(target.parameters()).device
         else:
-            check_dtype(dtype)
             place = choose_device(device)
         check_drafter(drafter, place)
-        check_draft_weights(draft_weights, drafter, place, named_dtype(dtype))
+        check_draft_weights(draft_weights, drafter, place, wanted)
         opened = open_any_head(
             head, loading.get("head_revision"), offline, loading.get("d2t_form", "auto"), loading.get("tap_layers"),
             loading.get("head_subfolder"),
@@ -244,7 +243,7 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, tokenizer_hash, name)
         tokenizer = tokenizer or loaded_tokenizer
         if model is None:
-            model = load_target(location, dtype, place, revision, offline)
+            model = load_target(location, wanted, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
@@ -461,7 +460,7 @@ class SpeculativeModel:
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
-            states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
+            states = start(call.requests, call.sampling, streamer, head)
             results, stats = GenerationLoop(self._decoders, states, plan).run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
@@ -472,8 +471,9 @@ class SpeculativeModel:
         if plan.tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
-        rows = tuple(call.prompts.rows)
-        return kind(tuple(results), stats, call.fill, call.seed, rows, call.prompts.device)
+        answers = [result.token_ids for result in results]
+        sequences = join_sequences(call.prompts.rows, answers, call.fill, call.prompts.device)
+        return kind(sequences, tuple(results), stats, call.seed)
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any

@@ -13,7 +13,9 @@ from torch import Tensor
 from ..errors import UsageError
 from .dimensions import DrafterConfig, check_kernel_limits
 from .follow import Tails
+from .kernels.frontier import MAX_DEPTH
 from .launch_params import LaunchParams
+from .weights import HeadWeights
 from .workspace import allocate_tails, allocate_workspace
 
 BLANK = {
@@ -55,6 +57,8 @@ class Buffers:
     num_leaves: Tensor
     cfg: DrafterConfig
     """What they are allocated for."""
+    tables: tuple[Tensor, Tensor]
+    """RoPE: cos and sin, each fp32 [positions, head_dim / 2]."""
     params: LaunchParams | None = None
     """Launch parameters that the workspace is for; None without one."""
     workspace: dict[str, Tensor] = field(default_factory=dict)
@@ -67,15 +71,16 @@ class Buffers:
     def allocate(
         cls,
         cfg: DrafterConfig,
-        device: torch.device | str,
+        head: HeadWeights,
         params: LaunchParams | None = None,
         cache: tuple[Tensor, Tensor] | None = None,
     ) -> Buffers:
-        """Allocate for a configuration; outputs start as -2, a value no draft writes.
+        """Allocate for a configuration and its head; outputs start as -2, a value no draft writes.
 
         ``params``: allocates the kernel's workspace too. ``cache``: keys and values to use instead of new ones
         (`cache_shape`), which other buffers may share. Raises as `check_kernel_limits`, with ``params``.
         """
+        device = head.device
         tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
         tensors |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
@@ -86,7 +91,8 @@ class Buffers:
             check_kernel_limits(cfg)
             tensors["workspace"] = allocate_workspace(cfg, params, device)
         tails = allocate_tails(cfg, params, device) if cfg.tail_rows else None
-        bufs = cls(**tensors, cfg=cfg, params=params, tails=tails)
+        tables = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
+        bufs = cls(**tensors, cfg=cfg, tables=tables, params=params, tails=tails)
         bufs.num_new.fill_(1)
         for name in ("active_slots", "active_inverse"):
             torch.arange(cfg.num_slots, out=getattr(bufs, name))
@@ -109,12 +115,16 @@ class Buffers:
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
         except TypeError as error:
             raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
-        slots = self.keys.shape[0]
-        check_active(active, slots)
+        slots, most = self.new_tokens.shape
+        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+            raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
-            self.check_sequence(slot, tokens, past)
+            if not 1 <= len(tokens) <= most:
+                raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
+            check_ids(slot, tokens, self.cfg.target_vocab)
+            check_room(slot, past, len(tokens), self.cfg)
         inverse, counts, pasts = [-1] * slots, [1] * slots, [0] * slots
-        rows = [[0] * self.new_tokens.shape[1] for _ in range(slots)]
+        rows = [[0] * most for _ in range(slots)]
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
@@ -132,14 +142,6 @@ class Buffers:
         """Most new tokens of a sequence, as `set_step` wrote them; 0 if something else may have written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0
-
-    def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
-        """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
-        most = self.new_tokens.shape[1]
-        if not 1 <= len(tokens) <= most:
-            raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
-        check_ids(slot, tokens, self.cfg.target_vocab)
-        check_room(slot, past, len(tokens), self.cfg)
 
 
 def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
@@ -159,12 +161,6 @@ def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.
         "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
         "retrieve_indices": ((slots, total, tree.path_width), int64), "num_leaves": ((slots,), int64),
     }  # fmt: skip
-
-
-def check_active(active: Sequence[int], slots: int) -> None:
-    """Raise `UsageError` unless active slots are different and there."""
-    if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-        raise UsageError(f"active slots {active} must be different and below {slots}.")
 
 
 def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:

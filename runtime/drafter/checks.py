@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..tensor_checks import check_tensors
-from .buffers import Buffers, buffer_layout, check_active
+from .buffers import Buffers, buffer_layout
 from .dimensions import DrafterConfig, check_head_fits
 from .packing import Weights
 
@@ -66,23 +66,3 @@ def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
             f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
         )
-    if packed is not None and (len(packed.cos) < cfg.max_positions or not weights.is_fixed_for(cfg.num_tokens)):
-        raise UsageError(
-            f"The weights are packed for {len(packed.cos)} positions and texts of {packed.num_tokens} tokens, the "
-            f"configuration has {cfg.max_positions} and {cfg.num_tokens}; take "
-            f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens})."
-        )
-
-
-def check_step(width: int, bufs: Buffers) -> None:
-    """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
-    slots, count = len(bufs.num_new), int(bufs.active_count)
-    active = bufs.active_slots[: max(0, count)].tolist()
-    if not 0 <= count <= slots:
-        raise UsageError(f"{count} slots are active, of {slots}.")
-    check_active(active, slots)
-    num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
-    for slot in active:
-        if num_new[slot] > width:
-            raise UsageError(f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.")
-        bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])

@@ -17,7 +17,7 @@ from ..errors import DrafterError, UsageError, check_choice
 from ..launches import Launches, count_launches
 from ..ops import Ops
 from .buffers import Buffers, check_ids, check_room
-from .checks import check_features, check_parts, check_step
+from .checks import check_features, check_parts
 from .dimensions import DrafterConfig
 from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
@@ -71,9 +71,9 @@ def launch_drafter(
     are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
-    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers that
-    are not of this configuration, for a step that does not fit (where the host can know it: written by
-    `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
+    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers of
+    another configuration, fewer features than new tokens (as `Buffers.set_step` wrote them) and an unknown backend;
+    `DrafterError` where the kernel cannot run.
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
@@ -86,9 +86,7 @@ def launch_drafter(
             raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
         if weights.packed.launches.get(cfg) != bufs.params:
             raise DrafterError("backend='triton' needs the workspace of these weights: allocate_buffers(cfg, weights).")
-    if backend != "triton" or bufs.keys.device.type == "cpu":
-        check_step(taps[0].shape[1], bufs)
-    elif bufs.most_new_tokens() > taps[0].shape[1]:
+    if bufs.most_new_tokens() > taps[0].shape[1]:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
     run_draft(cfg, X, weights, bufs, backend)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
@@ -112,7 +110,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
     ``cache``: as in `Buffers.allocate`.
     """
     params = None if weights.packed is None else weights.packed.launches.get(cfg)
-    return Buffers.allocate(cfg, weights.head.device, params, cache)
+    return Buffers.allocate(cfg, weights.head, params, cache)
 
 
 def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
@@ -164,29 +162,24 @@ def prefill_drafter(
     and a tree do not fit, and for other shapes, slots and token ids.
     """
     check_parts(cfg, weights, bufs)
-    if isinstance(X, (tuple, list)) and len(X) == 3 and all(isinstance(tap, Tensor) for tap in X):
-        X = torch.cat(tuple(X), -1)
+    X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
-    given = tuple(tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (X, next_tokens))
-    are_ids = isinstance(next_tokens, Tensor) and not next_tokens.is_floating_point()
-    num_pairs = len(next_tokens) if are_ids else 0
-    if not are_ids or not isinstance(X, Tensor) or given != ((num_pairs, cfg.feature_width), (num_pairs,)):
+    if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
-            f"got {given[0]} and {given[1]}."
+            f"got {tuple(X.shape)} and {next_tokens.dtype} {tuple(next_tokens.shape)}."
         )
     check_room(slot, start, len(next_tokens), cfg)
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
     check_ids(slot, next_tokens.tolist(), cfg.target_vocab)
-    tables = head.rotary_halves(cfg.max_positions, cfg.num_tokens)
     rows = torch.arange(start, start + len(next_tokens), dtype=torch.int32, device=device)
     chunk = 1024
     for features, tokens, at in zip(X.split(chunk), next_tokens.split(chunk), rows.split(chunk), strict=True):
         if len(tokens):
             slots = torch.tensor([slot], dtype=torch.int32, device=device)
             features = features.to(device, head.dtype)
-            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, tables, bufs)
+            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, bufs)
 
 
 def write_pairs(
@@ -197,7 +190,6 @@ def write_pairs(
     positions: Tensor,
     rows: Tensor,
     slots: Tensor,
-    tables: tuple[Tensor, Tensor],
     bufs: Buffers,
 ) -> None:
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
@@ -205,8 +197,8 @@ def write_pairs(
     A head has one layer, so a pair's key depends on the pair alone.
 
     ``features`` [pairs, feature_width] of the head's type; ``next_tokens`` [pairs] the token after each;
-    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1];
-    ``tables`` cos and sin, each fp32 [positions, head_dim / 2]. Waits for nothing with kernels.
+    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
+    Waits for nothing with kernels.
     """
     w, hidden = head.tensors, head.hidden
     embedded = torch.index_select(head.embedding, 0, next_tokens)
@@ -219,7 +211,16 @@ def write_pairs(
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
     ops(rotate_append)(
-        inputs @ weight, bias, head.head_norms, head.norm_eps, *tables, positions, slots, rows, bufs.keys, bufs.values
+        inputs @ weight,
+        bias,
+        head.head_norms,
+        head.norm_eps,
+        *bufs.tables,
+        positions,
+        slots,
+        rows,
+        bufs.keys,
+        bufs.values,
     )
 
 
@@ -320,7 +321,7 @@ def kernel_arguments(
         ),
         "head": HeadTensors(
             packed.stream, packed.scales, packed.row_ids, packed.embedding, norms["in"], norms["hidden"],
-            norms["post"], norms["out"], packed.biases, norms["taps"], packed.cos, packed.sin,
+            norms["post"], norms["out"], packed.biases, norms["taps"], *bufs.tables,
             norms["heads"], cfg.draft_vocab, packed.embedding.stride(0),
         ),
         "cache": KVCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),

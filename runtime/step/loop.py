@@ -21,8 +21,8 @@ from ..api.stats import GenerationStats, PhaseTimer
 from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
+from .choice import HostChoice
 from .decoders import Decoders
-from .host_choice import HostChoice
 from .kept_rows import HeldRow, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
@@ -50,9 +50,8 @@ class GenerationLoop:
         self.flying: deque[_Record] = deque()
         self.active_sequences = Counter[int]()
         self._free: list[Tensor] = []
-        numbers = torch.tensor(plan.rules.numbers, dtype=torch.float32)
         chooses_on_host = plan.rules.host_reason is not None
-        self.host = HostChoice(self.running, self.rules, numbers) if chooses_on_host else None
+        self.host = HostChoice(self.running, self.rules, plan.rules.numbers) if chooses_on_host else None
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -165,10 +164,6 @@ class GenerationLoop:
     def _step(self) -> None:
         num_active = len(self.running)
         if self.plan.time_phases:
-            if self.tree is None:
-                # A step's times begin with its draft, empty or not.
-                with self.timer.phase("draft"):
-                    pass
             for phase in self.decoder.timed_step(num_active, self.rules, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
                 with self.timer.phase(name), named_range(phase.name):

@@ -11,7 +11,7 @@ from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
-from .choice_rules import CallRules
+from .choice import CallRules
 from .decoders import Decoders
 from .tree_size import TreeSize, device_name, measured_sizes
 
@@ -80,9 +80,13 @@ def plan_call(
 
 def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str) -> str:
     """Describe what ran, with the reasons: `GenerationStats.path`; ``drafting``: the drafter in words."""
-    steps = decoders.words
+    steps = "steps from CUDA graphs"
+    if not decoders.has_graphs:
+        steps = f"eager steps ({decoders.eager_reason})"
+    elif decoders.eager_reason is not None:
+        steps += f" but for the target ({decoders.eager_reason})"
     if plan.rules.host_reason is not None and decoders.has_graphs:
-        steps = f"{steps}, tokens chosen on the host ({plan.rules.host_reason})"
+        steps += f", tokens chosen on the host ({plan.rules.host_reason})"
     tree = "plain decoding" if plan.tree is None else f"trees of {plan.tree.total_tokens} nodes"
     rows = target.exactness or "rows exact in float32 alone"
     path = f"{steps}; target {target.backend}; {rows}; {drafting}; {tree} ({plan.tree_reason})"
@@ -114,8 +118,7 @@ def _run_ahead(
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
-    processed = any(request.process is not None for request in requests)
-    if mode == "lossy" and rules.host_reason is not None and processed:
+    if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
             'host. Leave these out, or take "exact".')  # fmt: skip

@@ -53,20 +53,13 @@ def test_a_damaged_artifact_is_not_uploaded(run, hub, slim):
     assert (hub.repos, hub.requests) == ({}, [])
 
 
-def test_a_card_that_links_out_of_the_folder_stays(run, hub, slim, tmp_path):
+def test_a_card_that_is_a_link_is_not_uploaded(run, hub, slim, tmp_path):
     (tmp_path / "token").write_text("hf_secret")
     (slim / "README.md").unlink()
     (slim / "README.md").symlink_to(tmp_path / "token")
     code, _, err = run(push_command, "slim", "tester/slim")
     assert (code, hub.requests) == (1, [])
-    assert "README.md: a link that leads out" in err
-
-
-def test_the_name_of_the_repository_is_checked_before_the_audit(run, hub, tmp_path):
-    code, _, err = run(push_command, tmp_path / "nothing", "two words")
-    assert (code, "two words" in err, hub.requests) == (1, True, [])
-    code, _, err = run(push_command, tmp_path / "nothing", "tester/slim")
-    assert (code, "nothing" in err, hub.requests) == (1, True, [])
+    assert "README.md" in err
 
 
 @pytest.mark.parametrize(("token", "name"), [(None, "tester/x"), ("hf_good", "other/x"), ("hf_expired", "tester/x")])

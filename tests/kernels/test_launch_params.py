@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,15 +148,6 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(tmp_path / "missing" / "shapes.json"))
     with raises(DrafterError):
         cache.find(replace(cfg, num_slots=2), chip)
-
-
-def test_a_process_reads_the_cache_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
-    with caplog.at_level(logging.INFO):
-        assert open_tuned_cache() is open_tuned_cache()
-    assert [record.args[-1] for record in caplog.records] == [tmp_path / "tuned.json"]
 
 
 def test_the_key_holds_what_speed_depends_on() -> None:

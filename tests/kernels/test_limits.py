@@ -48,7 +48,7 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
     with raises(DrafterError):
         launch_drafter(cfg, features, Weights(weights.head), bufs)
     with raises(DrafterError):
-        launch_drafter(cfg, features, weights, Buffers.allocate(cfg, device))
+        launch_drafter(cfg, features, weights, Buffers.allocate(cfg, weights.head))
     with raises(UsageError):
         launch_drafter(replace(cfg, draft_vocab=121), features, weights, bufs)
     plain = allocate_buffers(cfg, Weights(weights.head))
@@ -82,7 +82,7 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
         Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
 
 
-@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0), [1, 2]])
+@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0)])
 def test_orders_of_other_rows(step: Problem, order: torch.Tensor) -> None:
     with raises(UsageError):
         Weights.pack(step[2].head, step[0], order)
