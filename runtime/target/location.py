@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.target import is_missing_folder
-from eagle_slim.vocab_tools.hub import fetch_file, is_offline
+from eagle_slim.vocab_tools.hub import HubError, find_snapshot, is_offline
 
 from ..errors import TargetWarning, UsageError
 
@@ -35,7 +36,7 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
             )
         return folder
     is_built_in = str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline())
-    if is_built_in and fetch_file(EMBEDDED_TARGET_REPO, "config.json", None, only_cache=True) is None:
+    if is_built_in and not _is_cached():
         warnings.warn(
             f"{given} is not on this machine; the built-in copy stands in for it. Its weights are dequantised (Q4_1 "
             "and Q8_0 to bfloat16), so its output differs from the repository's.",
@@ -73,3 +74,12 @@ def is_draft_head(folder: Path) -> bool:
         return False
     names = config.get("architectures") if isinstance(config, dict) else None
     return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+
+
+def _is_cached() -> bool:
+    with suppress(HubError):
+        find_snapshot(
+            EMBEDDED_TARGET_REPO, None, offline=True, choose=lambda names, _: list({"config.json"} & {*names})
+        )
+        return True
+    return False
