@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
-from .api.output import DictOutput, GenerationOutput, RowsOutput
+from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
 from .api.stats import GenerationStats
-from .api.streaming import Streamer, send_tokens
+from .api.streaming import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -166,7 +166,7 @@ class SpeculativeModel:
             PairingError: head and target do not belong together; no weights were loaded.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
+            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
@@ -183,15 +183,15 @@ class SpeculativeModel:
             read_tokenizer(tokenizer)
         device_map = more.get("device_map")
         device = device if device_map is None else loading.read_device_map(device_map, device)
+        wanted = loading.read_dtype(dtype)
         model = target if isinstance(target, nn.Module) else None
         if model is not None:
-            loading.check_loaded(model, dtype, device)
+            loading.check_loaded(model, wanted, device)
             place = next(model.parameters()).device
         else:
-            loading.check_dtype(dtype)
             place = loading.choose_device(device)
         check_drafter(drafter, place)
-        check_draft_weights(draft_weights, drafter, place, loading.named_dtype(dtype))
+        check_draft_weights(draft_weights, drafter, place, wanted)
         opened = loading.open_any_head(
             head, more.get("head_revision"), offline, more.get("d2t_form", "auto"), more.get("tap_layers"),
             more.get("head_subfolder"),
@@ -225,7 +225,7 @@ class SpeculativeModel:
         tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
         check_vocabulary(draft_vocab, tokenizer_hash, name)
         if model is None:
-            model = loading.load_target(location, dtype, place, revision, offline)
+            model = loading.load_target(location, wanted, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
@@ -428,7 +428,7 @@ class SpeculativeModel:
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
-            states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
+            states = start(call.requests, call.sampling, streamer, head)
             results, stats = GenerationLoop(self._decoders, states, plan).run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
@@ -439,7 +439,9 @@ class SpeculativeModel:
         if plan.tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
-        return kind(tuple(results), stats, call.fill, call.seed, tuple(call.prompts.rows), call.prompts.device)
+        answers = [result.token_ids for result in results]
+        sequences = join_sequences(call.prompts.rows, answers, call.fill, call.prompts.device)
+        return kind(sequences, tuple(results), stats, call.seed)
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any
