@@ -44,7 +44,7 @@ def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> Speculat
     """The shared model; what a test changes of it is undone."""
     config, target = GenerationConfig(eos_token_id=2, pad_token_id=0), shared.target
     monkeypatch.setattr(target.model, "generation_config", config)
-    monkeypatch.setattr(target.config, "pad_token_id", target.config.pad_token_id)
+    monkeypatch.setattr(target.text_config, "pad_token_id", target.text_config.pad_token_id)
     monkeypatch.setattr(shared, "tokenizer", None)
     return shared
 
@@ -135,7 +135,7 @@ def test_padding_is_what_transformers_pads_with(
     model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int
 ) -> None:
     model.target.model.generation_config = GenerationConfig(**configs[0])
-    model.target.config.pad_token_id = configs[1].get("pad_token_id")
+    model.target.text_config.pad_token_id = configs[1].get("pad_token_id")
     assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[pad, 3], [4, 5]]
 
 
