@@ -10,9 +10,8 @@ from eagle_slim.convert.artifact import dflash
 from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.config import AUX_LAYER_KEY, quantisation, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
-from eagle_slim.vocab_tools.errors import EagleSlimError
 from support import heads
-from support.conversion import BY_ID, convert
+from support.conversion import convert
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from support.raising import raises_with
 from transformers import AutoConfig
@@ -355,15 +354,6 @@ def test_an_old_configuration_of_vllm_keeps_the_head_in_a_part(tmp_path):
     flat = json.loads((folder / "config.json").read_text())
     heads.write_json(folder / "config.json", {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": flat})
     assert open_head(folder).config == open_head(write_eagle1(tmp_path / "flat")).config
-
-
-@pytest.mark.parametrize("kind", ["head", "target"])
-def test_a_folder_in_mistrals_own_format_is_called_that(tmp_path, target, kind):
-    folder = target if kind == "target" else write_eagle3(tmp_path / "head")
-    (folder / "config.json").rename(folder / "params.json")
-    head = write_eagle3(tmp_path / "other") if kind == "target" else folder
-    with pytest.raises(EagleSlimError, match=r"Mistral's own format \(params.json\)"):
-        convert(head, draft_vocab=8, target=target, out=tmp_path / "out", vocabulary=BY_ID)
 
 
 def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
