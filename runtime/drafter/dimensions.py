@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -118,6 +118,16 @@ class DrafterConfig:
     def tree(self) -> TreeConfig:
         """The tree's three numbers."""
         return TreeConfig(self.depth, self.top_k, self.total_tokens)
+
+    def with_tree(self, tree: TreeConfig) -> DrafterConfig:
+        """The same draft of another tree, for as many tokens."""
+        if tree == self.tree:
+            return self
+        width, num_tokens = tree.new_tokens_width, self.num_tokens
+        return replace(
+            self, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
+            max_positions=num_tokens + tree.depth * tree.top_k + width,
+        )  # fmt: skip
 
     @property
     def tree_rows(self) -> int:

@@ -12,7 +12,8 @@ other trees, and from eight sequences at a time on it is slower (docs/kernels.md
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.activations import ACT2FN
 from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice, misfit
 from ..ops import Ops
 from ..settings import TreeConfig
-from .buffers import cache_shape
+from .buffers import INPUTS, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
 from .kernels.grid_barrier import ERROR
 from .kernels.persistent import is_interpreted
@@ -123,16 +124,44 @@ class BufferedDrafter:
         shape = (slots, self.tree.new_tokens_width, cfg.feature_width)
         self.features = torch.zeros(shape, dtype=self.head.dtype, device=device)
         """[slots, 16 or more, feature_width]: features of the last step's tokens, written by whoever commits them."""
-        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=device))
-        self.error = barrier[ERROR : ERROR + 1]
+        self.error = self._error_word()
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""
         # Built before capture.
         _ = self.head.kv_projection
+
+    def _error_word(self) -> Tensor:
+        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=self.head.device))
+        return barrier[ERROR : ERROR + 1]
 
     @property
     def waits(self) -> bool:
         """Whether a draft waits for the device, so that no CUDA graph can hold it."""
         return self.drafter.backend != "triton"
+
+    def of_tree(self, tree: TreeConfig) -> BufferedDrafter:
+        """Return a drafter of smaller trees over the same buffers and with the same compiled kernel.
+
+        Features, inputs and KV cache are shared, so steps may draft with either in any order; ``bufs`` holds the
+        outputs in the smaller tree's shapes. Raises as `Buffers.of_tree`.
+        """
+        other = copy(self)
+        other.tree, other.bufs = tree, self.bufs.of_tree(tree)
+        return other
+
+    def of_bound(self, tree: TreeConfig) -> BufferedDrafter:
+        """Return a drafter of trees up to ``tree``, of another ``top_k``, over the same features, inputs and KV cache.
+
+        It has outputs, a workspace and a compiled kernel of its own. Raises `UsageError` for a tree of more KV rows or
+        longer paths than there is room for.
+        """
+        cfg = self.cfg.with_tree(tree)
+        if cfg.tree_rows > self.cfg.tree_rows or tree.new_tokens_width > self.cfg.tree.new_tokens_width:
+            raise misfit("tree", f"one of at most {self.cfg.tree_rows} KV rows (depth * top_k)", tree)
+        other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches.get(cfg)
+        other.tree, other.cfg = tree, cfg
+        other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
+        other.error = other._error_word()
+        return other
 
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
@@ -145,6 +174,12 @@ class BufferedDrafter:
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Put the keys and values of a prompt's pairs into the cache; arguments as `launch.write_pairs`."""
         write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self.bufs)
+
+
+def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
+    """Return the smallest bound of trees of one ``top_k``: one compiled kernel drafts them all."""
+    trees = [*trees]
+    return TreeConfig(max(tree.depth for tree in trees), trees[0].top_k, max(tree.total_tokens for tree in trees))
 
 
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:

@@ -97,8 +97,9 @@ class Agreement:
 def candidates_of(bufs: Buffers) -> Candidates:
     """Read the candidates of the persistent kernel's last draft, active sequences by ascending slot."""
     order = torch.argsort(bufs.active_slots[: int(bufs.active_count)])
-    ws = bufs.workspace
-    return Candidates(ws["token"][order].long(), ws["score"][order], ws["parent"][order].long())
+    ws, count = bufs.workspace, bufs.tree.num_candidates
+    tokens, scores, parents = (ws[name][order, :count] for name in ("token", "score", "parent"))
+    return Candidates(tokens.long(), scores, parents.long())
 
 
 def tree_of(bufs: Buffers) -> DraftTree:
@@ -226,7 +227,7 @@ def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, buf
     launch_drafter(cfg, features, weights, bufs)
     check_finished(bufs)
     return replay(
-        exact_head(weights.head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
+        exact_head(weights.head, cfg), bufs.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
         bufs.values, atol=log_prob_atol(cfg),
     )  # fmt: skip
 
