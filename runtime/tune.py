@@ -73,7 +73,7 @@ class Trial:
 
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Parameters over the same layout that differ from ``params`` in one thing each, most promising first.
+    """Return variants over the same layout, each with one change of ``params``, most promising first.
 
     What cannot fit is left out.
     """
@@ -103,7 +103,7 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 
 def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Parameters over other layouts: other groups of programs."""
+    """Return parameters over layouts with other groups of programs."""
     own = params.layout
     splits = {
         f"at most {most} to a group": {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
@@ -213,7 +213,7 @@ class GraphTimer:
         return capture(lambda: launch_drafter(cfg, features, weights, bufs))
 
     def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
-        """The head in one layout, packed once for all parameters over it."""
+        """Return the head in one layout, packed once for all parameters over it."""
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
         launches = FixedLaunch(params)
@@ -262,7 +262,7 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
 
 
 def whole_from(least: int) -> Callable[[str], int]:
-    """A whole number of at least ``least``."""
+    """Return a parser of whole numbers from ``least`` on."""
 
     def parse(text: str) -> int:
         try:
@@ -277,7 +277,7 @@ def whole_from(least: int) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written."""
+    """Parse the path of a file that can be written."""
     try:
         check_output(Path(text), "this option")
     except UsageError as error:
@@ -286,7 +286,7 @@ def output_file(text: str) -> Path:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Raise `UsageError` unless a file can be written, or made together with the folders that are missing.
+    """Raise `UsageError` unless a file can be written; missing folders would be made.
 
     ``option``: how to name another one.
     """
@@ -330,7 +330,7 @@ def run(args: argparse.Namespace) -> None:
         return float(args.budget - (time.perf_counter() - started))
 
     def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
-        """The layout that a configuration has to take; None where it may set it."""
+        """Return a configuration's fixed layout; None where it may set one."""
         may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
         return None if may_set else cache.layout(cfg, chip)
 

@@ -25,12 +25,12 @@ BLANK = {
     "draft_tokens": -1, "parents": -1, "tree_mask": False, "tree_position_ids": 0, "retrieve_indices": -1,
     "num_leaves": 0,
 }  # fmt: skip
-"""The outputs, and what they hold for inactive slots."""
+"""The outputs, with their values for inactive slots."""
 INPUTS = (
     "new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "keys", "values", "tables",
     "tails",
 )  # fmt: skip
-"""What drafters of different trees can share."""
+"""Fields that drafters of different trees can share."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Buffers:
     retrieve_indices: Tensor
     num_leaves: Tensor
     cfg: DrafterConfig
-    """What they are allocated for."""
+    """Configuration that they are allocated for."""
     tree: TreeConfig
-    """What is drafted: the tree of ``cfg``, or a smaller one (`of_tree`)."""
+    """Shape of the outputs: the tree of ``cfg``, or a smaller one (`of_tree`)."""
     tables: tuple[Tensor, Tensor]
     """RoPE: cos and sin, each fp32 [positions, head_dim / 2]."""
     params: LaunchParams | None = None
@@ -167,18 +167,18 @@ class Buffers:
             self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
 
     def most_new_tokens(self) -> int:
-        """Most new tokens of a sequence, as `set_step` wrote them; 0 if something else may have written since."""
+        """Return the most new tokens of a sequence in the last `set_step`; 0 if ``num_new`` was written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0
 
 
 def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
-    """Shape of the keys, and of the values, of a configuration."""
+    """Return the shape of a KV cache's keys, which is that of its values."""
     return cfg.num_slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim
 
 
 def buffer_layout(cfg: DrafterConfig, tree: TreeConfig | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own.
+    """Return the shape and dtype of each tensor of `Buffers`, the kernel's workspace aside.
 
     ``tree``: what outputs are for, by default the tree of ``cfg``.
     """

@@ -14,7 +14,7 @@ from .packing import Weights
 
 
 def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Refuse features that are not of this configuration; returns the taps, one or three."""
+    """Refuse features of another configuration; returns the taps, one or three."""
     taps = (X,) if isinstance(X, Tensor) else X
     separate = not isinstance(X, Tensor)
     are_tensors = isinstance(taps, (tuple, list)) and all(isinstance(tap, Tensor) for tap in taps)

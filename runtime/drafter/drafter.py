@@ -1,8 +1,8 @@
-"""A drafter: what drafts, how it is chosen, and its state on the device.
+"""The drafter of a model: how it is chosen, and its state on the device.
 
-`Drafter` says what drafts: a head, the shape of its trees, and a backend. `Drafter.on_slots` gives it buffers for a
-number of sequences. Nothing of a draft passes through the host there: lengths, new tokens and active slots are read
-from `Buffers`, features from one tensor. "triton" is the persistent kernel; "reference" gives the same results with
+`Drafter` is a head, the shape of its trees, and a backend. `Drafter.on_slots` allocates buffers for a number of
+sequences. A draft reads lengths, new tokens and active slots from `Buffers`, features from one tensor: nothing passes
+through the host. "triton" is the persistent kernel; "reference" gives the same results with
 PyTorch and waits for the device; a `DraftFunction` is a drafter of the caller's own over the same buffers.
 
 ``draft_weights`` "auto" stores matrices in the model's own type, also where FP8 would be faster: FP8 drafts slightly
@@ -46,7 +46,7 @@ _FIRST_WITH_FP8 = (8, 9)
 
 @dataclass(eq=False)
 class Drafter:
-    """A head, the shape of the trees that are drafted with it, and what drafts them.
+    """A head, the shape of its trees, and the backend that drafts them.
 
     ``packing``: the head as the kernel reads it, shared by all drafters over it; "triton" alone has one. Raises
     `UsageError` when the draft vocabulary has fewer rows than ``top_k``; for "triton" as `check_kernel_limits`.
@@ -72,12 +72,12 @@ class Drafter:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The type that the head's matrices are stored in."""
+        """Dtype that the head's matrices are stored in."""
         return self.weights.dtype if self.packing is None else self.packing.weight_dtype
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights that drafting a tree reads: the layer, the LM head and all that may join, on each level."""
+        """Bytes of weights read to draft a tree: on each level the layer, the LM head and all rows that may join."""
         # Norms and biases stay as they are; they are negligible.
         return self.weights.num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
 
@@ -99,7 +99,7 @@ class Drafter:
         return keys, torch.zeros_like(keys)
 
     def on_slots(self, num_slots: int, capacity: int, cache: tuple[Tensor, Tensor] | None = None) -> BufferedDrafter:
-        """Give it buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
+        """Allocate buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
 
         ``cache``: keys and values that other drafters of the head use too, for as many slots or more, as
         `allocate_cache` makes them. Raises as `DrafterConfig.of` and `Weights.pack`.
@@ -172,7 +172,7 @@ class BufferedDrafter:
         run_draft(self.cfg, self.features, self.weights, self.bufs, self.drafter.backend)
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Put the keys and values of a prompt's pairs into the cache; arguments as `launch.write_pairs`."""
+        """Write the keys and values of a prompt's pairs to the cache; arguments as `launch.write_pairs`."""
         write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self.bufs)
 
 
@@ -206,7 +206,7 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
 def check_draft_weights(
     draft_weights: str, drafter: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Refuse a type that the weights cannot be stored in: ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
+    """Refuse a type that the weights cannot be stored in; ``drafter`` as in `SpeculativeModel.from_pretrained`.
 
     ``dtype`` of the model; None while it is not known. Raises `UsageError` for an unknown name, "bf16" for a model of
     another type, and "fp8" with the reference drafter, a callable or a model in float32; `DrafterError` for "fp8"
@@ -273,7 +273,7 @@ def choose_drafter(
     draft_weights: str = "auto",
     order: Tensor | None = None,
 ) -> tuple[Drafter, str]:
-    """Build the drafter that is asked for, or for "auto" the one that suits; returns it with the reason.
+    """Build the drafter that is asked for, or choose one for "auto"; returns it with the reason.
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head
     rows best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights`

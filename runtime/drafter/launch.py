@@ -95,7 +95,7 @@ def launch_drafter(
 def run_draft(
     cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers, backend: str | DraftFunction
 ) -> None:
-    """Draft as `launch_drafter` does, from parts that are known to fit each other."""
+    """Draft as `launch_drafter` does, without its checks."""
     if backend == "triton":
         assert weights.packed is not None
         launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
@@ -115,7 +115,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
 
 
 def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
-    """Let token ids of a sequence join its slot's draft vocabulary, in the place of what joined it before.
+    """Let token ids of a sequence join its slot's draft vocabulary, replacing those of before.
 
     Those that the base holds or the head was never trained on do not; of more than ``follow.most`` the best ranked
     (`drafter.follow`). Raises `UsageError` for a head without rows to follow with, and for slots and ids out of range.
@@ -338,7 +338,7 @@ def kernel_arguments(
 
 
 def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
-    """Turn concatenated or separate taps into one base tensor and the element offsets of the second and third tap."""
+    """Return the first tap, and the offsets of the second and third from it in elements."""
     if isinstance(features, Tensor):
         width = features.shape[-1]
         tap = width // 3
