@@ -34,6 +34,8 @@ Message = Mapping[str, Any]
 RENDER_DATE = datetime(2024, 7, 26)
 # So much of another message is no accident. A shorter message must stand before the turn.
 _BORROWED_CHARS = 8
+# Characters before a turn in which an added token is looked for.
+_HEADER_CHARS = 256
 _PROBE = "\ue000probe\ue001"
 
 _CALL = "function_call"
@@ -186,12 +188,7 @@ def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSp
     added = tokenizer.backend.get_added_tokens_decoder()
     borders = {token.content for token in added.values() if token.content and not token.single_word}
     ends = {token.content for token_id, token in added.items() if token_id in tokenizer.ending_ids and token.content}
-    return ChatSpec(template, dict(tokenizer.special_tokens), _longest_first(borders), _longest_first(ends))
-
-
-def _longest_first(texts: set[str]) -> tuple[str, ...]:
-    # Where one is the beginning of another, tokenizers take the longest.
-    return tuple(sorted(sorted(texts), key=len, reverse=True))
+    return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), tuple(ends))
 
 
 class ChatTemplate:
@@ -279,18 +276,13 @@ class ChatRenderer:
             ChatError: the template refuses it in every form.
         """
         rendered: list[str] = []
-        refusals: list[ChatError] = []
         for form in _forms(messages):
-            try:
-                rendered.append(self._template.render(form))
-            except ChatError as error:
-                refusals.append(error)
-                continue
-            if all(self._find(rendered[-1], _content(message), 0) for message in messages):
-                return [Piece(rendered[-1])]
-        if not rendered:
-            raise refusals[0]
-        return [Piece(rendered[0])]
+            with suppress(ChatError):
+                text = self._template.render(form)
+                if all(self._find(text, _content(message), 0) for message in messages):
+                    return [Piece(text)]
+                rendered.append(text)
+        return [Piece(rendered[0] if rendered else self._template.render(messages))]
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return what the assistant wrote: each turn, with the few characters before it that its tokens depend on."""
@@ -316,7 +308,10 @@ class ChatRenderer:
         stop = self._stop(messages, position, text, start)
         if stop is None:
             return None
-        begin = self._last_border(text, start)
+        # From the last added token on, or from the beginning: one found where the search begins may be part of another.
+        low = max(start - _HEADER_CHARS, 0)
+        borders = [token.start() for token in self._border.finditer(text, low, start)]
+        begin = borders[-1] if borders and (low == 0 or borders[-1] >= low + self._longest) else 0
         return Piece(text[begin:stop], start - begin)
 
     @cached_property
@@ -417,18 +412,10 @@ class ChatRenderer:
         nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
         return next((token for token in nearby if token.start() < place < token.end()), None)
 
-    def _last_border(self, text: str, stop: int) -> int:
-        """Return the start of the last added token before a place; 0 without one."""
-        for low in (max(stop - 256, 0), 0):
-            starts = [token.start() for token in self._border.finditer(text, low, stop)]
-            # A token found where the search begins may be the end of a longer one.
-            if starts and (low == 0 or starts[-1] >= low + self._longest):
-                return starts[-1]
-        return 0
-
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+    # Where one is the beginning of another, tokenizers take the longest.
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
