@@ -130,8 +130,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     debug = "--debug" in arguments
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
-        if sys.stdout is not None:  # Closed by whoever started the command, as with `>&-`.
-            sys.stdout.flush()
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
