@@ -342,13 +342,11 @@ class _Handler(BaseHTTPRequestHandler):
         return repo, oid
 
     def info(self, kind: str, repo: str, revision: str | None = None) -> None:
-        found = self._tree(kind, repo, revision or "main", content=False)
-        if found is None:
-            return
-        entry, oid = found
-        siblings = [{"rfilename": name} for name in sorted(entry.commits[oid])]
-        told = {"id": repo, "sha": oid, "private": entry.private, "tags": [], "downloads": 0, "siblings": siblings}
-        self.send(200, told)
+        if found := self._tree(kind, repo, revision or "main", content=False):
+            entry, oid = found
+            siblings = [{"rfilename": name} for name in sorted(entry.commits[oid])]
+            told = {"id": repo, "sha": oid, "private": entry.private, "tags": [], "downloads": 0, "siblings": siblings}
+            self.send(200, told)
 
     def tree(self, kind: str, repo: str, revision: str, path: str | None = None) -> None:
         found = self._tree(kind, repo, revision, content=False)

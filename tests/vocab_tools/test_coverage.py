@@ -69,13 +69,6 @@ def test_sources_and_their_weighted_mean() -> None:
         measure_coverage(vocab([0, 1]), counts, weights={"prose": 1})
 
 
-def test_losing_to_the_first_ids_is_warned_about() -> None:
-    counts = TokenCounts((source([1] * 10, [[0, 1]], name="code"), source([1] * 10, [[8, 9]], name="chat")), None)
-    report = measure_coverage(vocab([8, 9]), counts)
-    assert ["source 'code'" in warning for warning in report.warnings] == [True]
-    assert measure_coverage(vocab([0, 1]), counts).warnings == ()
-
-
 def test_warnings_are_about_the_size_that_is_used() -> None:
     ranked, counts = vocab([4, 3, 0, 1, 2], target_vocab=5), token_counts([9, 9, 1, 1, 1], [[0, 0, 1, 3]])
     assert measure_coverage(ranked, counts, [2, 5]).warnings == ()

@@ -9,7 +9,7 @@ import pytest
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary, source_shares, tokens_for_sizing
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
@@ -224,15 +224,3 @@ def test_provenance_tells_sources_and_reasons(tmp_path: Path) -> None:
     ]
     assert ranked.provenance["tokenizer_hash"] == tokenizer.tokenizer_hash
     assert "eos" in ranked.provenance["forced"]["2"]
-
-
-def test_shares_of_the_text_that_a_size_is_found_on() -> None:
-    counts = TokenCounts(
-        (source([8, 2], [[0]], name="a", weight=1), source([0, 5], [[1, 1]], name="b", weight=3)), None
-    )
-    assert source_shares(counts).tolist() == [0.25, 0.75]
-    found, part = tokens_for_sizing(counts)
-    assert (found.tolist(), part) == (pytest.approx([0.25, 0.75]), "held-out")
-    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b", weight=3)), None)
-    found, part = tokens_for_sizing(partly)
-    assert (found.tolist(), part) == (pytest.approx([0.2, 0.8]), "counted")

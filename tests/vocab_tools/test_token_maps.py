@@ -116,17 +116,6 @@ def test_round_trip(kind: MapFormat, tmp_path_factory: pytest.TempPathFactory, i
     assert found.target_ids.tolist() == (order if found.ranked else sorted(ids))
 
 
-@pytest.mark.parametrize("kind", ["freq", "vllm"])
-def test_ranked_maps_are_plain_lists_of_int(tmp_path: Path, kind: MapFormat) -> None:
-    # vLLM's load_draft_token_ids: a .json file must hold a list, any other file is a torch list or tensor.
-    for name in ("freq_4.pt", "another_name.pt"):
-        export_token_map(make(), tmp_path / name, kind)
-    value = torch.load(tmp_path / "freq_4.pt", weights_only=True)
-    assert value == [7, 2, 11, 3]
-    assert all(type(token_id) is int for token_id in value)
-    assert (tmp_path / "freq_4.pt").read_bytes() == (tmp_path / "another_name.pt").read_bytes()
-
-
 def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
     export_token_map(make(), tmp_path / "map.safetensors")
     tensors = load_file(tmp_path / "map.safetensors")
