@@ -31,7 +31,7 @@ class Plan:
     time_phases: bool
     """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
-    """Whether what slots hold of a prompt from earlier calls is taken over (`kept_rows`)."""
+    """Whether rows that slots hold of earlier calls are reused (`kept_rows`)."""
     ahead: PartialVerification | None
     """How steps run ahead (`run_ahead`), if they do."""
     full_reason: str
@@ -41,17 +41,10 @@ class Plan:
 
 
 def plan_call(
-    target: TargetModel,
-    decoders: Decoders,
-    call: Call,
-    is_tree_sized: bool,
-    *,
-    max_slots: int = DEFAULT_MAX_SLOTS,
-    speculative: bool = True,
-    reuse_prefix: bool = False,
-    time_phases: bool = False,
+    target: TargetModel, decoders: Decoders, call: Call, is_tree_sized: bool, *, max_slots: int = DEFAULT_MAX_SLOTS,
+    speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
     partial_verification: str | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Plan a call; options as in `SpeculativeModel.generate`.
 
     ``is_tree_sized``: whether the call chooses the size of its trees (`tree_size`), up to the drafter's. Raises
@@ -64,9 +57,7 @@ def plan_call(
     rules = CallRules.of(call.options, call.sampling, call.requests, target.runs.vocab_size, target.device)
     slots = max(1, min(len(call.requests), max_slots, DEFAULT_MAX_SLOTS))
     context = max((len(request.prompt_ids) for request in call.requests), default=1)
-    size = TreeSize(1, "asked for")
-    if speculative:
-        size = _tree_size(target, decoders, is_tree_sized, slots, context)
+    size = _tree_size(target, decoders, is_tree_sized, slots, context) if speculative else TreeSize(1, "asked for")
     tree = None if size.num_nodes == 1 else replace(decoders.tree, total_tokens=size.num_nodes)
     ahead, full_reason = None, ""
     if partial_verification is not None:

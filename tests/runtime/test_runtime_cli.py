@@ -394,8 +394,6 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
     [
         (["--sizes", "full,x"], "the form full,16384,4096"),
         (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
-        (["--token-map", ""], "is empty"),
-        (["--counts", ""], "is empty"),
         (["--batch", "1,x"], "1,4,16"),
         (["--follow", "prompt,text"], "prompt,none"),
     ],

@@ -137,11 +137,11 @@ def test_slim_head_row_by_row(slim, target):
 def test_shipped_ranking_is_that_of_all_counts(slim):
     artifact = Artifact.load(slim.folder)
     counts = load_embedded_counts().sources[0].counts
-    ranked = artifact.rank_order_ids
-    others = ranked[artifact.num_forced :]
+    ranked = artifact.manifest.rank_order_ids
+    others = ranked[artifact.manifest.num_forced :]
     assert np.all(np.diff(counts[others]) <= 0)
     assert counts[others].min() >= np.sort(np.delete(counts, ranked))[-1]
-    assert {0, 1, 2} <= set(ranked[: artifact.num_forced].tolist())
+    assert {0, 1, 2} <= set(ranked[: artifact.manifest.num_forced].tolist())
     assert artifact.target == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
