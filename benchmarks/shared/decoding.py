@@ -28,7 +28,7 @@ from eagle_slim.runtime.step.decoder import Decoder, Phase
 from eagle_slim.runtime.step.kernels.acceptance import list_active
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
-from eagle_slim.runtime.target.cache import KVCache, Target, row_bytes
+from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
@@ -82,7 +82,8 @@ class RandomModel:
 
     def kv_bytes(self, rows: int) -> int:
         """Bytes of the target's keys and values of ``rows`` tokens."""
-        return rows * row_bytes(self.target)
+        numbers = sum(each.kv_heads * (each.key_dim + each.value_dim) for each in self.target.layer_shapes)
+        return rows * numbers * self.target.dtype.itemsize
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Allocate a cache of random keys and values, as if every row had been written."""
@@ -99,12 +100,12 @@ class RandomModel:
         Packed weights are kept for the next decoder over as many rows.
         """
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
-        return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
+        return Decoder(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
         """Build a drafting decoder that accepts drawn lengths."""
         drafter = self._drafter(cache, tree, draft_vocab)
-        return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
+        return DrawnDecoder(lengths, self.target, cache, drafter, self._waits)
 
     def drawn_partial_decoder(
         self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
@@ -239,9 +240,9 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     assert isinstance(target, FusedTarget)
     tree = decoder.drafter.bufs
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
-    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
+    rows, first = ForwardRows.allocate(1, decoder.shape.nodes, lengths), torch.zeros_like(lengths)
     decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
-    bufs = target.new_buffers(1, decoder.nodes, decoder.nodes, decoder.cache.capacity)
+    bufs = target.new_buffers(1, decoder.shape.nodes, decoder.shape.nodes, decoder.cache.capacity)
     bufs.query.normal_()
 
     def run() -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
 from ..rows.dtypes import rounded
 from ..rows.safetensors_file import Bytes
-from ..rows.writer import TensorPlan, whole, write_safetensors
+from ..rows.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -123,23 +123,18 @@ def embedded_gguf() -> Path:
     return Path(str(files[0]))
 
 
-@dataclass(frozen=True)
 class _Gguf:
-    """The parts of a GGUF file that the export reads."""
+    """The fields and tensors of a GGUF file, by name."""
 
-    fields: dict[str, Any]
-    tensors: dict[str, Any]
-
-    @classmethod
-    def open(cls, path: Path) -> _Gguf:
+    def __init__(self, path: Path) -> None:
         import gguf
 
         try:
             reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError, OSError) as error:
             raise SourceError.at(path, f"cannot be read as GGUF ({error}).\nRun `{_INSTALL_COMMAND}` again.") from error
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
+        self.fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def weight(self, name: str) -> NDArray[np.uint8]:
         """Return the rows of tensor `name`, uint8 [out, in * 2], dequantised in fp32, rounded to nearest even bf16."""
@@ -171,7 +166,7 @@ def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
         SourceError: the wheel is missing, of another version, or its file unreadable.
         OutputError: `out_dir` exists and `force` is not set, or cannot be written.
     """
-    source = _Gguf.open(embedded_gguf())
+    source = _Gguf(embedded_gguf())
     out = Path(out_dir)
     with atomic_directory(out, force=force) as folder:
         config = _config(source.fields)
@@ -223,14 +218,12 @@ def _plans(source: _Gguf) -> Iterator[TensorPlan]:
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
 
     def plan(gguf_name: str, name: str, num_heads: int | None = None) -> TensorPlan:
-        def chunks() -> Generator[Bytes, None, str]:
+        def pieces() -> Iterator[Bytes]:
             weight = source.weight(gguf_name)
-            if num_heads is not None:
-                weight = unpermute_rows(weight, num_heads)
-            return (yield from whole(weight)())
+            yield weight if num_heads is None else unpermute_rows(weight, num_heads)
 
         shape = tuple(int(size) for size in reversed(source.tensors[gguf_name].shape))
-        return TensorPlan(name, "BF16", shape, chunks)
+        return TensorPlan(name, "BF16", shape, 2 * math.prod(shape), pieces)
 
     yield plan("token_embd.weight", "model.embed_tokens.weight")
     yield plan("output_norm.weight", "model.norm.weight")

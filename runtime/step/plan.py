@@ -11,7 +11,7 @@ from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
-from .choice_rules import CallRules
+from .choice import CallRules
 from .decoders import Decoders
 from .tree_size import TreeSize, device_name, measured_sizes
 
@@ -31,7 +31,7 @@ class Plan:
     time_phases: bool
     """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
-    """Whether what slots hold of a prompt from earlier calls is taken over (`kept_rows`)."""
+    """Whether rows that slots hold of earlier calls are reused (`kept_rows`)."""
     ahead: PartialVerification | None
     """How steps run ahead (`run_ahead`), if they do."""
     full_reason: str
@@ -41,17 +41,10 @@ class Plan:
 
 
 def plan_call(
-    target: TargetModel,
-    decoders: Decoders,
-    call: Call,
-    is_tree_sized: bool,
-    *,
-    max_slots: int = DEFAULT_MAX_SLOTS,
-    speculative: bool = True,
-    reuse_prefix: bool = False,
-    time_phases: bool = False,
+    target: TargetModel, decoders: Decoders, call: Call, is_tree_sized: bool, *, max_slots: int = DEFAULT_MAX_SLOTS,
+    speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
     partial_verification: str | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Plan a call; options as in `SpeculativeModel.generate`.
 
     ``is_tree_sized``: whether the call chooses the size of its trees (`tree_size`), up to the drafter's. Raises
@@ -64,9 +57,7 @@ def plan_call(
     rules = CallRules.of(call.options, call.sampling, call.requests, target.runs.vocab_size, target.device)
     slots = max(1, min(len(call.requests), max_slots, DEFAULT_MAX_SLOTS))
     context = max((len(request.prompt_ids) for request in call.requests), default=1)
-    size = TreeSize(1, "asked for")
-    if speculative:
-        size = _tree_size(target, decoders, is_tree_sized, slots, context)
+    size = _tree_size(target, decoders, is_tree_sized, slots, context) if speculative else TreeSize(1, "asked for")
     tree = None if size.num_nodes == 1 else replace(decoders.tree, total_tokens=size.num_nodes)
     ahead, full_reason = None, ""
     if partial_verification is not None:
@@ -80,9 +71,13 @@ def plan_call(
 
 def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str) -> str:
     """Describe what ran, with the reasons: `GenerationStats.path`; ``drafting``: the drafter in words."""
-    steps = decoders.words
+    steps = "steps from CUDA graphs"
+    if not decoders.has_graphs:
+        steps = f"eager steps ({decoders.eager_reason})"
+    elif decoders.eager_reason is not None:
+        steps += f" but for the target ({decoders.eager_reason})"
     if plan.rules.host_reason is not None and decoders.has_graphs:
-        steps = f"{steps}, tokens chosen on the host ({plan.rules.host_reason})"
+        steps += f", tokens chosen on the host ({plan.rules.host_reason})"
     tree = "plain decoding" if plan.tree is None else f"trees of {plan.tree.total_tokens} nodes"
     rows = target.exactness or "rows exact in float32 alone"
     path = f"{steps}; target {target.backend}; {rows}; {drafting}; {tree} ({plan.tree_reason})"
@@ -114,8 +109,7 @@ def _run_ahead(
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
-    processed = any(request.process is not None for request in requests)
-    if mode == "lossy" and rules.host_reason is not None and processed:
+    if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
             'host. Leave these out, or take "exact".')  # fmt: skip
