@@ -150,7 +150,7 @@ def open_any_head(
     if isinstance(head, Artifact):
         target = head.manifest.target
         return OpenedHead(
-            head.head, head.rank_order_ids, head.num_forced, head.tokenizer_hash,
+            head.head, head.manifest.rank_order_ids, head.manifest.num_forced, head.tokenizer_hash,
             target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
             coverage=head.manifest.coverage, target_folder=target.get("name"), folder=head.folder, offline=offline,
         )  # fmt: skip

@@ -404,9 +404,9 @@ class SpeculativeModel:
                 logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32
                     [1, vocab]); functions of these alone (`api.sampling`). They are called on the host.
                 generation_config: as in transformers, for what no argument says. Further fields of one, which can be
-                    arguments too: ``max_length`` and ``min_length`` (prompt, with its padding, and answer),
-                    ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``,
-                    ``bad_words_ids``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
+                    arguments too: ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``,
+                    ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``, ``bad_words_ids``,
+                    ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
                     ``return_dict_in_generate``. The target's own configuration gives the defaults of those that act
                     on greedy decoding too (`api.sampling.PENALTIES`).
                 inputs: another name for ``input_ids``.

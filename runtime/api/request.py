@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from .sampling import Processors, noise_keys
 from .stats import GenerationStats, most_frequent_first
@@ -144,7 +143,7 @@ class RunningRequest:
 
     def _is_ended_by_criteria(self) -> bool:
         ids = torch.tensor([[*self.request.prompt_ids, *self.token_ids]], device=self.request.device)
-        return any(_is_met(criterion, ids) for criterion in self.request.criteria)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)
 
     def _stop_in_tail(self) -> bool:
         assert self.request.decode is not None
@@ -162,14 +161,6 @@ class RunningRequest:
             cuts = [text.find(stop) for stop in self.request.stop]
             text = text[: min((cut for cut in cuts if cut >= 0), default=len(text))]
         return text
-
-
-def _is_met(criterion: Callable[[Tensor, Any], Any], ids: Tensor) -> bool:
-    found = criterion(ids, None)
-    if found is None:
-        name = getattr(criterion, "__name__", type(criterion).__name__)
-        raise UsageError(f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.")
-    return bool(torch.as_tensor(found).all())
 
 
 def start(

@@ -19,7 +19,7 @@ from ..drafter.launch import check_finished, prefill_drafter
 from ..errors import UsageError
 from ..ops import current, side_stream
 from ..settings import TreeConfig
-from ..step.graphs import GraphPool
+from ..step.decoder import GraphPool
 from ..tree import DraftTree
 
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]

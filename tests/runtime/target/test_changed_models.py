@@ -19,7 +19,7 @@ from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.kept_rows import HeldRow
+from eagle_slim.runtime.step.decoder import HeldRow
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStandIn, lora

@@ -11,7 +11,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, SpeedWarning
-from eagle_slim.runtime.step.kept_rows import HeldRow
+from eagle_slim.runtime.step.decoder import HeldRow
 from eagle_slim.runtime.target.cache import KVCache
 from support.changed_models import CHANGES, FUSED
 from support.tiny_models import random_prompts, tiny_target, write_head
