@@ -115,7 +115,7 @@ class CoverageReport:
 
     def table(self) -> str:
         """Return a plain text table: one row per source and size, in percent."""
-        rows = [("source", "text", "size", "covered", "95% interval", "first ids", "difference")]
+        rows = [("source", "text", "size", "covered", "95% interval", "first ids")]
         for source in self.sources:
             name, text = printable(source.name), f"{source.part}, {source.tokens:,} tokens"
             for size in self.shown:
@@ -123,8 +123,7 @@ class CoverageReport:
                 covered, first = source.coverage[position], source.baseline[position]
                 low, high = source.interval or (None, None)
                 interval = "-" if low is None or high is None else f"{low[position]:.2%} – {high[position]:.2%}"
-                difference = f"{100 * (covered - first):+.2f}"
-                rows.append((name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}", difference))
+                rows.append((name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}"))
                 name = text = ""
         return aligned(rows, num_left=2)
 

@@ -9,8 +9,8 @@
         hub.inject("model.safetensors", Fault(break_after=100, times=2))
 
 Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, to a second origin without
-authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated or
-private. Uploads go through create_repo, preupload and commit.
+authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated.
+Uploads go through create_repo, preupload and commit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong, `times` times, -1 for always: with the content of a file, or with any request for a path.
+    """What goes wrong, until `clear_faults`: with the content of a file, or with any request for a path.
 
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
@@ -109,7 +109,6 @@ class Fault:
     status: this status and no content.
     """
 
-    times: int = -1
     break_after: int | None = None
     ignore_range: bool = False
     extra_bytes: int = 0
@@ -139,7 +138,7 @@ class HubServer:
     Attributes:
         endpoint: address of the Hub, for HF_ENDPOINT.
         cdn: address of the second origin, from which large files come.
-        tokens: token -> whether it may read what is gated or private; any token listed may write.
+        tokens: token -> whether it may read what is gated; any token listed may write.
         requests: every request answered so far.
         leaked_tokens: tokens that were sent to `cdn`.
     """
@@ -151,7 +150,6 @@ class HubServer:
         self.leaked_tokens: list[str] = []
         self._faults: list[tuple[str, Fault]] = []
         self.closing = threading.Event()
-        self._lock = threading.Lock()
         self._hub = _Server(self)
         self._cdn = _Server(self)
         self.endpoint = self._hub.address
@@ -171,7 +169,7 @@ class HubServer:
             server.server_close()
 
     def add_model(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
-        """Add a model, or a commit to it; returns the commit. Options: gated, private, branch."""
+        """Add a model, or a commit to it; returns the commit. Options: gated, branch."""
         return self._add("model", repo_id, files, **options)
 
     def add_dataset(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
@@ -196,16 +194,8 @@ class HubServer:
         return self.repos[kind, repo_id]
 
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
-        with self._lock:
-            for suffix, fault in self._faults:
-                if name.endswith(suffix) and fault.times != 0 and fault.is_early is is_early:
-                    fault.times -= 1
-                    return fault
-        return None
-
-    def record(self, request: Request) -> None:
-        with self._lock:
-            self.requests.append(request)
+        matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
+        return next(matching, None)
 
     def _add(
         self,
@@ -213,11 +203,9 @@ class HubServer:
         repo_id: str,
         files: Mapping[str, Content],
         gated: bool = False,
-        private: bool = False,
         branch: str = "main",
     ) -> str:
-        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind))
-        repo.gated, repo.private = gated, private
+        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
         return repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)
 
 
@@ -307,8 +295,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self.send(404, {"error": "Not Found"})
 
-    # -- answers ------------------------------------------------------------------------------------------------------
-
     def send(self, status: int, value: Any = None, headers: Mapping[str, str] | None = None) -> None:
         body = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
         self.send_response(status)
@@ -328,20 +314,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _count(self) -> Request:
         request = Request(0, self.file, self.token)
-        self.hub.record(request)
+        self.hub.requests.append(request)
         return request
 
     def _access(self, kind: str, repo_id: str, content: bool) -> Repo | None:
-        """Return the repository, or refuse as the Hub does: a private one looks missing, a gated one does not."""
+        """Return the repository, or refuse as the Hub does."""
         if self.token is not None and self.token not in self.hub.tokens:
             self.send(401, {"error": "Invalid"}, {"X-Error-Message": "Invalid credentials in Authorization header"})
             return None
         repo = self.hub.repos.get((kind, repo_id))
-        allowed = self.hub.tokens.get(self.token or "", False)
-        if repo is None or (repo.private and not allowed):
+        if repo is None:
             self.refuse(404 if self.token else 401, "RepoNotFound", "Repository not found")
             return None
-        if repo.gated and content and not allowed:
+        if repo.gated and content and not self.hub.tokens.get(self.token or "", False):
             self.refuse(403 if self.token else 401, "GatedRepo", f"Access to model {repo_id} is restricted.")
             return None
         return repo
@@ -356,16 +341,12 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return repo, oid
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def info(self, kind: str, repo: str, revision: str | None = None) -> None:
-        found = self._tree(kind, repo, revision or "main", content=False)
-        if found is None:
-            return
-        entry, oid = found
-        siblings = [{"rfilename": name} for name in sorted(entry.commits[oid])]
-        told = {"id": repo, "sha": oid, "private": entry.private, "tags": [], "downloads": 0, "siblings": siblings}
-        self.send(200, told)
+        if found := self._tree(kind, repo, revision or "main", content=False):
+            entry, oid = found
+            siblings = [{"rfilename": name} for name in sorted(entry.commits[oid])]
+            told = {"id": repo, "sha": oid, "private": entry.private, "tags": [], "downloads": 0, "siblings": siblings}
+            self.send(200, told)
 
     def tree(self, kind: str, repo: str, revision: str, path: str | None = None) -> None:
         found = self._tree(kind, repo, revision, content=False)
@@ -444,8 +425,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             raise _BrokenOffError
 
-    # -- writing ------------------------------------------------------------------------------------------------------
-
     def _may_write(self) -> bool:
         if self.token in self.hub.tokens:
             return True
@@ -461,17 +440,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         wanted = json.loads(self.body)
         repo_id = f"{wanted.get('organization') or 'tester'}/{wanted['name']}"
-        if not repo_id.startswith("tester/"):
-            self.send(403, {"error": f"You don't have the rights to create a model under {repo_id}"})
-            return
-        kind = wanted.get("type") or "model"
-        known = (kind, repo_id) in self.hub.repos
+        known = ("model", repo_id) in self.hub.repos
         if not known:
             private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-            repo = self.hub.repos.setdefault((kind, repo_id), Repo(repo_id, kind, private=private))
-            repo.commit({})
-        prefix = "" if kind == "model" else f"{kind}s/"
-        self.send(409 if known else 200, {"url": f"{self.hub.endpoint}/{prefix}{repo_id}", "name": repo_id})
+            self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
+            self.hub.repo(repo_id).commit({})
+        self.send(409 if known else 200, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
 
     def preupload(self, kind: str, repo: str, revision: str) -> None:
         if not self._may_write():
