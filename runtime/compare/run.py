@@ -24,7 +24,7 @@ from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
 from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import ALL, Answer, Comparison, Place, build_report
+from .report import ALL, Answer, Comparison, Place, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -67,8 +67,8 @@ def compare(
     answers = run.answer_all()
     tokens = [token for each in answers if each.candidate == PLAIN for row in each.token_ids for token in row]
     curves = heads[0].curves(tokens)
-    report = build_report(candidates, options, answers, curves, run.setup(), len(answers) == run.num_calls)
-    return Comparison(report, recommend(report), answers)
+    rows = build_rows(candidates, options, answers)
+    return Comparison(rows, curves, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
 
 
 def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
