@@ -154,10 +154,10 @@ def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = Non
 def tokens_for_sizing(
     counts: TokenCounts, weights: Mapping[str, float] | None = None
 ) -> tuple[NDArray[np.float64], Part]:
-    """Return the weighted share of every id in the text that coverage is about, float64 [vocab], and which text it is.
+    """Return the weighted share of every id in the held-out text, or else in the counted text, float64 [vocab].
 
-    It is the held-out text, if every source with a weight above 0 has some, else the counted one. Sources without a
-    token are left out, as in `TokenCounts.weighted`.
+    The counted text is taken, as the second value says, where a source with a weight above 0 held nothing out. Sources
+    without a token are left out, as in `TokenCounts.weighted`.
     """
     shares = source_shares(counts, weights)
     parts = [
@@ -260,7 +260,7 @@ class _Pool:
         return len(self.ids) if self.trained is not None else len(self.ids) - 1
 
     def cut(self, order: NDArray[np.int64], size: int | None, provenance: dict[str, Any]) -> DraftVocab:
-        """Take the first N of an order and record how it came about."""
+        """Take the first N of an order as a vocabulary with its provenance."""
         if size is None:
             size = len(order)
         else:
@@ -275,7 +275,7 @@ class _Pool:
         return DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
 
     def check_size(self, size: int) -> None:
-        """Raise UsageError for a size that no order of these ids has."""
+        """Raise UsageError unless `size` of the ids can be chosen."""
         if size < 1:
             problem = "is too small: at least one id is needed."
         elif size < len(self.forced):

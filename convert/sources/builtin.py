@@ -63,7 +63,7 @@ _HELD_OUT_SEED = 0
 
 
 def embedded_head() -> Path:
-    """Folder of the built-in EAGLE-3 head (config.json and model.safetensors; full vocabulary, no lm_head)."""
+    """Return the folder of the built-in EAGLE-3 head (config.json and model.safetensors; full vocabulary, no lm_head)."""
     return _DATA / "head"
 
 
@@ -147,7 +147,7 @@ class _Gguf:
 
 
 def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
-    """Undo llama.cpp's row permutation of q_proj or k_proj: `weight` [num_heads * head_dim, row_bytes], as returned.
+    """Undo llama.cpp's permutation of the rows of q_proj or k_proj, [num_heads * head_dim, row_bytes].
 
     llama.cpp rotates neighbouring pairs, transformers pairs row i with row i + head_dim / 2. With head_dim 4 the rows
     0 1 2 3 of transformers are stored as 0 2 1 3.
