@@ -107,7 +107,7 @@ class LoadedTokenizer:
 
     @cached_property
     def configured_ids(self) -> tuple[tuple[int, str], ...]:
-        """Ids that configuration files name as eos, bos or pad, each with that role; not every one need be a token's."""
+        """Ids that configuration files name as eos, bos or pad, each with its role; some may be of no token."""
         found: list[tuple[int, str]] = []
         for role in ("eos", "bos", "pad"):
             value = self.generation_config.get(f"{role}_token_id")
