@@ -16,10 +16,12 @@ PyTorch twins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,8 +39,6 @@ from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
 from .checks import Checks, checks_wanted
 from .choice import HostChoice
-from .graphs import GraphPool, Run, recall
-from .kept_rows import HeldRow
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
@@ -52,7 +52,10 @@ LARGEST_EAGER_CHUNK = 1024
 """Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
 MOST_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
+Run = Callable[[], None]
 Key = tuple[object, ...]
+KeptKey = TypeVar("KeptKey")
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,72 @@ class Phase:
     """Whether it waits for the host, so that no CUDA graph can hold it."""
 
 
+def recall(kept: dict[KeptKey, Kept], key: KeptKey, most: int, build: Callable[[], Kept]) -> Kept:
+    """Return what is kept under a key, or build and keep it; of ``most`` the one not used for longest makes room.
+
+    It goes before the new one comes. ``kept`` is in the order of use.
+    """
+    if key in kept:
+        kept[key] = kept.pop(key)
+        return kept[key]
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
+    return kept.setdefault(key, build())
+
+
 def bucket_of(count: int) -> int:
     """Return the smallest bucket that holds ``count`` slots."""
     return next(bucket for bucket in BUCKETS if bucket >= count)
+
+
+class GraphPool:
+    """Memory that graphs share, as they leave nothing in it from one replay to the next."""
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._handle: Any = None
+
+    def capture(self, run: Run) -> Run:
+        """Capture work that has run on the side stream before; returns what replays it, and keeps its graph."""
+        # PyTorch takes no more graphs into a pool whose graphs have all gone.
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            side_stream() as stream,
+            torch.cuda.graph(graph, pool=self._handle, stream=stream, capture_error_mode="thread_local"),
+        ):
+            run()
+        self._graphs.add(graph)
+        return graph.replay
+
+
+class HeldRow:
+    """Keys and values of one token in all layers, as a slot holds them before the token is run again.
+
+    Other bits then show that the weights were changed in a way that nothing else tells (through ``.data``, by a fused
+    optimiser). ``is_exact``: the same weights give the same bits, however a prompt is cut into forwards; else they give
+    nearly the same numbers. Nothing here waits for the device.
+    """
+
+    def __init__(self, cache: KVCache, slot: int, row: int, is_exact: bool) -> None:
+        self._rows = [tensor[:, slot, :, row] for stack in cache.stacks for tensor in stack]
+        self._before = [tensor.clone() for tensor in self._rows]
+        self._is_exact = is_exact
+
+    def has_changed(self) -> Tensor:
+        """Whether the row is another now, as bool []; the run of its token comes before."""
+        return torch.stack([self._differs(*pair) for pair in zip(self._rows, self._before, strict=True)]).any()
+
+    def _differs(self, now: Tensor, before: Tensor) -> Tensor:
+        """Bool []; both [layers, kv_heads, head_dim]."""
+        if self._is_exact:
+            return (now.contiguous().view(torch.uint8) != before.view(torch.uint8)).any()
+        # Roundings of all layers before: 1.4e-3 of the largest number in float32, 0.35 in bfloat16.
+        tolerance = 4 * torch.finfo(now.dtype).eps ** 0.5
+        largest = before.abs().amax((1, 2))
+        is_near: Tensor = ((now - before).abs().amax((1, 2)) <= tolerance * largest).all()
+        return ~is_near
 
 
 class TreeShape:

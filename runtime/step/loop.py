@@ -22,8 +22,8 @@ from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
 from .choice import HostChoice
-from .decoders import Decoders
-from .kept_rows import HeldRow, KeptRows, match_slots
+from .decoder import HeldRow
+from .decoders import Decoders, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
 from .plan import Plan

@@ -25,9 +25,7 @@ from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
 from .choice import HostChoice
-from .decoder import Decoder
-from .graphs import GraphPool
-from .kept_rows import HeldRow
+from .decoder import Decoder, GraphPool, HeldRow
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
 
