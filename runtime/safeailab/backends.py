@@ -1,4 +1,4 @@
-"""Drafting backends by name, generation over a named one, and generation that insists on a GPU."""
+"""Drafting backends by name, generation with a named one, and generation that requires a GPU."""
 
 from __future__ import annotations
 

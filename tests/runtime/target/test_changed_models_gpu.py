@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,8 @@ def own_answer(own: Any) -> list[int]:
 @pytest.fixture(params=FOLLOWED)
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     act, expected, _ = CHANGES[request.param]
-    undo: list[Any] = []
-    yield lambda own: undo.append(act(own)), expected
-    for each in filter(None, undo):
-        each()
+    with ExitStack() as stack:
+        yield lambda own: act(own, stack), expected
 
 
 def test_a_changed_model_is_followed(change: Any, tmp_path: Path) -> None:
