@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
@@ -41,12 +40,10 @@ from .rows.writer import TensorPlan, write_safetensors
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
-from .vocabulary_choice import Ranking, Say, make_ranking, ranked_manifest
+from .vocabulary_choice import Count, Ranking, Say, make_ranking, ranked_manifest
 
 if TYPE_CHECKING:
     from .artifact.gguf import GgufChoice
-
-Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
@@ -170,7 +167,7 @@ def convert_head(
     head: str | Path | None,
     options: ConvertOptions,
     *,
-    count: Count | None = None,
+    count: Count = count_tokens,
     say: Say = lambda message: None,
 ) -> tuple[Conversion, ...]:
     """Convert a draft head to slim artifacts, one for each size of draft vocabulary.
@@ -178,7 +175,7 @@ def convert_head(
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
         options: what is made of it.
-        count: counts a corpus; default `count_tokens` with one worker per core.
+        count: counts a corpus.
         say: called, with a sentence, for each default that is used and each thing that is done.
 
     Returns:
@@ -201,7 +198,7 @@ def plan_conversion(
     head: str | Path | None,
     options: ConvertOptions,
     *,
-    count: Count | None = None,
+    count: Count = count_tokens,
     say: Say = lambda message: None,
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
@@ -238,17 +235,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
     if options.target_revision is not None and (choice is None or choice.name is None):
-        raise UsageError(
-            f"--target-revision {options.target_revision}: no target is named that it could be a revision of.\n"
-            "Name the repository with --target."
-        )
+        raise UsageError(f"--target-revision {options.target_revision}: of no target.\nName one with --target.")
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
-        raise UsageError.at(
-            head.location,
-            "has no LM head of its own, so its rows come from the target, and neither its files nor the table of "
-            "public heads says which that is.\nName it with --target.",
-        )
+        problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
+        raise UsageError.at(head.location, f"{problem}.\nName it with --target.")
     opened = None
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
         opened = targets.open_target(choice, options.target_revision, options.offline)
@@ -301,10 +292,8 @@ def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | N
     if options.draft_vocab is not None or options.coverage is not None:
         return options.sizes
     if head.manifest is None:
-        raise UsageError.at(
-            head.location,
-            "--gguf alone takes an artifact at its own size, and this is none.\nGive a size with --draft-vocab.",
-        )
+        problem = "--gguf alone takes an artifact at its own size, and this is none"
+        raise UsageError.at(head.location, f"{problem}.\nGive a size with --draft-vocab.")
     return ("full",) if head.manifest.rank_order_ids is None else (head.manifest.draft_vocab,)
 
 
@@ -320,17 +309,13 @@ def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOp
 
 
 def _rank(
-    inputs: Inputs, options: ConvertOptions, sizes: Sequence[DraftVocabSize | None], count: Count | None, say: Say
+    inputs: Inputs, options: ConvertOptions, sizes: Sequence[DraftVocabSize | None], count: Count, say: Say
 ) -> Ranking | None:
     """Rank the vocabulary; None where only `full` is asked for."""
     if tuple(sizes) == ("full",):
         if not options.vocabulary.is_default or options.vocabulary.force_ids:
             say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
         return None
-    if count is None:
-        from eagle_slim.vocab_tools.counting import count_tokens
-
-        count = count_tokens
     return make_ranking(
         inputs.head,
         options.vocabulary,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +25,11 @@ def sha256_of(data: bytes | memoryview) -> str:
 
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes as lower-case hex."""
-    with path.open("rb") as file:
-        return sha256_from(file).hexdigest()
-
-
-def sha256_from(file: BinaryIO) -> hashlib._Hash:
-    """SHA-256 of what an open file holds from its position on, to be updated with what comes after; pieces of 1 MiB."""
     digest = hashlib.sha256()
-    while piece := file.read(1 << 20):
-        digest.update(piece)
-    return digest
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def row_checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -37,11 +37,11 @@ def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> di
 
 def describe_lm_head(head: DraftHead, lm_head: LmHead) -> dict[str, Any]:
     """Describe the matrix that the rows come from, and whether they are rounded on the way."""
-    found, written = lm_head.dtype_name, lm_head.dtype_written(head)
+    found, written = lm_head.info.dtype, lm_head.dtype_written(head)
     return {
         "from": lm_head.origin,
         "tensor": lm_head.name,
-        "rows": lm_head.shape[0],
+        "rows": lm_head.info.num_rows,
         "source_dtype": LONG_NAMES[found],
         "dtype": LONG_NAMES[written],
         "rounded": found != written,
