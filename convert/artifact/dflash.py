@@ -35,7 +35,7 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
 
 
 def slim_config(head: DraftHead, draft_vocab: int) -> dict[str, Any]:
-    """config.json as it was, in its own form, with `draft_vocab_size`, which vLLM reads at top level in both."""
+    """Copy config.json in its own form, with `draft_vocab_size`, which vLLM reads at top level in both."""
     config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
     nested = config.get("transformer_layer_config")
     if isinstance(nested, Mapping):

@@ -38,13 +38,13 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
 
 
 def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
-    """`d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab], of int64 [draft_vocab] ascending ids."""
+    """Plan `d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab] of ascending ids int64 [draft_vocab]."""
     mask = t2d_from_ids(target_ids, head.target_vocab)
     return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", mask)]
 
 
 def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
-    """A bias of zeros where the output projection lacks one: `attention_bias` is one switch for q, k, v and o.
+    """Plan a bias of zeros where the output projection lacks one: one switch, `attention_bias`, is for q, k, v and o.
 
     vLLM, SGLang and TensorRT-LLM leave it uninitialised where the file has none, as in heads with Qwen2's attention.
     vLLM's Qwen3 layer, of heads with norms of q and k, has none.
@@ -56,7 +56,7 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
-    """config.json of the slim head: the head's own values, with what every engine demands made explicit."""
+    """Make config.json of the slim head: the head's own values, with what every engine demands made explicit."""
     config = dict(head.config)
     config |= layer_class(head.has_head_norms, flavour)
     config["draft_vocab_size"] = draft_vocab
@@ -66,7 +66,7 @@ def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> 
 
 
 def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
-    """The keys of config.json by which engines and transformers choose a class: `architectures` and `model_type`."""
+    """Choose `architectures` and `model_type`, by which engines and transformers choose a class."""
     if has_head_norms:
         return {"architectures": [head_config.QWEN3_ARCHITECTURE], "model_type": "qwen3"}
     return {"architectures": [flavoured_architecture("eagle3", flavour, _ARCHITECTURE)], "model_type": "llama"}
