@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
 from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
+from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output, require_space
 from .engines import HeadFacts, conversion_findings, in_words
 from .heads import names
@@ -36,7 +37,6 @@ from .rows.dtypes import item_size
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.safetensors_file import SafetensorsFile
 from .rows.target import open_target_lm_head
-from .rows.writer import TensorPlan, write_safetensors
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
@@ -142,7 +142,7 @@ class Conversion:
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA)
-            files = {WEIGHTS_NAME: asdict(written)}
+            files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
                 (folder / name).write_bytes(data)
                 files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}
@@ -150,7 +150,7 @@ class Conversion:
                 from .artifact.gguf import write_gguf
 
                 files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.draft_vocab}")
-            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written.tensors)
+            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
                 found["row_checksums"] = row_checksums(rows)

@@ -15,8 +15,8 @@ from ..engines import flavoured_architecture
 from ..heads import config as head_config
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..rows.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan, zero_output_bias
+from .writer import TensorPlan, zeros_plan
 
 # Paths of the machine that trained the head, or code that is not in the artifact.
 _DROPPED_KEYS = ("bias", "_name_or_path", "auto_map")

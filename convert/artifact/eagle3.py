@@ -17,9 +17,10 @@ from ..engines import flavoured_architecture
 from ..heads import config as head_config
 from ..heads import names
 from ..heads.draft_head import DraftHead
+from ..rows.checkpoint import SourceRows
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, all_ids
-from ..rows.writer import SourceRows, TensorPlan, array_plan, zeros_plan
+from .writer import TensorPlan, array_plan, zeros_plan
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -33,7 +34,7 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
     left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
     plans = [copy_plan(head, name) for name in head.tensors if name not in left_out]
     plans += zero_output_bias(head)
-    plans.append(gathered.plan(names.LM_HEAD))
+    plans.append(TensorPlan.of(names.LM_HEAD, gathered))
     return plans + ([] if target_ids is None else plan_map(head, target_ids))
 
 
@@ -75,4 +76,4 @@ def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
 def copy_plan(head: DraftHead, name: str) -> TensorPlan:
     """Plan a tensor of the head as it is."""
     rows = SourceRows(head.tensors.source, head.tensors.stored[name], head.tensors.info(name).dtype, head.location)
-    return rows.plan(name)
+    return TensorPlan.of(name, rows)

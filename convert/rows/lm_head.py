@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from ..errors import MismatchError
 from ..heads import names
 from ..heads.draft_head import MOST_PADDING, DraftHead
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, SourceRows
 from .safetensors_file import TensorInfo
-from .writer import SourceRows
 
 
 @dataclass(frozen=True)
