@@ -129,7 +129,7 @@ class CoverageReport:
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int) -> str:
-    """Return a plain text table of rows of as many cells: the first ``num_left`` columns on the left, others right."""
+    """Return rows of cells as a plain text table: the first ``num_left`` columns left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -115,7 +115,7 @@ def _mask(t2d: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
 def _form_by_mask(
     values: NDArray[np.int64], offset_ids: NDArray[np.int64], mask: NDArray[np.bool_], form: D2TForm | None
 ) -> D2TForm:
-    """Return the form in which d2t reaches just the ids that t2d marks."""
+    """Return the form in which d2t gives the ids that t2d marks."""
     expected = np.flatnonzero(mask)
     candidates: dict[D2TForm, NDArray[np.int64]] = {"offset": offset_ids, "absolute": values}
     fitting = [name for name, ids in candidates.items() if np.array_equal(np.sort(ids), expected)]
@@ -135,7 +135,7 @@ def _form_by_mask(
 
 
 def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form: D2TForm | None = None) -> DraftVocab:
-    """Read a token map; its content shows which format it has (see the top of this module).
+    """Read a token map of any format at the top of this module; its content shows which.
 
     Args:
         path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.

@@ -150,9 +150,8 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
 
 @pytest.mark.parametrize(
     ("changed", "head", "facts"),
-    [({"total_tokens": 12}, {},
-      {"tensor": "draft_tokens", "found": "torch.int64 [3, 20]", "expected": "torch.int64 [3, 12]"}),
-     ({"depth": 2}, {}, {"tensor": "retrieve_indices"}), ({"max_positions": 500}, {}, {"tensor": "keys"}),
+    [({"total_tokens": 12}, {}, {"field": "total_tokens"}),
+     ({"depth": 2}, {}, {"field": "depth"}), ({"max_positions": 500}, {}, {"field": "max_positions"}),
      ({"top_k": 5}, {}, {"field": "top_k"}),
      ({"intermediate": 64}, {}, {"field": "intermediate", "found": 96, "expected": 64}),
      ({"norm_eps": 1e-6}, {}, {"field": "norm_eps"}),
