@@ -27,7 +27,7 @@ from .artifact.checksums import row_checksums, sha256_of
 from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from .artifact.writer import TensorPlan, write_safetensors
-from .atomic import atomic_directory, check_output, require_space
+from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
 from .heads import names
 from .heads.draft_head import DraftHead
@@ -206,18 +206,17 @@ def plan_conversion(
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
         check_output(folder, options.force, MANIFEST_NAME)
-    inputs = _open_inputs(name, options, folders[0], say)
+    inputs = _open_inputs(name, options, say)
     sizes = _sizes(inputs.head, options)
     ranking = _rank(inputs, options, sizes, count, say)
     plans = []
     for asked, size, folder in zip(options.sizes, sizes, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
         plans.append(_plan(inputs, options, ranking, vocab, folder, options.name_of(name, asked)))
-    require_space(folders[0], sum(plan.size_bytes for plan in plans))
     return tuple(plans)
 
 
-def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: Say) -> Inputs:
+def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     """Open a head, and of target and tokenizer what its conversion needs."""
     source = open_head_source(
         name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
@@ -247,8 +246,6 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
         from .artifact.gguf import choose_gguf
 
         gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, tokenizer)
-    # Before anything large is fetched.
-    require_space(folder, sum(bytes_per_draft_step(head, size) for size in options.sizes if isinstance(size, int)))
     lm_head = None
     if needs_rows:
         assert opened is not None
