@@ -32,8 +32,7 @@ Kind = Literal["text", "chat"]
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content")
-LINES = (".jsonl", ".ndjson", ".json")
-FORMATS = (*LINES, ".txt", ".parquet")
+FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), and .parquet"
 
 _HUB_SETTINGS = ("config", "split", "revision")
