@@ -21,7 +21,7 @@ from .encoding import choose_library, encoder_spec, name_and_version
 from .errors import CorpusError, UsageError
 from .ray_workers import ray_tasks
 from .records import BadRecord
-from .sources import CorpusSource, OpenSource, open_source, refuse_repeated_inputs
+from .sources import CorpusSource, OpenSource, open_source
 from .tokenizer import LoadedTokenizer
 from .workers import MAX_REPORTS, BlockCounter, Count, CountPlan, Tally, processes, this_process
 
@@ -71,7 +71,7 @@ def count_tokens(
         notify: called with messages for the user, such as skipped records.
 
     Raises:
-        UsageError: no sources, names or inputs that repeat, or a setting that fits no source.
+        UsageError: no sources, a name twice, or a setting that fits no source.
         CorpusError: a source or record cannot be read.
         TokenizerError: the tokenizer or its chat template cannot be used.
     """
@@ -121,9 +121,7 @@ def _open_all(sources: Sequence[CorpusSource], seed: int) -> list[OpenSource]:
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
-    opened = [open_source(source, seed) for source in sources]
-    refuse_repeated_inputs(opened)
-    return opened
+    return [open_source(source, seed) for source in sources]
 
 
 def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
