@@ -1,9 +1,21 @@
-"""Decoders, kept from call to call: one KV cache, and a decoder for each number of slots and tree."""
+"""Decoders, kept from call to call: one KV cache, and a decoder for each number of slots and tree.
+
+A prompt that continues a finished sequence reuses the rows that its slot still holds. After "a b c d" was answered with
+"e f g", the target's cache has rows for all but the newest token g, and the drafter's has pairs up to where the last
+step began. Of the next prompt, "a b c d e f X", all that the slot holds and the prompt begins with is reused, token by
+token; an edited history shares less, and an unrelated prompt nothing::
+
+    held     a b c d e f g          prompt   a b c d e f X
+    rows     a b c d e f            reused   a b c d e          run   f X
+
+The last shared token is run again: its feature pairs with the token after it, and its new keys and values are compared
+with those that the slot held (`HeldRow`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -16,15 +28,41 @@ from ..ops import current, ranges_wanted
 from ..settings import PartialVerification, TreeConfig
 from ..target.cache import KVCache, Target
 from ..target.wrapper import TargetModel
-from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
-from .graphs import GraphPool, recall
-from .kept_rows import KeptRows, capacity_for
+from .decoder import BUCKETS, Decoder, GraphPool, WarmUp, bucket_of, recall
 from .kernels.choice_kernels import ChoiceRules
 from .run_ahead import PartialDecoder
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
 """Numbers of slots and trees that decoders are kept for: those used last."""
+
+
+def capacity_for(rows: int) -> int:
+    """Return the rows to allocate for ``rows``: a power of two from 1024 on, so that few sizes occur.
+
+    Beyond 131,072 exactly as many: there a power of two would cost gigabytes, and more positions than the persistent
+    drafter takes.
+    """
+    return rows if rows > 131072 else max(1024, 1 << (rows - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """A finished sequence in a slot: rows of all ``tokens`` but the last, and ``num_pairs`` pairs of the drafter."""
+
+    tokens: tuple[int, ...] = ()
+    num_pairs: int = 0
+
+    def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
+        """Count the first tokens of a prompt that need not be run: the shared ones but the last that has a row."""
+        most = min(len(self.tokens) - 1, len(prompt))
+        common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), most)
+        shared = min(most, common) - 1
+        return max(0, min(shared, self.num_pairs) if is_drafted else shared)
+
+    def cut(self, prompt: Sequence[int], shared: int) -> KeptRows:
+        """Return the rows that stay valid after reusing ``shared`` tokens (`num_shared`)."""
+        return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, shared))
 
 
 class Decoders:
@@ -85,7 +123,7 @@ class Decoders:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps, or what of them can be captured, are replayed from CUDA graphs."""
+        """Whether steps are replayed from CUDA graphs, where they can be captured."""
         return self.target.device.type == "cuda" and not ranges_wanted()
 
     @property
@@ -101,11 +139,11 @@ class Decoders:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory that capturing the graphs has taken, those of all decoders."""
+        """Device memory of all decoders' graphs."""
         return sum(decoder.graph_bytes for decoder in self._decoders.values())
 
     def forget(self) -> None:
-        """Forget what the slots still hold."""
+        """Reuse no rows of finished sequences."""
         self.kept = [KeptRows()] * len(self.kept)
 
     def get(
@@ -156,10 +194,26 @@ class Decoders:
         self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
-        """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held."""
+        """Compile and capture for calls of up to that many sequences and tokens. The model must be held."""
         with current(self.target.device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
             decoder = self.get(num_slots, max_tokens, tree, ahead)
             decoder.clear_()
             found = decoder.warm_up(rules, num_slots)
         return replace(found, cache_bytes=self.cache_bytes)
+
+
+def match_slots(
+    prompts: Sequence[Sequence[int]], kept: Sequence[KeptRows], free: Sequence[int], is_drafted: bool
+) -> list[tuple[int, int]]:
+    """Give each prompt a free slot, those first that share most with it: (slot, shared tokens) by prompt.
+
+    There must be as many free slots as prompts, or more.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    shared = {(place, slot): kept[slot].num_shared(prompt, is_drafted)
+              for place, prompt in enumerate(prompts) for slot in free}  # fmt: skip
+    for place, slot in sorted(shared, key=lambda pair: (-shared[pair], *pair)):
+        if place not in found and all(slot != taken for taken, _ in found.values()):
+            found[place] = (slot, shared[place, slot])
+    return [found[place] for place in range(len(prompts))]

@@ -175,9 +175,3 @@ class TestDoubts:
         refused = pytest.raises((ArtifactError, CheckpointError))
         with waiting_for_nothing(), contextlib.nullcontext() if name == "README.md" else refused:
             self.convert(tmp_path, head)
-
-    def test_a_changed_model_card_is_a_note(self, tmp_path):
-        done = self.convert(tmp_path, write_eagle3(tmp_path / "head"))
-        (done.folder / "README.md").write_text("my own words")
-        check = verify_artifact(done.folder)["file checksums"]
-        assert (check.status, "README.md" in check.detail) == ("ok", True)

@@ -116,12 +116,12 @@ def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
 
 
 def test_target_of_pickles_comes_whole_with_a_notice(
-    hub: HubServer, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: HubServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"lm_head.weight": LM_HEAD}, tmp_path / "x.bin")
     hub.add_model("org/old", {"config.json": "{}", "pytorch_model.bin": tmp_path / "x.bin"})
     assert torch.equal(values(open_lm_head("org/old")), LM_HEAD)
-    assert "fetching pytorch_model.bin whole" in capsys.readouterr().err
+    assert "fetching pytorch_model.bin whole" in caplog.text
 
 
 # -- things that go wrong ---------------------------------------------------------------------------------------------
