@@ -45,7 +45,7 @@ FLOORS = {
         errors default
         artifact/checksums atomic files heads/names
         rows
-        artifact/manifest
+        artifact/manifest artifact/writer
         rows/hub_tensor
         sources
         heads

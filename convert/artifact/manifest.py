@@ -108,7 +108,7 @@ class Manifest:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of the file."""
+        """Return the JSON object of the file."""
         arrays = {
             "tap_layers": None if self.tap_layers is None else list(self.tap_layers),
             "warnings": list(self.warnings),
@@ -120,7 +120,7 @@ class Manifest:
         return found
 
     def to_bytes(self) -> bytes:
-        """The bytes of the file: indented to be read, with lists of plain values on one line."""
+        """Return the bytes of the file: indented to be read, with lists of plain values on one line."""
         return (_pretty(self.to_json(), "") + "\n").encode()
 
     @classmethod
@@ -195,7 +195,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Keys whose entries readers rely on, and whether these have the right types."""
+    """Check the types of the entries that readers rely on, key by key."""
     for name, entry in value["files"].items():
         yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
     for key in ("head", "target"):
