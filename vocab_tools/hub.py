@@ -65,7 +65,7 @@ _limit_s: float | None = None
 
 
 def limit_silence() -> None:
-    """Let requests for which nobody sets a limit end after `SILENCE_S`; for commands."""
+    """Set a time limit of `SILENCE_S` for requests that have none; for commands."""
     global _limit_s
     _limit_s = SILENCE_S
 
@@ -250,7 +250,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
 
 
 def not_cached(repo_id: str, what: str = "") -> HubError:
-    """Describe what is not in the cache while fetching is off: a repository, or `what` of it."""
+    """Return the error of a repository, or `what` of it, that is not in the cache while fetching is off."""
     advice = "Run the same command once with a connection (without --offline or HF_HUB_OFFLINE), or give a folder."
     missing = f"{what} is not" if what else "not"
     return HubError(f"{repo_id}: {missing} in the cache, and the Hub was not asked", advice, "offline")

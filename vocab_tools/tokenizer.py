@@ -107,7 +107,7 @@ class LoadedTokenizer:
 
     @cached_property
     def configured_ids(self) -> tuple[tuple[int, str], ...]:
-        """The ids that the configuration files call eos, bos or pad, with that name; some may be of no token."""
+        """Ids that configuration files name as eos, bos or pad, each with its role; some may be of no token."""
         found: list[tuple[int, str]] = []
         for role in ("eos", "bos", "pad"):
             value = self.generation_config.get(f"{role}_token_id")
@@ -224,9 +224,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
-    """Check that a tokenizer is the one that some data, named by `where`, was made with; returns warnings to show.
+    """Check that the data named by `where`, which records `tokenizer_hash`, was made with a tokenizer.
 
-    None for a hash that the data does not record passes with a warning.
+    Returns a warning where the data records no hash.
 
     Raises:
         TokenizerError: the hashes differ.
@@ -250,7 +250,7 @@ def _wanted(names: Sequence[str], where: str) -> list[str]:
 
 
 def _load(source: str, file: Path, folder: Path | None, commit: str | None = None) -> LoadedTokenizer:
-    """Load tokenizer.json, or what is in its place, with the files beside it in `folder`; None for the file alone."""
+    """Load a tokenizer file, or a folder with one or other forms of it; without a folder, nothing beside the file."""
 
     def beside(name: str) -> dict[str, Any]:
         if folder is None or not (folder / name).is_file():

@@ -21,7 +21,7 @@ from .kernels.acceptance import SlotState
 
 
 class Checks:
-    """The rules of one decoder, and the first fault that was found; ``entering``: its state of entering prompts."""
+    """Rules of one decoder, and the first fault found; ``entering``: its state of entering prompts."""
 
     def __init__(self, device: torch.device, state: SlotState, entering: SlotState) -> None:
         self.fault = torch.zeros(4, dtype=torch.float64, device=device)
@@ -69,7 +69,7 @@ class Checks:
         )  # fmt: skip
 
     def check_accept(self, choices: Tensor, trees: Trees) -> None:
-        """Check what a walk has accepted against the choices int32 [places, nodes] and the trees."""
+        """Check accepted paths against the choices int32 [places, nodes] and the trees."""
         state = self._state
         accepted, path, tokens = state.record[:-1, 0], state.path.long(), state.new_tokens
         unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]

@@ -1,4 +1,4 @@
-"""Decoding: the state of a number of slots, and its steps, captured as CUDA graphs where they can be.
+"""Decode a number of slots in steps, replayed from CUDA graphs.
 
 One step is four phases::
 
@@ -45,11 +45,11 @@ from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
 
 BUCKETS = (1, 2, 4, 8, 16)
-"""Numbers of slots, and of active slots in a step, that there are graphs for."""
+"""Numbers of slots, and of active slots in a step, that have graphs."""
 CHUNKS = (64, 512)
-"""Rows of a prompt's forward: the smallest that holds what is left of it, else the largest."""
+"""Rows of a captured prompt chunk: the smallest that holds the rest of the prompt, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
-"""Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
+"""Most rows of a prompt chunk that is not captured."""
 MOST_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
 Run = Callable[[], None]
@@ -60,7 +60,7 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Time and memory of a warm-up; zero where everything was ready before, and where there are no graphs."""
+    """Time and memory of a warm-up; zero where nothing had to be done."""
 
     compile_s: float = 0.0
     """Seconds for running everything once: compiling kernels, creating the libraries' handles."""
@@ -75,7 +75,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step."""
+    """Part of a step."""
 
     name: str
     run: Run
@@ -84,9 +84,9 @@ class Phase:
 
 
 def recall(kept: dict[KeptKey, Kept], key: KeptKey, most: int, build: Callable[[], Kept]) -> Kept:
-    """Return what is kept under a key, or build and keep it; of ``most`` the one not used for longest makes room.
+    """Return the value of a key, or build and keep it; ``kept`` holds the ``most`` used last, in the order of use.
 
-    It goes before the new one comes. ``kept`` is in the order of use.
+    The oldest is dropped before the new one is built, so that its memory is free.
     """
     if key in kept:
         kept[key] = kept.pop(key)
@@ -102,14 +102,14 @@ def bucket_of(count: int) -> int:
 
 
 class GraphPool:
-    """Memory that graphs share, as they leave nothing in it from one replay to the next."""
+    """Memory that graphs share: no replay needs values of another."""
 
     def __init__(self) -> None:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._handle: Any = None
 
     def capture(self, run: Run) -> Run:
-        """Capture work that has run on the side stream before; returns what replays it, and keeps its graph."""
+        """Capture work that has run on the side stream before; returns its replay."""
         # PyTorch takes no more graphs into a pool whose graphs have all gone.
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
@@ -254,7 +254,7 @@ class Decoder:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether what can be captured is replayed from graphs."""
+        """Whether phases are replayed from graphs, where they can be captured."""
         return self._pool is not None
 
     @property
@@ -271,7 +271,7 @@ class Decoder:
         self._run_phases(("step", self.shape, places), rules, self.phases(places, rules, host))
 
     def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
-        """Give the phases of one step, each to be run by the caller in order."""
+        """Yield the phases of one step; the caller runs each in order."""
         places = self._places_for(num_active)
         for phase in self.phases(places, rules, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, self.shape, places), rules, [phase]))
@@ -312,7 +312,7 @@ class Decoder:
         self.ops(list_active)(self.state)
 
     def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
-        """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty."""
+        """Compile and capture the steps and chunks of up to ``num_active`` sequences. All slots must be empty."""
         if not self.has_graphs:
             return WarmUp()
         parts: dict[Key, Phase] = {}
@@ -350,7 +350,7 @@ class Decoder:
         return kept[key]
 
     def _practise(self, runs: Iterable[Run]) -> None:
-        """Run work over no slots, to compile kernels and create handles: a capture could not."""
+        """Run work over no slots, to compile kernels and create handles, which a capture cannot."""
         with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()
@@ -371,7 +371,7 @@ class Decoder:
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
-        """Hide running slots, what they accepted last and the prompt in the box while something runs as warm-up."""
+        """Make all slots look empty during a warm-up, and restore them."""
         # A phase may be practised alone, between those of a real step: a commit would go by that step's record. A
         # prompt of as many tokens as its slot holds has no rows left.
         state = self.state
@@ -445,12 +445,12 @@ class Decoder:
             self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch.first(choices.numel()))
 
     def remember(self, state: SlotState, rules: ChoiceRules) -> None:
-        """Keep of the tokens that a walk has accepted what choices depend on."""
+        """Mark accepted tokens as seen, for penalties."""
         if rules.has_penalty:
             self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
-        """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
+        """Return the phases of a chunk of the prompt in `box`; the last chunk chooses the first new token."""
         ops, entering, roots = self.ops, self.entering, self._entering_roots
         chunk = self._chunks.get(nodes) or self.new_chunk(nodes)
         if ops.use_kernels:
@@ -488,13 +488,13 @@ class Decoder:
         return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
 
     def _gather_rows(self) -> None:
-        """Bring rows that have joined to where the drafter reads them."""
+        """Copy LM-head rows that joined a draft vocabulary to where the drafter reads them."""
         if self.follow is not None and self.tails is not None:
             self.ops(gather_rows)(self.follow, self.tails)
 
     @cached_property
     def _scratch(self) -> ChoiceScratch:
-        """Scratch for as many rows as a step can have, of which each takes the first."""
+        """Scratch for the most rows of a step."""
         return choice_scratch(self.num_slots, self.shape.nodes, self.target.vocab_size, self.target.device)
 
 
@@ -513,7 +513,7 @@ def _chunk_of(left: int) -> int:
 
 
 def _parts(key: Key, phases: Sequence[Phase]) -> Mapping[Key, Phase]:
-    """Divide phases into what a graph can hold: all of them as one where none waits, else each by itself."""
+    """Group phases into graphs: all in one where none waits, else each by itself."""
     if any(phase.waits for phase in phases):
         return {(*key, phase.name): phase for phase in phases}
 

@@ -48,13 +48,13 @@ def capacity_for(rows: int) -> int:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """A sequence whose rows are still in a slot: all but the newest of ``tokens``, and ``num_pairs`` of the drafter."""
+    """A finished sequence in a slot: rows of all ``tokens`` but the last, and ``num_pairs`` pairs of the drafter."""
 
     tokens: tuple[int, ...] = ()
     num_pairs: int = 0
 
     def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
-        """How many tokens at the beginning of a prompt need not be run: all shared ones but the last that has a row."""
+        """Count the first tokens of a prompt that need not be run: the shared ones but the last that has a row."""
         most = min(len(self.tokens) - 1, len(prompt))
         common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), most)
         shared = min(most, common) - 1
@@ -123,7 +123,7 @@ class Decoders:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps, or what of them can be captured, are replayed from CUDA graphs."""
+        """Whether steps are replayed from CUDA graphs, where they can be captured."""
         return self.target.device.type == "cuda" and not ranges_wanted()
 
     @property
@@ -139,11 +139,11 @@ class Decoders:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory that capturing the graphs has taken, those of all decoders."""
+        """Device memory of all decoders' graphs."""
         return sum(decoder.graph_bytes for decoder in self._decoders.values())
 
     def forget(self) -> None:
-        """Forget what the slots still hold."""
+        """Reuse no rows of finished sequences."""
         self.kept = [KeptRows()] * len(self.kept)
 
     def get(
@@ -194,7 +194,7 @@ class Decoders:
         self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
-        """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held."""
+        """Compile and capture for calls of up to that many sequences and tokens. The model must be held."""
         with current(self.target.device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
             decoder = self.get(num_slots, max_tokens, tree, ahead)

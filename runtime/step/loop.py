@@ -55,7 +55,7 @@ class GenerationLoop:
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
-        """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
+        """Generate all answers; returns them in the order of the requests, with the statistics of the call."""
         return self.decoders.run(self._run_held) if self.waiting else collect(self.states, {})
 
     def _run_held(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -195,7 +195,7 @@ class GenerationLoop:
                 self._take(slot, state, rows[slot], record.is_step)
 
     def _take(self, slot: int, state: RunningRequest, row: Sequence[int], is_step: bool) -> None:
-        """Take what a slot's row of a record says: tokens accepted, tokens kept, how it ended, and the tokens."""
+        """Deliver a slot's tokens of a record; ``row``: tokens accepted, tokens kept, how it ended, the tokens."""
         accepted, kept, ended = row[:RECORD_HEAD]
         prompt, num_before = state.request.prompt_ids, len(state.token_ids)
         tokens = row[RECORD_HEAD : RECORD_HEAD + kept]

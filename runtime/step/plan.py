@@ -127,7 +127,7 @@ def plan_call(
 
 
 def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str) -> str:
-    """Describe what ran, with the reasons: `GenerationStats.path`; ``drafting``: the drafter in words."""
+    """Describe the path of a call for `GenerationStats.path`; ``drafting``: the drafter in words."""
     steps = "steps from CUDA graphs"
     if not decoders.has_graphs:
         steps = f"eager steps ({decoders.eager_reason})"
@@ -162,7 +162,7 @@ def _in_16_bits(target: TargetModel, num_bytes: int) -> int:
 def _run_ahead(
     mode: str, target: TargetModel, requests: Sequence[Request], rules: CallRules, tree: TreeConfig | None, context: int
 ) -> tuple[PartialVerification | None, str]:
-    """Say how the steps of a call run ahead; or None, and why every pass is full."""
+    """Return how the steps of a call run ahead; or None, and why every pass is full."""
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")

@@ -1,4 +1,4 @@
-"""Partial verification: steps run ahead over a part of the cache, and passes over all of it confirm what they accept.
+"""Partial verification: steps run ahead over a part of the cache, and passes over all of it confirm their tokens.
 
 A step's draft is a few steps of another decoder, whose target attends to the blocks that matter most
 (`target.short_cache`), as in SpecPV (arXiv 2512.02337)::
@@ -113,7 +113,7 @@ class PartialDecoder(Decoder):
         tokens[:, 1:] = self._chain[:, :-1]
 
     def _take_pairs(self) -> None:
-        """Give the drafter what the last full pass accepted: all pairs but the last, which its first level takes."""
+        """Write the pairs of the last full pass into the drafter's cache; the next draft takes the last one."""
         outer, inner = self.state, self._drafter.bufs
         slots, width = outer.new_tokens.shape
         step = torch.arange(width, dtype=torch.int32, device=outer.prefix.device)
@@ -133,7 +133,7 @@ class PartialDecoder(Decoder):
         self._drafter.features[:, :1] = self.features.gather(1, at[..., None].expand(-1, 1, self.features.shape[2]))
 
     def _extend_chain(self) -> None:
-        """Put what the last partial pass accepted behind the chain."""
+        """Append the tokens of the last partial pass to the chain."""
         own, most = self.ahead.state, self.shape.nodes - 1
         # A token that is none is left to the full pass, which chooses from the same logits.
         accepted = own.record[:-1, 0] - (own.record[:-1, 2] == ENDED_BY_FAULT).int()
@@ -158,14 +158,14 @@ class PartialDecoder(Decoder):
         self._count.clamp_(max=most)
 
     def take_as_is(self, choices: Tensor) -> None:
-        """Let the full pass choose what is ahead: int32 [places, nodes]."""
+        """Overwrite choices int32 [places, nodes] with the chain."""
         slots = self.state.active_slots[: len(choices)].clamp(min=0).long()
         step = torch.arange(choices.shape[1] - 1, device=choices.device)
         given = step < self._count[slots][:, None]
         choices[:, :-1] = torch.where(given, self._chain[slots, :-1], choices[:, :-1])
 
     def remember(self, state: SlotState, rules: ChoiceRules) -> None:
-        """See `Decoder.remember`; keeps the queries of what was accepted, and counts what was not confirmed."""
+        """See `Decoder.remember`; also keep the accepted queries, and count tokens that were not confirmed."""
         super().remember(state, rules)
         accepted = state.record[:-1, 0]
         if state is self.entering:
