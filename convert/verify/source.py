@@ -13,7 +13,7 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 
 from ..artifact.manifest import Manifest
 from ..artifact.provenance import folder_beside, open_original
-from ..errors import CheckpointError, SourceError
+from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
@@ -82,9 +82,8 @@ class SourceChecks:
             mine = mine_raw[start : start + len(chunk)]
             different += (start + np.flatnonzero((mine != chunk).any(axis=1))).tolist()
             start += len(chunk)
-        refuse(
-            bool(different), f"{len(different)} rows are not those of their tokens, the first is row {different[:1]}"
-        )
+        if different:
+            raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
 
