@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
 
-from ..artifact.checksums import row_checksums
 from ..artifact.manifest import Manifest
 from ..artifact.provenance import folder_beside, open_original
-from ..errors import CheckpointError, SourceError
+from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
@@ -26,7 +25,7 @@ from .parts import Parts, SkipCheck, join, refuse
 
 @dataclass
 class SourceChecks:
-    """Checks that are skipped where nothing is at hand to compare with; what the user named must be there."""
+    """Checks that are skipped where their source is not on this machine, unless the user named it."""
 
     parts: Parts
     head_name: str | None
@@ -80,11 +79,11 @@ class SourceChecks:
         gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.pieces():
-            mine = row_checksums(mine_raw[start : start + len(chunk)])
-            different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
+            mine = mine_raw[start : start + len(chunk)]
+            different += (start + np.flatnonzero((mine != chunk).any(axis=1))).tolist()
             start += len(chunk)
         if different:
-            refuse(True, f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
+            raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
 
@@ -150,7 +149,7 @@ class SourceChecks:
         return found
 
     def _at_hand(self, recorded: Mapping[str, Any]) -> str | None:
-        """A local head or target that still lies under its name beside the artifact, if its files have their sizes."""
+        """Find a local head or target of the recorded name and file sizes beside the artifact."""
         found = folder_beside(self.parts.folder, recorded)
         if found is None:
             return None
