@@ -4,7 +4,6 @@ All heads here are for a target of 8 layers, or of as many as a test says. Numbe
 what leaves the layers 1, 3 and 4.
 """
 
-
 import pytest
 from eagle_slim.convert import MismatchError
 from eagle_slim.convert.engines import HeadFacts, head_findings
