@@ -7,7 +7,8 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 
-from benchmarks.shared import decoding, partial
+from benchmarks import partial
+from benchmarks.shared import decoding
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
