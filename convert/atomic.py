@@ -85,14 +85,6 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         raise OutputExistsError.at(out, f"not replaced: {found}, so this program did not write it.\n{advice}")
 
 
-def require_space(folder: Path | str, size_bytes: int) -> None:
-    """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
-    free = shutil.disk_usage(_nearest(_real(folder))).free
-    if free < size_bytes:
-        problem = f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free"
-        raise OutputError.at(folder, f"{problem}.\nFree some space, or write to another disk.")
-
-
 def _real(path: Path | str) -> Path:
     return Path(os.path.realpath(expand_home(path)))
 

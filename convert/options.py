@@ -90,7 +90,7 @@ class ConvertOptions:
         return tuple(dict.fromkeys("full" if size == "full" else _number_of_ids(size) for size in sizes))
 
     def name_of(self, head: str | None, size: DraftVocabSize | None) -> str:
-        """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
+        """Name an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
         base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
         ending = "full" if size == "full" else f"v{size}"
         if size is None:
@@ -99,7 +99,7 @@ class ConvertOptions:
         return "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts, ending, *flavour])
 
     def folder_of(self, name: str) -> Path:
-        """Where an artifact goes."""
+        """Return the folder of an artifact of this name."""
         if self.out is None:
             return Path(name)
         return Path(self.out) / name if len(self.sizes) > 1 else Path(self.out)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact import dflash, eagle1, eagle3, provenance
 from .artifact.card import model_card
-from .artifact.checksums import row_checksums
-from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name, record_of_bytes
+from .artifact.checksums import row_checksums, sha256_of
+from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
-from .atomic import atomic_directory, check_output, require_space
+from .artifact.writer import TensorPlan, write_safetensors
+from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
 from .heads import names
 from .heads.draft_head import DraftHead
@@ -36,7 +37,6 @@ from .rows.dtypes import item_size
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.safetensors_file import SafetensorsFile
 from .rows.target import open_target_lm_head
-from .rows.writer import TensorPlan, write_safetensors
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
@@ -73,7 +73,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One artifact, to be written, or written.
+    """One artifact, planned or written.
 
     Attributes:
         folder: where it goes.
@@ -113,7 +113,7 @@ class Conversion:
         return copies * sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """The artifact as `eagle-convert --json` prints it."""
+        """Describe the artifact as `eagle-convert --json` prints it."""
         return {
             "folder": str(self.folder),
             "kind": self.manifest.kind,
@@ -132,10 +132,6 @@ class Conversion:
         """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
         for plan in self.tensors:
             deque(plan.pieces(), maxlen=0)
-        if self.gguf is not None:
-            from .artifact import gguf
-
-            gguf.check_values(self.tensors, self.gguf.kinds)
 
     def write(self, force: bool = False) -> Conversion:
         """Write the artifact, whole or not at all, and return it with its complete manifest.
@@ -146,15 +142,15 @@ class Conversion:
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA)
-            files = {WEIGHTS_NAME: asdict(written)}
+            files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
                 (folder / name).write_bytes(data)
-                files[name] = record_of_bytes(data)
+                files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}
             if self.gguf is not None:
                 from .artifact.gguf import write_gguf
 
                 files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.draft_vocab}")
-            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written.tensors)
+            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
                 found["row_checksums"] = row_checksums(rows)
@@ -210,18 +206,17 @@ def plan_conversion(
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
         check_output(folder, options.force, MANIFEST_NAME)
-    inputs = _open_inputs(name, options, folders[0], say)
+    inputs = _open_inputs(name, options, say)
     sizes = _sizes(inputs.head, options)
     ranking = _rank(inputs, options, sizes, count, say)
     plans = []
     for asked, size, folder in zip(options.sizes, sizes, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
         plans.append(_plan(inputs, options, ranking, vocab, folder, options.name_of(name, asked)))
-    require_space(folders[0], sum(plan.size_bytes for plan in plans))
     return tuple(plans)
 
 
-def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: Say) -> Inputs:
+def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     """Open a head, and of target and tokenizer what its conversion needs."""
     source = open_head_source(
         name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
@@ -251,8 +246,6 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
         from .artifact.gguf import choose_gguf
 
         gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, tokenizer)
-    # Before anything large is fetched.
-    require_space(folder, sum(bytes_per_draft_step(head, size) for size in options.sizes if isinstance(size, int)))
     lm_head = None
     if needs_rows:
         assert opened is not None
@@ -288,7 +281,7 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
 
 
 def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | None, ...]:
-    """Rows of each artifact; those of the head, an artifact, where GGUF files alone were asked for."""
+    """Return the rows of each artifact: with --gguf alone, those of the head, which must be an artifact."""
     if options.draft_vocab is not None or options.coverage is not None:
         return options.sizes
     if head.manifest is None:
@@ -375,7 +368,7 @@ def _manifest(
     vocab: DraftVocab | None,
     of_engines: Sequence[str],
 ) -> Manifest:
-    """The manifest as far as it is known before anything is written."""
+    """Make the manifest as far as it is known before anything is written."""
     head, coverage, warnings = inputs.head, None, [*inputs.head.warnings]
     tokenizer = None if inputs.tokenizer is None else provenance.describe_tokenizer(inputs.tokenizer)
     if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
@@ -438,7 +431,7 @@ def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
-    """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
+    """Count the bytes of weights that one draft step reads with an LM head of `rows` rows, without the embedding's."""
     # Of an embedding, and of what DSpark looks up by the token before, a few rows are read.
     apart = (names.LM_HEAD, names.EMBEDDING, names.MARKOV_IN, *head.row_tensors)
     total = sum(head.tensors.info(name).size_bytes for name in head.tensors if name not in apart)

@@ -1,6 +1,6 @@
 """Choose the tokens that a slim head keeps, from counts, a token map, a corpus or the built-in counts.
 
-The ranking itself is `vocab_tools`'; here stand the defaults of `eagle-convert` and what they are called on screen.
+The ranking itself is `vocab_tools`'; this file holds the defaults of `eagle-convert`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class VocabRequest:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Everything needed to cut vocabularies of any size.
+    """A ranked vocabulary, to be cut to any size.
 
     Attributes:
         tokenizer: of the target, or None for a token map alone.
@@ -101,7 +101,7 @@ class Ranking:
     recorded_tokenizer: Mapping[str, Any] | None = None
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
-        """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it."""
+        """Cut a vocabulary of a size, or the smallest that covers a share of the text; of all ids for None and None."""
         if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
             # The counts hold nothing out: the size is found where the text to be covered made no ranking.
             sized = self._cut(self.measured[0], None, coverage)
@@ -148,10 +148,10 @@ class Ranking:
         return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
 
     def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
-        """Coverage of a vocabulary on text that the ranking did not see, and a note on that text; None without counts.
+        """Measure what a vocabulary covers of text that the ranking did not see, with a note on that text.
 
-        Where the shipped ranking uses text that must be held out to measure it, the figure is that of a ranking made
-        without it, cut to the same size; the note says so.
+        None without counts. Where the ranking was made from all text, one made without the held-out part is measured
+        at the same size; the note says so.
         """
         if self.measured is None:
             return None

@@ -209,7 +209,7 @@ def _naming(target: str | Path) -> Iterator[None]:
                 "no class of its own for it"
             )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
-        # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
+        # Nothing of a folder is fetched, so the Hub cannot be the reason there.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
             reason = trouble.headline
         raise TargetError(

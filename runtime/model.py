@@ -440,7 +440,7 @@ class SpeculativeModel:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
         answers = [result.token_ids for result in results]
-        sequences = join_sequences(call.prompts.rows, answers, call.fill, call.prompts.device)
+        sequences = join_sequences(call.rows, answers, call.fill, call.device)
         return kind(sequences, tuple(results), stats, call.seed)
 
     def chat(

@@ -135,7 +135,9 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except BrokenPipeError:
-        return _close_pipe()
+        # The reader of stdout went away (`| head`); Python must not complain of it at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted; nothing half-written is left behind", INTERRUPTED, debug, kind="")
     except click.exceptions.NoArgsIsHelpError as error:
@@ -166,9 +168,3 @@ def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
     with contextlib.suppress(OSError):
         note(f"{kind}{message}")
     return code
-
-
-def _close_pipe() -> int:
-    """Leave quietly after the reader of stdout went away (`| head`), without Python's complaint at shutdown."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1

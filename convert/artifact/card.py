@@ -114,7 +114,7 @@ def _serving(manifest: Manifest, refused: Collection[str]) -> str:
 
 
 def _commands(manifest: Manifest, target: str, refused: Collection[str]) -> dict[str, str]:
-    """The command of each engine that serves the head, by the engine's name."""
+    """Return the command of each engine that serves the head, by the engine's name."""
     if manifest.flavour == "lmdeploy":
         command = f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
         return {"LMDeploy": command + "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3"}

@@ -13,7 +13,6 @@ import pickle
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from ..errors import ArtifactError
 from ..heads.open import DraftHead, open_head
 from ..sources.source import ResolvedSource, open_head_source
-from .checksums import sha256_of
 from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 
 CARD_NAME = "README.md"
@@ -96,12 +94,12 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
 
 
 def freq_name(draft_vocab: int) -> str:
-    """File name of the token map with `draft_vocab` ids, as FR-Spec spells it."""
+    """Name the token map with `draft_vocab` ids, as FR-Spec does."""
     return f"freq_{draft_vocab}.pt"
 
 
 def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
-    """A token map as SGLang and FR-Spec read it with `torch.load`: a list[int] in rank order.
+    """Write a token map as SGLang and FR-Spec read it with `torch.load`: a list[int] in rank order.
 
     The archive of `torch.save`, whose import takes longer than many a conversion, with a fixed name and time.
     Format: `torch/serialization.py`, `_save`; `caffe2/serialize/inline_container.h`.
@@ -116,8 +114,3 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
         for name, data in records.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
     return buffer.getvalue()
-
-
-def record_of_bytes(data: bytes) -> dict[str, Any]:
-    """Return the manifest's entry for a small file."""
-    return {"size_bytes": len(data), "sha256": sha256_of(data)}

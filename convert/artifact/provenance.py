@@ -18,10 +18,10 @@ from ..heads.open import open_head
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, rows_of_ids
-from ..rows.writer import TensorPlan
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import ResolvedSource, open_head_source
 from .manifest import Manifest
+from .writer import TensorPlan
 
 
 def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from ..errors import MismatchError
 from ..heads import names
 from ..heads.draft_head import MOST_PADDING, DraftHead
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, SourceRows
 from .safetensors_file import TensorInfo
-from .writer import SourceRows
 
 
 @dataclass(frozen=True)
 class LmHead:
-    """The matrix that a slim head's rows come from: the head's own, or a target's, opened without its other weights.
+    """The matrix that rows are gathered from: the head's own, or the target's.
 
     Attributes:
         checkpoint: holds at least this tensor; records what was read.
@@ -44,14 +43,14 @@ class LmHead:
         return self.checkpoint.info(self.name)
 
     def dtype_written(self, head: DraftHead) -> str:
-        """Dtype of the rows in the slim head: the head's own keep theirs, the target's become the head's."""
+        """Return the dtype of the rows in the slim head: the target's are rounded to the head's."""
         return head.dtype_name if self.origin == "target" else self.info.dtype
 
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:
-        """The rows of `target_ids`, in that order, in the head's dtype.
+        """Choose the rows of `target_ids`, in that order; nothing is read yet.
 
         Raises:
-            MismatchError: as `rows_of_ids`, or an id beyond the rows of a target whose vocabulary is padded less.
+            MismatchError: as `rows_of_ids`, or an id beyond the rows of the target.
         """
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         if len(rows) and (last := int(rows.max())) >= self.info.num_rows:
@@ -61,12 +60,12 @@ class LmHead:
 
 
 def own_lm_head(head: DraftHead) -> LmHead:
-    """The LM head of a head that has one."""
+    """Return the LM head of a head that has one."""
     return LmHead(head.tensors.source, head.tensors.stored[names.LM_HEAD], head.location, "head")
 
 
 def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
-    """A target's LM head, named in messages by that target, if it fits the head whose rows it lends.
+    """Check that a target's LM head fits the head, and return it under the target's name.
 
     Raises:
         MismatchError: its shape is not [vocab_size, hidden_size] of the head.
@@ -81,7 +80,7 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
+    """Return the LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
 
     Raises:
         MismatchError: an id that the head was never trained on.
@@ -100,7 +99,7 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
 
 
 def all_ids(head: DraftHead) -> NDArray[np.int64]:
-    """Every target id, int64 [target_vocab], as a full vocabulary holds them.
+    """Return every target id, int64 [target_vocab].
 
     Raises:
         MismatchError: the head was trained on fewer.

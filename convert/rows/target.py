@@ -101,7 +101,7 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
 
 
 def _checked(lm_head: LmHead) -> LmHead:
-    """The LM head, if it is a matrix of floating-point numbers (and not quantised to integers, say)."""
+    """Check that an LM head is a matrix of floating-point numbers, and return it."""
     info = lm_head.checkpoint.info(lm_head.name)
     if len(info.shape) != 2 or info.dtype not in FLOATS:
         problem = f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}"

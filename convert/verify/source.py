@@ -26,7 +26,7 @@ from .parts import Parts, SkipCheck, join, refuse
 
 @dataclass
 class SourceChecks:
-    """Checks that are skipped where nothing is at hand to compare with; what the user named must be there."""
+    """Checks that are skipped where their source is not on this machine, unless the user named it."""
 
     parts: Parts
     head_name: str | None
@@ -150,7 +150,7 @@ class SourceChecks:
         return found
 
     def _at_hand(self, recorded: Mapping[str, Any]) -> str | None:
-        """A local head or target that still lies under its name beside the artifact, if its files have their sizes."""
+        """Find a local head or target of the recorded name and file sizes beside the artifact."""
         found = folder_beside(self.parts.folder, recorded)
         if found is None:
             return None

@@ -1,7 +1,7 @@
 """Options of a call by transformers' names: keywords, then a given `GenerationConfig`, then the target's own penalties.
 
-Whatever is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
-that would act on greedy decoding. None leaves an option as it is without it.
+What is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
+configuration that would change greedy decoding. An option that is None counts as not given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from ..errors import SamplingWarning, UsageError, did_you_mean, misfit
 from ..settings import SamplingConfig
 from ..target.wrapper import TargetModel
-from .prompts import ReadPrompts, check_prompts, read_prompts, read_token_id
+from .prompts import check_prompts, read_prompts, read_token_id
 from .request import Request
 from .sampling import PENALTIES, build_processors
 
@@ -63,7 +63,10 @@ class Call:
     sampling: SamplingConfig
     options: Mapping[str, Any]
     """Fields of a `GenerationConfig` that are set, by name (`join_options`)."""
-    prompts: ReadPrompts
+    rows: list[tuple[int, ...]]
+    """The prompts as they were given, padding included."""
+    device: torch.device
+    """Device of the given tensor; the CPU for anything else."""
     fill: int
     """Id that fills ``sequences`` where an answer has ended."""
     seed: int | tuple[int, ...] | None
@@ -92,8 +95,8 @@ def read_call(
         eos = frozenset()
     pads = _read_ids(options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs))
     padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
-    read = read_prompts(given[0], own["attention_mask"], padding, tokenizer)
-    seeds = _read_seeds(own["seed"], len(read.prompts))
+    prompts = read_prompts(given[0], own["attention_mask"], padding, tokenizer)
+    seeds = _read_seeds(own["seed"], len(prompts))
     sampling = read_sampling(options, fields, own["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
     if repeats > 1 and sampling.is_greedy:
@@ -101,7 +104,7 @@ def read_call(
             f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
             "temperature."
         )
-    read = read.repeated(repeats)
+    prompts = [prompt for prompt in prompts for _ in range(repeats)]
     shared: dict[str, Any] = {
         "eos_ids": eos, "context_limit": context_limit,
         "stop": _read_stop(options.get("stop_strings") if own["stop"] is None else own["stop"], tokenizer is not None),
@@ -110,9 +113,9 @@ def read_call(
         "deadline": _read_deadline(options.get("max_time")), "device": target.device,
     }  # fmt: skip
     processors, requests = _read_callables("logits_processor", own["logits_processor"]), []
-    for index, prompt in enumerate(read.prompts):
+    for index, (row, prompt) in enumerate(prompts):
         # As in transformers, a length of prompt and answer together counts the padding that was given.
-        new = _read_max_new_tokens(options, len(read.rows[index]))
+        new = _read_max_new_tokens(options, len(row))
         process = build_processors(
             options, len(prompt), eos, int(target.text_config.vocab_size), processors, target.device
         )  # fmt: skip
@@ -121,7 +124,9 @@ def read_call(
         requests.append(Request(index, prompt, new, process=process, stream=stream, **shared))
     check_prompts(requests, target.embedding.shape[0])
     seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
-    return Call(requests, sampling, options, read, (*pads, *ends, 0)[0], seed)
+    ids = given[0]["input_ids"] if isinstance(given[0], Mapping) else given[0]
+    device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
+    return Call(requests, sampling, options, [row for row, _ in prompts], device, (*pads, *ends, 0)[0], seed)
 
 
 def join_options(

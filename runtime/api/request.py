@@ -92,7 +92,7 @@ class RunningRequest:
             self.finish_reason = "length"
 
     def emit(self, tokens: Sequence[int]) -> bool:
-        """Take tokens one by one until something finishes the request, which is returned; the rest is dropped."""
+        """Append tokens until one ends the request, and drop the rest. Returns whether the request has ended."""
         before = len(self.token_ids)
         for token in tokens:
             self.token_ids.append(token)
@@ -169,8 +169,7 @@ def start(
     """Begin requests; ``streamer`` gets the new tokens, ``head`` is as in `RunningRequest`."""
     states = []
     for request in requests:
-        # No more keys than the context has room for, whatever was asked, and a path: a pass counts in full what it
-        # accepts beyond the answer's end.
+        # Keys for the room in the context, and for one path more: a pass may accept tokens beyond the answer's end.
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
         keys = None if sampling.is_greedy else noise_keys(*request.stream, room)
         states.append(RunningRequest(request, keys, streamer, head=head))

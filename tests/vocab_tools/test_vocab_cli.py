@@ -18,7 +18,7 @@ from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from safetensors.numpy import load_file
-from support.small_tokenizers import TEXT, byte_level_bpe, word_level, write_folder
+from support.small_tokenizers import TEXT, byte_level_bpe, write_folder
 
 
 class Outcome:
@@ -147,7 +147,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "--tokenizer", "TOK"], "at least one counts file"),
         (["rank", "CHAT", "--order", "ids", "--tokenizer", "TOK"], "uses no counts"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
-        (["rank", "CHAT", "--tokenizer", "WORDS"], "another tokenizer"),
+        (["rank", "CHAT", "--tokenizer", "OTHER"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
@@ -162,9 +162,9 @@ def test_errors_are_one_line_and_leave_nothing(
     run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    write_folder(tmp_path / "words", word_level())
+    write_folder(tmp_path / "other", byte_level_bpe(300))
     monkeypatch.chdir(files)
-    places = {"CHAT": "chat.counts", "TOK": "tok", "WORDS": tmp_path / "words"}
+    places = {"CHAT": "chat.counts", "TOK": "tok", "OTHER": tmp_path / "other"}
     out = tmp_path / "out.safetensors"
     done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
     assert done.code == (1 if "another tokenizer" in message else 2)

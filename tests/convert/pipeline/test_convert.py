@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,11 @@ from eagle_slim.convert import (
     SourceError,
     VocabRequest,
     open_head,
+    pipeline,
     plan_conversion,
     verify_artifact,
 )
+from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.sources import parse_source
@@ -687,3 +691,20 @@ def test_default_names():
     assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
     assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
     assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"
+
+
+def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):
+    page = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text().split("### A row's way")[1].split("\n## ")[0]
+    folders = dict(re.findall(r"^\* `([a-z.]+)`: (.*?)(?=^\* |\n\n)", page, re.DOTALL | re.MULTILINE))
+    listed = {f"{folder}/{name}" for folder, names in folders.items() for name in re.findall(r"`(\w+\.py)`", names)}
+    assert len(listed) <= 20
+    head, passed = write_eagle3(tmp_path / "head", lm_head=False), set()
+    sys.setprofile(lambda frame, event, arg: passed.add(frame.f_code.co_filename))
+    try:
+        code, _, err = run(convert_command, head, "--target", target, "--draft-vocab", "320", "--order", "ids")
+    finally:
+        sys.setprofile(None)
+    assert code == 0, err
+    missing = {name for name in listed if str(Path(pipeline.__file__).parent / name) not in passed}
+    # Nothing of a target in a folder is fetched.
+    assert missing == {"rows/hub_tensor.py"}

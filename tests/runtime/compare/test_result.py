@@ -14,7 +14,7 @@ from eagle_slim.runtime.api.stats import GenerationStats, StepTimes
 from eagle_slim.runtime.compare import Answer, CompareOptions, Comparison
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, CoverageCurve
 from eagle_slim.runtime.compare.recommend import recommend
-from eagle_slim.runtime.compare.report import Place, build_report
+from eagle_slim.runtime.compare.report import Place, build_rows
 from support.programs import headless_browser
 from support.raising import raises
 
@@ -47,8 +47,8 @@ def made_up(
     }  # fmt: skip
     answers = [answer for answer in answers if answer.candidate not in unmeasured]
     curves = [CoverageCurve("these answers", (1000, 4000, 9000), (0.8, 0.95, 1.0))]
-    report = build_report([Candidate(PLAIN, PLAIN, model), *drafted], options, answers, curves, setup)
-    return Comparison(report, recommend(report), answers)
+    rows = build_rows([Candidate(PLAIN, PLAIN, model), *drafted], options, answers)
+    return Comparison(rows, curves, setup, recommend(rows), answers)
 
 
 SPEEDS = {"full (9,000)": (9000, 2.9, 0.15), "4,000": (4000, 2.8, 0.10), "1,000": (1000, 2.2, 0.09)}

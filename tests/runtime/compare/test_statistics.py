@@ -9,7 +9,7 @@ import pytest
 from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.recommend import recommend
-from eagle_slim.runtime.compare.report import ALL, Advice, CompareReport, Row
+from eagle_slim.runtime.compare.report import ALL, Advice, Row
 from eagle_slim.runtime.compare.statistics import Timings, measure, ratio
 from numpy.typing import NDArray
 
@@ -61,7 +61,7 @@ def advise(sizes: dict[str, Timings], draft_bytes: dict[str, int], plain: Timing
                 num_prompts, GenerationStats({1: 1}), each, ratio(each, found[PLAIN], num_prompts),
             )
         )  # fmt: skip
-    return recommend(CompareReport(tuple(rows), (), {}))[0]
+    return recommend(rows)[0]
 
 
 def test_the_true_figures_are_found() -> None:
