@@ -32,7 +32,6 @@ from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
 
-from benchmarks.partial import measure as measure_partial
 from benchmarks.shared.command import Command, write
 from benchmarks.shared.decoding import (
     RandomModel,
@@ -44,6 +43,7 @@ from benchmarks.shared.decoding import (
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
+from benchmarks.shared.partial import measure as measure_partial
 from benchmarks.shared.timing import machine, time_queued_us
 
 TOP_K = 10

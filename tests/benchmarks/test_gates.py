@@ -16,8 +16,7 @@ from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 
 from benchmarks import gates as command
-from benchmarks import partial
-from benchmarks.shared import decoding
+from benchmarks.shared import decoding, partial
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, full_verdict, judge, micro_verdicts
 
 FULL = FullGate("toy", 60, 2, 4, 16, 2, 40, 2.0, threshold=1.2)

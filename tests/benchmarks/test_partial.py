@@ -7,8 +7,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 
-from benchmarks import partial
-from benchmarks.shared import decoding
+from benchmarks.shared import decoding, partial
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
