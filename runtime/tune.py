@@ -136,11 +136,7 @@ def trials_of(
 
 
 def tune(
-    cfg: DrafterConfig,
-    chip: Chip,
-    measure: Measure,
-    left: Callable[[], float],
-    layout: StoredLayout | None = None,
+    cfg: DrafterConfig, chip: Chip, measure: Measure, left: Callable[[], float], layout: StoredLayout | None = None
 ) -> tuple[LaunchParams, list[Trial]]:
     """Choose parameters for one configuration: the derived ones, a variant, or the gains together.
 

@@ -27,16 +27,7 @@ from .kernels.grid_barrier import ERROR
 from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
-from .kernels.persistent import (
-    Features,
-    Grid,
-    HeadShape,
-    HeadTensors,
-    Phases,
-    StepInputs,
-    draft_kernel,
-    is_interpreted,
-)
+from .kernels.persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel, is_interpreted
 from .kernels.projections import Share
 from .kernels.row_operands import RowShape
 from .kernels.tail_rows import gather_rows

@@ -11,13 +11,7 @@ import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
 from eagle_slim.runtime.drafter.drafter import Drafter
-from eagle_slim.runtime.drafter.launch import (
-    Weights,
-    allocate_buffers,
-    check_finished,
-    launch_drafter,
-    prefill_drafter,
-)
+from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, check_finished, launch_drafter, prefill_drafter
 from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
