@@ -75,7 +75,7 @@ def launch_drafter(
     if backend == "triton":
         if weights.packed is None:
             raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
-        if weights.packed.launches.get(cfg) != bufs.params:
+        if weights.packed.launches(cfg)[0] != bufs.params:
             raise DrafterError("backend='triton' needs the workspace of these weights: allocate_buffers(cfg, weights).")
     if bufs.most_new_tokens() > taps[0].shape[1]:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
@@ -100,7 +100,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
 
     ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
     """
-    params = None if weights.packed is None else weights.packed.launches.get(cfg)
+    params = None if weights.packed is None else weights.packed.launches(cfg)[0]
     shared = {} if cache is None else {"keys": cache[0], "values": cache[1]}
     return Buffers.allocate(cfg, weights.head, params, shared)
 
@@ -171,11 +171,10 @@ def prefill_drafter(
         if len(tokens):
             slots = torch.tensor([slot], dtype=torch.int32, device=device)
             features = features.to(device, head.dtype)
-            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, bufs)
+            write_pairs(head, features, tokens, at, at, slots, bufs)
 
 
 def write_pairs(
-    ops: Ops,
     head: HeadWeights,
     features: Tensor,
     next_tokens: Tensor,
@@ -192,7 +191,7 @@ def write_pairs(
     ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
     Waits for nothing with kernels.
     """
-    w, hidden = head.tensors, head.hidden
+    ops, w, hidden = Ops.for_device(head.device), head.tensors, head.hidden
     embedded = torch.index_select(head.embedding, 0, next_tokens)
     if head.kind == "eagle3":
         inputs = torch.empty((len(embedded), 2 * hidden), dtype=head.dtype, device=head.device)
@@ -343,7 +342,7 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
     """Start the kernel: no allocation, no wait. Raises `DrafterError` where it cannot run."""
     device = bufs.keys.device
-    params, is_tuned = packed.launches.find(cfg)
+    params, is_tuned = packed.launches(cfg)
     if params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
             f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "

@@ -22,7 +22,6 @@ from eagle_slim.runtime.drafter.launch_params import (
 )
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuned_cache import (
-    LaunchTable,
     TunedCache,
     cache_key,
     layout_key,
@@ -126,18 +125,16 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     cfg = draft_config(MODELS["smollm2-135m"], 4096, TREE, 4, 512, weight_dtype=torch.float8_e4m3fn)
     cache = TunedCache(tmp_path / "none.json")
-    table = LaunchTable(cache.layout(cfg, chip), cache, chip)
     for length in (512, 1024):  # no key
         longer = replace(cfg, max_positions=length + 100)
-        assert table.get(longer) == choose_launch(cfg, chip)
-        assert not table.find(longer)[1]
+        assert cache.find(longer, chip) == (choose_launch(cfg, chip), False)
     cache.find(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
     recorded = [replace(shape, max_positions=cfg.max_positions) for _, shape in read_shapes(path)]
-    assert recorded == [cfg, replace(cfg, num_slots=8)]
-    assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_100"]
+    assert recorded == [cfg, cfg, replace(cfg, num_slots=8)]
+    assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_90", "sm_100"]
     cache.store(cfg, chip, choose_launch(cfg, chip))
-    assert LaunchTable(cache.layout(cfg, chip), cache, chip).find(cfg)[1]
-    assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, True]
+    assert cache.find(cfg, chip)[1]
+    assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, False, True]
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     assert cache.find(cfg, chip)[1]
     with raises(DrafterError):
@@ -168,12 +165,12 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tree = TreeConfig(1, 2, 5)
     cfg = DrafterConfig.of(head, tree, 1, 20)
     cache = open_tuned_cache()
-    assert not Weights.pack(head, cfg, cache=cache).packed.launches.find(cfg)[1]
+    assert not Weights.pack(head, cfg, cache=cache).packed.launches(cfg)[1]
     cache.store(cfg, chip_of(head.device), choose_launch(cfg, chip_of(head.device)))
     cache.save()
     packed = Weights.pack(head, cfg).packed
-    assert packed.launches.find(cfg)[1]
-    assert not packed.launches.find(DrafterConfig.of(head, tree, 2, 20))[1]
+    assert packed.launches(cfg)[1]
+    assert not packed.launches(DrafterConfig.of(head, tree, 2, 20))[1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])
