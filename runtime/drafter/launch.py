@@ -34,7 +34,7 @@ from .kernels.tail_rows import gather_rows
 from .kernels.tree_build import TreeOutputs, TreeShape
 from .launch_params import LaunchParams, block_rows, chip_of
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
-from .reference import draft_ref
+from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs, tail_tiles
 
@@ -175,14 +175,9 @@ def prefill_drafter(
 
 
 def write_pairs(
-    head: HeadWeights,
-    features: Tensor,
-    next_tokens: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    slots: Tensor,
+    head: HeadWeights, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor,
     bufs: Buffers,
-) -> None:
+) -> None:  # fmt: skip
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
 
     A head has one layer, so a pair's key depends on the pair alone.
@@ -196,36 +191,14 @@ def write_pairs(
     if head.kind == "eagle3":
         inputs = torch.empty((len(embedded), 2 * hidden), dtype=head.dtype, device=head.device)
         ops(add_norm)(embedded, None, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
-        fused = _fuse(ops, head, features)
-        ops(add_norm)(fused, None, w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
+        ops(add_norm)(fuse_features(head, features), None, w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
     else:
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
+    keys, values = bufs.keys, bufs.values
     ops(rotate_append)(
-        inputs @ weight,
-        bias,
-        head.head_norms,
-        head.norm_eps,
-        *bufs.tables,
-        positions,
-        slots,
-        rows,
-        bufs.keys,
-        bufs.values,
+        inputs @ weight, bias, head.head_norms, head.norm_eps, *bufs.tables, positions, slots, rows, keys, values
     )
-
-
-def _fuse(ops: Ops, head: HeadWeights, features: Tensor) -> Tensor:
-    """Fuse features as `reference.fuse_features` does, by operations."""
-    if features.shape[1] == head.hidden:
-        return features
-    if norms := head.tap_norms:
-        normed = torch.empty_like(features)
-        width = features.shape[1] // len(norms)
-        for tap, out, name in zip(features.split(width, 1), normed.split(width, 1), norms, strict=True):
-            ops(add_norm)(tap.contiguous(), None, head.tensors[name], head.norm_eps, out)
-        features = normed
-    return F.linear(features, head.tensors["fc.weight"], head.tensors.get("fc.bias"))
 
 
 def _check_slot(cfg: DrafterConfig, slot: int) -> None:
