@@ -79,12 +79,9 @@ class Buffers:
 
     @classmethod
     def allocate(
-        cls,
-        cfg: DrafterConfig,
-        head: HeadWeights,
-        params: LaunchParams | None = None,
+        cls, cfg: DrafterConfig, head: HeadWeights, params: LaunchParams | None = None,
         shared: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Buffers:
+    ) -> Buffers:  # fmt: skip
         """Allocate for a configuration and its head; outputs start as -2, a value no draft writes.
 
         ``params``: allocates the kernel's workspace too. ``shared``: fields of other buffers to use instead of new

@@ -265,12 +265,9 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
 
 
 def choose_drafter(
-    drafter: str | DraftFunction,
-    weights: HeadWeights,
-    tree: TreeConfig,
-    draft_weights: str = "auto",
+    drafter: str | DraftFunction, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto",
     order: Tensor | None = None,
-) -> tuple[Drafter, str]:
+) -> tuple[Drafter, str]:  # fmt: skip
     """Build the drafter that is asked for, or choose one for "auto"; returns it with the reason.
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head

@@ -47,12 +47,9 @@ trees of the active slots into the outputs of these buffers."""
 
 
 def launch_drafter(
-    cfg: DrafterConfig,
-    X: Tensor | Sequence[Tensor],
-    weights: Weights,
-    bufs: Buffers,
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers,
     backend: str | DraftFunction = "triton",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Draft the trees of all active slots.
 
     ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
@@ -139,14 +136,9 @@ def timed_out(bufs: Buffers) -> DrafterError:
 
 
 def prefill_drafter(
-    cfg: DrafterConfig,
-    X: Tensor | Sequence[Tensor],
-    next_tokens: Tensor,
-    weights: Weights,
-    bufs: Buffers,
-    slot: int,
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], next_tokens: Tensor, weights: Weights, bufs: Buffers, slot: int,
     start: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Fill a slot's KV cache with a prompt's pairs, in chunks.
 
     ``X`` [seq, feature_width] of any float type, or three taps side by side; ``next_tokens`` int64 [seq]: the token
