@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import DrafterError, UsageError, check_choice
 from ..launches import Launches, count_launches
 from ..ops import Ops
-from .buffers import Buffers, check_ids, check_room
-from .checks import check_features, check_parts
-from .dimensions import DrafterConfig
+from ..tensor_checks import check_tensors
+from .buffers import Buffers, buffer_layout, check_ids, check_room
+from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
 from .kernels.frontier import ROWS
@@ -65,8 +65,8 @@ def launch_drafter(
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
-    check_parts(cfg, weights, bufs)
-    taps = check_features(cfg, X)
+    _check_parts(cfg, weights, bufs)
+    taps = _check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
         raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
     if backend == "triton":
@@ -145,7 +145,7 @@ def prefill_drafter(
     after each feature; pairs take the positions from ``start`` on. Waits for the device. Raises `UsageError` when they
     and a tree do not fit, and for other shapes, slots and token ids.
     """
-    check_parts(cfg, weights, bufs)
+    _check_parts(cfg, weights, bufs)
     X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
     if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
@@ -191,6 +191,52 @@ def write_pairs(
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, *bufs.tables, positions, slots, rows, keys, values
     )
+
+
+def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Refuse features of another configuration; returns the taps, one or three."""
+    separate = not isinstance(X, Tensor)
+    taps = tuple(X) if isinstance(X, (tuple, list)) else (X,)
+    forms = {(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps if isinstance(tap, Tensor)}
+    if len(forms) != 1 or len(taps) != (3 if separate else 1) or not all(isinstance(tap, Tensor) for tap in taps):
+        raise UsageError(
+            "Features are one tensor, or three of equal shape, strides and dtype on one device; got "
+            f"{type(X).__name__}."
+        )
+    if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
+        raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
+    shape, width = taps[0].shape, cfg.feature_width // len(taps)
+    slots = cfg.num_slots
+    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= cfg.tree.new_tokens_width or shape[2] != width:
+        raise UsageError(
+            f"Features must be [{slots} slots, 1 to {cfg.tree.new_tokens_width} new tokens, {cfg.feature_width}]; got "
+            f"{[tuple(tap.shape) for tap in taps]}."
+        )
+    if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
+        raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
+    return taps
+
+
+def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+    """Refuse weights and buffers of another configuration: the kernel would read and write out of bounds."""
+    check_head_fits(cfg, weights.head)
+    if bufs.cfg != cfg:
+        different = [name for name, value in vars(cfg).items() if getattr(bufs.cfg, name) != value]
+        raise UsageError(
+            f"The buffers are of a configuration with other {', '.join(different)}. Allocate them with "
+            "allocate_buffers(cfg, weights)."
+        )
+    layout = buffer_layout(cfg, bufs.tree)
+    tensors = {name: (getattr(bufs, name), dtype, shape) for name, (shape, dtype) in layout.items()}
+    check_tensors(weights.head.device, **tensors)
+    if weights.head.draft_vocab < cfg.draft_vocab:
+        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
+    packed = weights.packed
+    if packed is not None and packed.stream.dtype != cfg.weight_dtype:
+        raise UsageError(
+            f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
+            f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
+        )
 
 
 def _check_slot(cfg: DrafterConfig, slot: int) -> None:

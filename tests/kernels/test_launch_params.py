@@ -11,7 +11,6 @@ import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
-    StoredLayout,
     chip_of,
     choose_launch,
     choose_layout,
@@ -106,18 +105,6 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
     assert cache.find(four, chip) == (choose_launch(four, chip, layout), False)
     # A head that lies in another layout than the cache's cannot use what is tuned for that.
     assert cache.find(one, chip, choose_layout(one, chip)) == (choose_launch(one, chip), False)
-
-
-def test_layouts_beyond_the_kernels_are_refused() -> None:
-    params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
-    values = vars(params.layout)
-    with raises(DrafterError):
-        StoredLayout(**{**values, "split": {**params.layout.split, "o": 8}})
-    with raises(DrafterError):
-        StoredLayout(**{**values, "head_rows": 100})
-    tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}
-    with raises(DrafterError):
-        replace(params, tiles=tiles)
 
 
 def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
