@@ -58,8 +58,7 @@ def count_tokens(
         tokenizer: from `load_tokenizer`.
         workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
             for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`.
-        run_on: "local" for this machine, or "ray" for a Ray cluster (see ray_workers.py), where a worker is an actor
-            with one CPU, and None means one for each CPU of the cluster.
+        run_on: "local", or "ray" for a Ray cluster, where a worker is a task with one CPU; None: one for each CPU.
         tokenizer_library: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
             `tokenizers` on a probe of the corpus.
         chat_template: Jinja source in place of the tokenizer's own template.

@@ -48,10 +48,6 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         ids, offsets = self.token_ids, self.doc_offsets
-        if ids.dtype != np.int32 or offsets.dtype != np.int64:
-            raise VocabularyError(
-                f"held-out documents: expected int32 ids and int64 offsets, found {ids.dtype} and {offsets.dtype}."
-            )
         if offsets[0] != 0 or offsets[-1] != len(ids) or np.any(np.diff(offsets) < 0):
             raise VocabularyError(
                 f"held-out offsets: expected to rise from 0 to {len(ids)}, the number of held-out tokens."

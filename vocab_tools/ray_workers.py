@@ -28,36 +28,30 @@ Unit = tuple[Block, ...] | int
 """A piece of work: blocks that need only be read, or the number of a shard."""
 
 
-def require_ray() -> None:
-    """Raise UsageError where Ray is not installed."""
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
-
-
 @contextmanager
 def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     """Count on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
 
     Args:
         plan: what a task needs.
-        workers: tasks at a time, of one CPU each; None: one for each CPU the cluster has now.
+        workers: tasks at a time, of one CPU each; None: as many as the cluster has CPUs for now.
 
     Raises:
         UsageError: Ray is not installed.
         EagleSlimError: the cluster cannot be reached.
     """
-    require_ray()
-    import ray
-
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
     is_running = ray.is_initialized()
     if not is_running:
         _start(workers)
     # In a tuple a reference stays one, so that only a process without a counter fetches the plan.
     shared_plan = (ray.put(plan),)
     task = ray.remote(num_cpus=1, max_retries=-1)(_count_unit)
-    num_tasks = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+    # Results come in order: twice as many tasks as CPUs keep all of them at work.
+    num_tasks = workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def count(source: int, opened: OpenSource) -> Iterator[Counted]:
         shared = ray.put(opened)

@@ -38,13 +38,8 @@ MAX_REPORTS = 10
 class CountPlan:
     """Everything a worker needs; picklable.
 
-    Attributes:
-        encoder: the tokenizer.
-        chat: its chat template; None where no source holds chats.
-        sources: what is read, without files and tables.
-        skip_bad: leave out bad records rather than stop at the first of a block.
-        seed: decides what is sampled and held out.
-        held_out: share of the documents that is held out.
+    `chat` is None where no source holds chats; sources come without files and tables. Bad records are left out with
+    `skip_bad`, else the first of a block ends it.
     """
 
     encoder: EncoderSpec
