@@ -141,6 +141,10 @@ def count(
     from .files import refuse_existing
 
     path = refuse_existing(out, force)
+    if options["run_on"] == "ray":
+        from .ray_workers import require_ray
+
+        require_ray()
     corpus, template = parse_sources(sources), _template_in(chat_template)
     loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
     counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)

@@ -28,6 +28,14 @@ Unit = tuple[Block, ...] | int
 """A piece of work: blocks that need only be read, or the number of a shard."""
 
 
+def require_ray() -> None:
+    """Raise UsageError where Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
+
+
 @contextmanager
 def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     """Count on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
@@ -40,10 +48,9 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
         UsageError: Ray is not installed.
         EagleSlimError: the cluster cannot be reached.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
+    require_ray()
+    import ray
+
     is_running = ray.is_initialized()
     if not is_running:
         _start(workers)
