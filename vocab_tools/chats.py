@@ -127,7 +127,7 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
 
 
 def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn calls that are told as a message of their own, or under `function_call`, into `tool_calls`.
+    """Turn calls in messages of their own, or under `function_call`, into `tool_calls`.
 
     Calls get ids of nine characters, which Mistral's templates ask for, and the results behind them name these.
     """
@@ -174,7 +174,7 @@ class ChatSpec:
 
 
 def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSpec:
-    """Take from a tokenizer what rendering needs; `template` replaces its own.
+    """Collect what rendering needs of a tokenizer; `template` replaces the tokenizer's own.
 
     Raises:
         TokenizerError: there is no template.
@@ -270,7 +270,7 @@ class ChatRenderer:
         self._longest = max(map(len, spec.borders), default=0)
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the rendered conversation, in the first form of it in which no content is lost.
+        """Render the conversation in the first form that loses no content.
 
         Raises:
             ChatError: the template refuses it in every form.
@@ -285,7 +285,7 @@ class ChatRenderer:
         return [Piece(rendered[0] if rendered else self._template.render(messages))]
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return what the assistant wrote: each turn, with the few characters before it that its tokens depend on."""
+        """Return each turn of the assistant, with the text before it that its tokens depend on."""
         turns: dict[int, Piece | None]
         turns = {position: None for position, message in enumerate(messages) if message["role"] == "assistant"}
         for form in _forms(messages):
@@ -318,7 +318,7 @@ class ChatRenderer:
 
     @cached_property
     def _usual(self) -> tuple[str, str]:
-        """The generation prompt, and the token that ends a turn of words; "" for one that a probe does not show."""
+        """Find the generation prompt and the token that ends a turn of words, by one question; "" where none shows."""
         question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}
         for form in _forms([question, answer]):
             with suppress(ChatError):
@@ -373,7 +373,7 @@ class ChatRenderer:
     def _has_no_others(
         self, others: Sequence[Message], text: str, start: int, stop: int, own: Sequence[tuple[int, int]]
     ) -> bool:
-        """Whether a turn, but for the message's own words, holds no text of another message."""
+        """Check that a turn, apart from the message's own words, holds no text of another message."""
         rest: list[str] = []
         at = start
         for first, behind in [*sorted(own), (stop, stop)]:
@@ -410,7 +410,7 @@ class ChatRenderer:
         return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
 
     def _token_around(self, text: str, place: int) -> re.Match[str] | None:
-        """Return the added token that a place falls into, or None; its ends are outside."""
+        """Return the added token that has a place inside it, not at its ends, or None."""
         nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
         return next((token for token in nearby if token.start() < place < token.end()), None)
 

@@ -146,7 +146,7 @@ def _count_source(
     moved: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> tuple[Tally, int | None]:
-    """Count to the end, or to a limit; return the shard in which a limit fell, too."""
+    """Count a source to its end or its limit; return the counts, and the shard in which the limit fell or None."""
     asked, limited_in, told = source.source, None, 0
     most_documents, most_tokens = asked.max_documents or math.inf, asked.max_tokens or math.inf
     total = Tally(np.zeros(plan.encoder.vocab_size, np.int64))

@@ -109,7 +109,7 @@ _counter: tuple[Any, BlockCounter] | None = None
 
 
 def _count_unit(plan: tuple[Any], source: int, opened: OpenSource, unit: Unit) -> list[Counted]:
-    """Add the tallies of a unit's blocks up to the next bad record, whose place is that of its block."""
+    """Count a unit: one tally for all its blocks, but a new one behind a block with a bad record, to tell its place."""
     import ray
 
     global _counter
