@@ -34,8 +34,6 @@ Message = Mapping[str, Any]
 RENDER_DATE = datetime(2024, 7, 26)
 # So much of another message is no accident. A shorter message must stand before the turn.
 _BORROWED_CHARS = 8
-# Characters before a turn in which an added token is looked for.
-_HEADER_CHARS = 256
 _PROBE = "\ue000probe\ue001"
 
 _CALL = "function_call"
@@ -310,10 +308,7 @@ class ChatRenderer:
         stop = self._stop(messages, position, text, start)
         if stop is None:
             return None
-        # From the last added token on, or from the beginning: one found where the search begins may be part of another.
-        low = max(start - _HEADER_CHARS, 0)
-        borders = [token.start() for token in self._border.finditer(text, low, start)]
-        begin = borders[-1] if borders and (low == 0 or borders[-1] >= low + self._longest) else 0
+        begin = self._last_border(text, start)
         return Piece(text[begin:stop], start - begin)
 
     @cached_property
@@ -408,6 +403,15 @@ class ChatRenderer:
         wanted = "".join(words.split())
         at = "".join(text[low:high].split()).rfind(wanted)
         return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
+
+    def _last_border(self, text: str, stop: int) -> int:
+        """Return the start of the last added token before a place; 0 without one."""
+        for low in (max(stop - 256, 0), 0):
+            starts = [token.start() for token in self._border.finditer(text, low, stop)]
+            # A token found where the search begins may be the end of a longer one.
+            if starts and (low == 0 or starts[-1] >= low + self._longest):
+                return starts[-1]
+        return 0
 
     def _token_around(self, text: str, place: int) -> re.Match[str] | None:
         """Return the added token that has a place inside it, not at its ends, or None."""
