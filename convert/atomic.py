@@ -55,8 +55,13 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
             _sync_tree(new)
             # Somebody may have written it in the meantime.
             check_output(out, force, marker)
-            _put_in_place(new, out, old)
+            if os.path.lexists(out):
+                os.rename(out, old)
+            os.rename(new, out)
+            _sync(out.parent)
         except BaseException:
+            if old.exists() and not os.path.lexists(out):
+                os.rename(old, out)
             shutil.rmtree(new, ignore_errors=True)
             raise
         finally:
@@ -107,18 +112,6 @@ def _locked(new: Path, out: Path) -> int:
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock
-
-
-def _put_in_place(new: Path, out: Path, old: Path) -> None:
-    try:
-        if os.path.lexists(out):
-            os.rename(out, old)
-        os.rename(new, out)
-    except BaseException:
-        if old.exists() and not os.path.lexists(out):
-            os.rename(old, out)
-        raise
-    _sync(out.parent)
 
 
 def _sync_tree(folder: Path) -> None:
