@@ -1,4 +1,4 @@
-"""Workers: the blocks of a source in, their counts out, in any process and any order.
+"""Count the blocks of a source, in this process or in others, in any order.
 
 A document is held out, and never counted, by a hash of its text (of a chat, its messages): the same document always,
 whatever stands beside it, so that counts of parts add up to the counts of the whole.
@@ -10,9 +10,10 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -37,13 +38,8 @@ MAX_REPORTS = 10
 class CountPlan:
     """Everything a worker needs; picklable.
 
-    Attributes:
-        encoder: the tokenizer.
-        chat: its chat template; None where no source holds chats.
-        sources: what is read, without files and tables.
-        skip_bad: leave out bad records rather than stop at the first of a block.
-        seed: decides what is sampled and held out.
-        held_out: share of the documents that is held out.
+    `chat` is None where no source holds chats; sources come without files and tables. Bad records are left out with
+    `skip_bad`, else the first of a block ends it.
     """
 
     encoder: EncoderSpec
@@ -90,7 +86,7 @@ class Tally:
 
 
 def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
-    """Return a number from 0 to 1 for each hash, others for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    """Map hashes to numbers from 0 to 1, other ones for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
     x = hashes + np.uint64(stream * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -195,7 +191,7 @@ class BlockCounter:
         return share is None or bool(draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < share)
 
     def _encode_chats(self, chats: Sequence[list[Piece]]) -> Encoded:
-        """Encode what counts of each chat."""
+        """Encode each chat, and keep the tokens that count."""
         pieces = [piece for chat in chats for piece in chat]
         encoded = encode_all(self._encoder, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
@@ -226,56 +222,45 @@ class BlockCounter:
         return ChatRenderer(self._plan.chat)
 
 
-# Workers
+# Where blocks are counted
 
 Counted = tuple[Block, Tally]
+Count = Callable[[int, OpenSource], Iterator[Counted]]
+"""Counts a source, given with its place in the plan: each block with its tally, in the order of the source."""
 T = TypeVar("T")
 F = TypeVar("F")
 
 
-class Workers:
-    """Counts the blocks of a source and gives the results in their order; these do it in this process."""
-
-    def __init__(self, plan: CountPlan) -> None:
-        self._counter = BlockCounter(plan)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """Yield each block and its tally."""
-        for block in opened.blocks():
-            yield block, self._counter.count(source, block)
+@contextmanager
+def this_process(plan: CountPlan) -> Iterator[Count]:
+    """Count in this process."""
+    counter = BlockCounter(plan)
+    yield lambda source, opened: ((block, counter.count(source, block)) for block in opened.blocks())
 
 
-class Processes(Workers):
-    """Counts in worker processes, each with one tokenizer thread."""
+@contextmanager
+def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
+    """Count in worker processes, each with one tokenizer thread."""
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
 
-    def __init__(self, plan: CountPlan, num_workers: int) -> None:
-        self._in_flight = 2 * num_workers + 1
-        self._pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """See `Workers`."""
+    def count(source: int, opened: OpenSource) -> Iterator[Counted]:
+        blocks = in_order(opened.blocks(), lambda block: pool.submit(_work, source, block), 2 * num_workers + 1)
         try:
-            for block, future in in_order(
-                opened.blocks(), lambda block: self._pool.submit(_work, source, block), self._in_flight
-            ):
+            for block, future in blocks:
                 yield block, future.result()
         except BrokenProcessPool as error:
             raise EagleSlimError(
                 "A worker process died, perhaps because memory ran out; fewer --workers need less memory."
             ) from error
 
+    try:
+        yield count
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
 
 def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterator[tuple[T, F]]:
-    """Submit units, at most so many ahead, and yield each with its future in their order."""
+    """Keep at most `most` units submitted, and yield each unit with its future, in order."""
     waiting: deque[tuple[T, F]] = deque()
     while True:
         waiting.extend((unit, submit(unit)) for unit in islice(units, most - len(waiting)))
@@ -285,7 +270,7 @@ def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterato
 
 
 def use_one_tokenizer_thread() -> None:
-    """Let the tokenizer of this process encode in one thread; before it first encodes, when rayon reads this."""
+    """Limit the tokenizer of this process to one thread; call it before anything is encoded."""
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -13,9 +13,8 @@ from eagle_slim.runtime.settings import TreeConfig
 from support.raising import raises
 
 from benchmarks import generate
-from benchmarks.generate import Point
+from benchmarks.generate import FR_SPEC, SMOLLM2, Point, factor
 from benchmarks.shared import decoding
-from benchmarks.shared.acceptance_loss import FR_SPEC, SMOLLM2, factor
 
 RESULTS = Path(generate.__file__).parent / "results"
 LOSS = {20: 1.5, 60: 2.0, 90: 2.5}
