@@ -26,9 +26,8 @@ from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .api.request import start
+from .api.request import Streamer, start
 from .api.stats import GenerationStats
-from .api.streaming import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,

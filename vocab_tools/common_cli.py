@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -69,15 +70,13 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
     """
     weights: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
-        name, separator, share = value.rpartition("=")
+        name, _, share = value.rpartition("=")
         try:
             number = float(share)
         except ValueError:
-            number = float("nan")
-        if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
-        if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.")
+            number = math.nan
+        if not name or name in weights or math.isnan(number):
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3, each name once.")
         weights[name] = number
     return weights
 

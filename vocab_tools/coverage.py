@@ -93,25 +93,14 @@ class CoverageReport:
         for source in self.sources:
             low, high = source.interval or (None, None)
             sources.append({
-                "name": source.name,
-                "weight": round(source.weight, 6),
-                "part": source.part,
-                "documents": source.documents,
-                "tokens": source.tokens,
-                "coverage": _rounded(source.coverage),
-                "low": _rounded(low),
-                "high": _rounded(high),
-                "baseline_first_ids": _rounded(source.baseline),
+                "name": source.name, "weight": round(source.weight, 6), "part": source.part,
+                "documents": source.documents, "tokens": source.tokens, "coverage": _rounded(source.coverage),
+                "low": _rounded(low), "high": _rounded(high), "baseline_first_ids": _rounded(source.baseline),
             })  # fmt: skip
         return {
-            "draft_vocab": self.draft_vocab,
-            "target_vocab": self.target_vocab,
-            "confidence": 0.95,
-            "uncounted": self.uncounted,
-            "sizes": list(self.sizes),
-            "sources": sources,
-            "warnings": list(self.warnings),
-        }
+            "draft_vocab": self.draft_vocab, "target_vocab": self.target_vocab, "confidence": 0.95,
+            "uncounted": self.uncounted, "sizes": list(self.sizes), "sources": sources, "warnings": list(self.warnings),
+        }  # fmt: skip
 
     def table(self) -> str:
         """Return a plain text table: one row per source and size, in percent."""
@@ -316,6 +305,7 @@ def plot_coverage(report: CoverageReport, path: str | Path) -> None:
     """
     from matplotlib.figure import Figure
     from matplotlib.style import context
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     # The user's matplotlibrc must not change the bytes.
     with context("default"):
@@ -335,7 +325,9 @@ def plot_coverage(report: CoverageReport, path: str | Path) -> None:
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_yscale("log")
         axes.set_ylim(1.0, max(axes.get_ylim()[0], _SMALLEST_MISS))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(lambda miss, _: f"{100 * miss:.4g}%")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("draft vocabulary size N (ids)")
         axes.set_ylabel("tokens missed (log scale, less is higher)")
         axes.set_title(f"Coverage of a draft vocabulary of {report.draft_vocab:,} in {report.target_vocab:,}")
