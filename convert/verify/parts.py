@@ -106,15 +106,10 @@ class Parts:
         """The tensors of the weights file."""
         return Checkpoint.of(self.weights)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; ArtifactError where it is missing."""
-        refuse(name not in self.weights.tensors, f"{name} is missing")
-        return self.weights.tensors[name].shape
-
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """Read a tensor of whole numbers or booleans."""
-        shape, dtype = self.shape(name), self.weights.tensors[name].dtype
-        return self.checkpoint.raw(name).reshape(-1).view(LONG_NAMES[dtype]).reshape(shape)
+        """Read a tensor of whole numbers or booleans; CheckpointError where it is missing."""
+        info = self.checkpoint.info(name)
+        return self.checkpoint.raw(name).reshape(-1).view(LONG_NAMES[info.dtype]).reshape(info.shape)
 
     def with_lm_head(self) -> Manifest:
         """Return the manifest of an artifact with an LM head, or skip the check."""
