@@ -104,11 +104,8 @@ def _tensor_names(parts: Parts) -> str:
 def _t2d(parts: Parts) -> str:
     """t2d marks exactly the ids of d2t."""
     manifest = parts.with_map()
-    mask = parts.tensor("t2d")
-    refuse(
-        mask.dtype != np.bool_ or mask.shape != (manifest.target_vocab,),
-        f"expected bool [{manifest.target_vocab}], found {mask.dtype} {list(mask.shape)}",
-    )
+    mask = parts.vector("t2d", "bool")
+    refuse(len(mask) != manifest.target_vocab, f"expected {manifest.target_vocab} entries, found {len(mask)}")
     ids, marked = parts.ids, np.flatnonzero(mask)
     refuse(not np.array_equal(marked, ids), f"marks {len(marked)} ids that are not those of d2t ({len(ids)})")
     return f"marks the same {len(ids)} ids"
