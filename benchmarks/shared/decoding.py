@@ -184,7 +184,7 @@ def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
 def filled_phases(decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY) -> Iterator[Phase]:
     """Fill the decoder, and yield the phases of one step: each must be run before the next is asked for."""
     fill(decoder, num_active, prefix)
-    yield from decoder.timed_step(num_active, rules)
+    yield from decoder.timed_step(num_active, rules, decoder.tree)
 
 
 def phase_times(
@@ -204,7 +204,7 @@ def phase_times(
     samples = []
     for _ in range(rounds):
         fill(decoder, num_active, prefix)
-        samples.append(time_queued_us(partial(decoder.step, num_active, rules), device, times))
+        samples.append(time_queued_us(partial(decoder.step, num_active, rules, decoder.tree), device, times))
     return row | {"step_ms": statistics.median(samples) / 1e3}
 
 
@@ -272,7 +272,7 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
     begun = time.perf_counter()
     for step in range(steps + 1):
         if step < steps:
-            decoder.step(num_active, GREEDY)
+            decoder.step(num_active, GREEDY, decoder.tree)
             values[step].copy_(record, non_blocking=True)
             if record.is_cuda:
                 ready.append(torch.cuda.Event())

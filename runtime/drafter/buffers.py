@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
@@ -81,6 +81,17 @@ class Buffers:
             torch.arange(cfg.num_slots, out=getattr(bufs, name))
         bufs.active_count.fill_(cfg.num_slots)
         return bufs
+
+    def with_inputs_of(self, other: Buffers) -> Buffers:
+        """Return these buffers with the inputs, the ids that joined among them, of a draft of another tree."""
+        tails = self.tails
+        if tails is not None and other.tails is not None:
+            tails = replace(tails, ranks=other.tails.ranks, ids=other.tails.ids, sizes=other.tails.sizes)
+        return replace(
+            self, new_tokens=other.new_tokens, num_new=other.num_new, prefix=other.prefix,
+            active_slots=other.active_slots, active_inverse=other.active_inverse, active_count=other.active_count,
+            tails=tails,
+        )  # fmt: skip
 
     def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
         """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.

@@ -8,7 +8,7 @@ PyTorch and waits for the device; a `DraftFunction` is a drafter of the caller's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,13 +78,20 @@ class Drafter:
         keys = torch.zeros(cache_shape(cfg), dtype=cfg.dtype, device=self.weights.device)
         return keys, torch.zeros_like(keys)
 
-    def on_slots(self, num_slots: int, capacity: int, cache: tuple[Tensor, Tensor] | None = None) -> BufferedDrafter:
+    def on_slots(
+        self, num_slots: int, capacity: int, cache: tuple[Tensor, Tensor] | None = None,
+        beside: BufferedDrafter | None = None,
+    ) -> BufferedDrafter:  # fmt: skip
         """Give it buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
 
         ``cache``: keys and values that other drafters of the head use too, for as many slots or more, as
-        `allocate_cache` makes them. Raises as `DrafterConfig.of` and `Weights.pack`.
+        `allocate_cache` of the largest of them makes them. ``beside``: a drafter of another tree for as many slots,
+        whose inputs this one has too. Raises as `DrafterConfig.of` and `Weights.pack`.
         """
-        return BufferedDrafter(self, self._config(num_slots, capacity), cache)
+        cfg = self._config(num_slots, capacity)
+        if cache is not None:
+            cfg = replace(cfg, max_positions=cache[0].shape[2])
+        return BufferedDrafter(self, cfg, cache, beside)
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
         stored = None if self.packing is None else self.packing.weight_dtype
@@ -94,15 +101,21 @@ class Drafter:
 class BufferedDrafter:
     """A drafter over buffers; see `Drafter.on_slots`."""
 
-    def __init__(self, drafter: Drafter, cfg: DrafterConfig, cache: tuple[Tensor, Tensor] | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter, cfg: DrafterConfig, cache: tuple[Tensor, Tensor] | None = None,
+        beside: BufferedDrafter | None = None,
+    ) -> None:  # fmt: skip
         self.drafter, self.cfg, self.head, self.tree = drafter, cfg, drafter.weights, drafter.tree
         self.weights = Weights(self.head) if drafter.packing is None else drafter.packing.weights(cfg)
         slots, device = cfg.num_slots, self.head.device
         shared = None if cache is None else (cache[0][:slots], cache[1][:slots])
         self.bufs = allocate_buffers(cfg, self.weights, shared)
+        if beside is not None:
+            self.bufs = self.bufs.with_inputs_of(beside.bufs)
         self.ops = Ops.for_device(device)
         shape = (slots, self.tree.new_tokens_width, cfg.feature_width)
-        self.features = torch.zeros(shape, dtype=self.head.dtype, device=device)
+        own = torch.zeros(shape, dtype=self.head.dtype, device=device) if beside is None else beside.features
+        self.features: Tensor = own
         """[slots, 16 or more, feature_width]: features of the last step's tokens, written by whoever commits them."""
         barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=device))
         self.error = barrier[ERROR : ERROR + 1]

@@ -18,7 +18,7 @@ from ..errors import CheckError
 from ..target.cache import ForwardBuffers
 from ..target.kernels.tree_rows import ForwardRows
 from ..tree import Trees
-from .kernels.acceptance import SlotState
+from .kernels.acceptance import RECORD_HEAD, SlotState
 
 
 class Checks:
@@ -116,7 +116,8 @@ def check_verify(checks: Checks, rows: ForwardRows, bufs: ForwardBuffers, trees:
 
 def check_accept(checks: Checks, state: SlotState, choices: Tensor, trees: Trees) -> None:
     """Check what a walk has accepted against the choices int32 [places, nodes] and the trees."""
-    accepted, path, tokens = state.record[:-1, 0], state.path.long(), state.new_tokens
+    accepted, path = state.record[:-1, 0], state.path.long()
+    tokens = state.record[:-1, RECORD_HEAD : RECORD_HEAD + path.shape[1]]
     unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]
     on_path = path.clamp(0, trees.parents.shape[1] - 1)
     before = torch.cat((torch.full_like(path[:, :1], -1), path[:, :-1]), 1)

@@ -15,8 +15,9 @@ PyTorch twins.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -29,6 +30,7 @@ from ..drafter.buffers import Buffers
 from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
+from ..drafter.launch import timed_out
 from ..drafter.weights import HeadWeights
 from ..errors import UsageError
 from ..launches import count_launches, counted_apart
@@ -46,6 +48,7 @@ from .kernels.acceptance import SlotState, commit_features, commit_kv, list_acti
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
+from .pending import take_pairs
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that there are graphs for."""
@@ -53,6 +56,10 @@ CHUNKS = (64, 512)
 """Rows of a prompt's forward: the smallest that holds what is left of it, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
 """Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
+LARGEST_NODES = 60
+"""Nodes of the largest tree that a step chooses by itself."""
+_TIMED = 4
+"""Replays of a step whose time is taken."""
 MOST_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
 
@@ -134,7 +141,8 @@ class Decoder:
 
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
     be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
-    ``offsets`` int32 [slots]: a new row's position minus its cache row; None where they are the same.
+    ``offsets`` int32 [slots]: a new row's position minus its cache row; None where they are the same. ``another``
+    builds a drafter of another shape on the inputs and the cache of the first; None: every step has the first one's.
     """
 
     state: SlotState
@@ -153,34 +161,42 @@ class Decoder:
         waits: bool = False,
         pool: GraphPool | None = None,
         offsets: Tensor | None = None,
+        another: Callable[[TreeConfig], BufferedDrafter] | None = None,
     ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
         self.waits, self._offsets = waits, offsets
-        self.nodes = 1 if drafter is None else drafter.tree.total_tokens
-        self.longest = 1 if drafter is None else drafter.tree.path_width
-        """Nodes of the longest path."""
-        self.is_path = drafter is None or drafter.tree.top_k == 1
-        """Whether every node's parent is the one before it."""
         self.ops = Ops.for_device(device)
-        if self.ops.use_kernels and not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
-            raise UsageError(
-                f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
-                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
-            )
         self._allocate_slots(drafter, cache.capacity)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
-        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
-        self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
-        self._roots = _Roots(self.state) if drafter is None else None
+        self.tree = None if drafter is None else drafter.tree
+        """The shape of a step that names no other."""
+        self._another = another
+        self._work = {self.tree: _Work(self, drafter)}
         self.follow = None if drafter is None else drafter.head.follow
         """Rows that may join each slot's draft vocabulary; None without following."""
-        self._rows: dict[int, ForwardRows] = {}
+        self._most_pending = 1
+        """Most tokens of a slot that its drafter has not taken."""
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
         self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
         self.graph_bytes = 0
         """Memory that capturing graphs has taken."""
+        self.num_pauses = 0
+        """How often steps were held up by a capture, or to time a shape."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a tree of the shape that steps have by default."""
+        return self._work[self.tree].nodes
+
+    def _work_of(self, shape: TreeConfig | None) -> _Work:
+        """What steps of a shape work in, built when it is first wanted."""
+        if shape not in self._work:
+            assert self._another is not None
+            self._work[shape] = _Work(self, None if shape is None else self._another(shape))
+            self._gather_rows()
+        return self._work[shape]
 
     def _allocate_slots(self, drafter: StepDrafter | None, capacity: int) -> None:
         device, num_slots, vocab = self.target.device, self.num_slots, self.target.vocab_size
@@ -205,31 +221,87 @@ class Decoder:
         """Empty all slots."""
         self.state.clear_()
         self.entering.active_count.zero_()
-        if self.drafter is not None:
-            self.drafter.clear_error_()
+        self._most_pending = 1
+        for work in self._work.values():
+            if work.drafter is not None:
+                work.drafter.clear_error_()
         if self.checks is not None:
             self.checks.fault.zero_()
+
+    def timed_out(self) -> Exception:
+        """Return the error to raise after a draft that did not finish; the next one may run."""
+        errors = [timed_out(work.drafter.bufs) for work in self._work.values() if work.drafter is not None]
+        return errors[0]
 
     @property
     def has_graphs(self) -> bool:
         """Whether what can be captured is replayed from graphs."""
         return self._pool is not None
 
-    def step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+    def step(
+        self, num_active: int, rules: ChoiceRules, shape: TreeConfig | None, host: HostChoice | None = None
+    ) -> None:
         """Run one step; ``num_active``: at least as many slots as are running.
 
+        ``shape`` of the trees: None decodes plainly; another than `tree` needs a decoder that can draft ``another``.
         ``host`` chooses tokens on the host, in the place of the kernels.
         """
-        places = self._places_for(num_active)
-        self._run_phases(("step", places), rules, self.phases(places, rules, host))
+        places = self.places_for(num_active)
+        self._make_room(shape)
+        self._run_phases(("step", places, shape), rules, self.phases(places, rules, shape, host))
 
-    def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
-        """Give the phases of one step, each to be run by the caller in order."""
-        places = self._places_for(num_active)
-        for phase in self.phases(places, rules, host):
-            yield Phase(phase.name, partial(self._run_phases, (phase.name, places), rules, [phase]))
+    def timed_step(
+        self, num_active: int, rules: ChoiceRules, shape: TreeConfig | None, host: HostChoice | None = None
+    ) -> Iterator[Phase]:
+        """Give the phases of one step, each to be run by the caller in order; arguments as in `step`."""
+        places = self.places_for(num_active)
+        self._make_room(shape)
+        for phase in self.phases(places, rules, shape, host):
+            yield Phase(phase.name, partial(self._run_phases, (phase.name, places, shape), rules, [phase]))
 
-    def _places_for(self, num_active: int) -> int:
+    def _make_room(self, shape: TreeConfig | None) -> None:
+        """Have the drafter take waiting pairs before a plain step adds one for which there is no place."""
+        if shape is not None:
+            self._most_pending = shape.path_width
+        elif self.drafter is not None:
+            if self._most_pending == self.state.new_tokens.shape[1]:
+                self._run_phases(("pairs",), ChoiceRules(), [Phase("pairs", self._take_pairs)])
+                self._most_pending = 1
+            self._most_pending += 1
+
+    def _take_pairs(self) -> None:
+        """Put all pairs of the active slots but the newest into the drafter's cache."""
+        assert isinstance(self.drafter, BufferedDrafter)
+        take_pairs(self.drafter, self.drafter.bufs, self.drafter.features)
+
+    def time_step(self, num_active: int, rules: ChoiceRules, shape: TreeConfig | None) -> float:
+        """Time a step of the running sequences, ms, and put their state back: what is generated does not change.
+
+        Its rows of the caches lie behind the committed ones, where the next step writes. Waits for the device.
+        """
+        places = self.places_for(num_active)
+        self.num_pauses += 1
+        assert self.drafter is not None
+        changed = [*self.state, self.choice.seen, self.drafter.features]
+        before = [tensor.clone() for tensor in changed]
+        run = partial(self._run_phases, ("step", places, shape), rules, self.phases(places, rules, shape))
+        # Captured before it is timed.
+        run()
+        spans = []
+        for _ in range(_TIMED):
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            spans.append((begin, end))
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        torch.cuda.synchronize()
+        return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
+
+    def places_for(self, num_active: int) -> int:
         """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
 
@@ -269,14 +341,18 @@ class Decoder:
         self.state.running[slot : slot + 1].zero_()
         self.ops(list_active)(self.state)
 
-    def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
-        """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty."""
+    def warm_up(self, rules: ChoiceRules, num_active: int, shapes: Sequence[TreeConfig | None]) -> WarmUp:
+        """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty.
+
+        ``shapes``: of their trees.
+        """
         if not self.has_graphs:
             return WarmUp()
         runs: dict[object, Run] = {}
         for places in BUCKETS:
-            if places <= bucket_of(num_active):
-                runs |= self._captures(("step", places), self.phases(places, rules, None))
+            for shape in shapes:
+                if places <= bucket_of(num_active):
+                    runs |= self._captures(("step", places, shape), self.phases(places, rules, shape))
         for nodes in CHUNKS:
             runs |= self._captures(("chunk", nodes), self._chunk_phases(nodes, rules, None))
         kept = self._graphs_for(rules)
@@ -328,6 +404,7 @@ class Decoder:
     def _record(self, run: Run) -> Run:
         """Capture work that has run before into a graph."""
         assert self._pool is not None
+        self.num_pauses += 1
         before = torch.cuda.mem_get_info()[0]
         with counted_apart() as launches:
             replay = self._pool.capture(run)
@@ -357,20 +434,17 @@ class Decoder:
         for tensor, value in zip(hidden, before, strict=True):
             tensor.copy_(value)
 
-    def phases(self, places: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
+    def phases(
+        self, places: int, rules: ChoiceRules, shape: TreeConfig | None, host: HostChoice | None = None
+    ) -> Sequence[Phase]:
         """The phases of a step of up to ``places`` sequences; `step` runs them, from graphs where it can."""
-        ops, state, nodes = self.ops, self.state, self.nodes
-        tree = self._roots or self.drafter.bufs  # type: ignore[union-attr]
-        if places not in self._rows:
-            self._rows[places] = ForwardRows.allocate(places, nodes, state.lengths, self.is_path)
-        rows, bufs, choices = self._rows[places], self._bufs.first(places * nodes), self._choices[:places]
-        trees = Trees(
-            state.active_slots, state.active_count, tree.draft_tokens, tree.parents, tree.tree_position_ids
-        )  # fmt: skip
+        ops, state, work = self.ops, self.state, self._work_of(shape)
+        rows, trees, nodes = work.rows(places), work.trees, work.nodes
+        bufs, choices = work.bufs.first(places * nodes), work.choices[:places]
 
         def verify() -> None:
-            if self._roots is not None:
-                self._roots.read()
+            if work.drafter is None:
+                work.read_roots()
             ops(tree_rows)(trees, rows)
             if self._offsets is not None:
                 slots = rows.attention.slots.clamp(min=0).long()
@@ -379,7 +453,9 @@ class Decoder:
 
         def accept() -> None:
             self.choose(bufs.logits, trees, rules, host, choices)
-            ops(walk)(choices, trees, self.longest, state, self._error)
+            error = None if work.drafter is None else work.drafter.error
+            append = work.drafter is None and self.drafter is not None
+            ops(walk)(choices, trees, work.longest, state, error, append)
 
         def commit() -> None:
             for keys, values in self.cache.stacks:
@@ -392,16 +468,16 @@ class Decoder:
         phases = [
             Phase("verify", verify, self.waits), Phase("accept", accept, host is not None), Phase("commit", commit),
         ]  # fmt: skip
-        if self.drafter is not None:
-            phases.insert(0, Phase("draft", partial(self._draft, places, rules), self.drafter.waits))
+        if work.drafter is not None:
+            phases.insert(0, Phase("draft", partial(self._draft, work, places, rules), work.drafter.waits))
         if (checks := self.checks) is None:
             return phases
         looks: dict[str, Run] = {
             "verify": lambda: check_verify(checks, rows, bufs, trees),
             "accept": lambda: check_accept(checks, state, choices, trees),
         }
-        if isinstance(self.drafter, BufferedDrafter):
-            drafted, vocab = self.drafter.bufs, self.target.vocab_size
+        if isinstance(work.drafter, BufferedDrafter):
+            drafted, vocab = work.drafter.bufs, self.target.vocab_size
             looks["draft"] = lambda: check_draft(checks, state, drafted, vocab)
 
         def run(phase: Phase) -> None:
@@ -412,10 +488,10 @@ class Decoder:
 
         return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
 
-    def _draft(self, places: int, rules: ChoiceRules) -> None:
+    def _draft(self, work: _Work, places: int, rules: ChoiceRules) -> None:
         """Draft for the next step of up to ``places`` sequences."""
-        assert isinstance(self.drafter, BufferedDrafter)
-        self.drafter.draft()
+        assert isinstance(work.drafter, BufferedDrafter)
+        work.drafter.draft()
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -474,8 +550,9 @@ class Decoder:
 
     def _gather_rows(self) -> None:
         """Bring rows that have joined to where the drafter reads them."""
-        if self.follow is not None and self.tails is not None:
-            self.ops(gather_rows)(self.follow, self.tails)
+        for work in self._work.values():
+            if self.follow is not None and work.drafter is not None and work.drafter.bufs.tails is not None:
+                self.ops(gather_rows)(self.follow, work.drafter.bufs.tails)
 
     @cached_property
     def _entering_root(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -486,25 +563,47 @@ class Decoder:
     @cached_property
     def _scratch(self) -> ChoiceScratch:
         """For as many rows as a step can have, of which each takes the first."""
-        return choice_scratch(self.num_slots, self.nodes, self.target.vocab_size, self.target.device)
+        nodes = self.nodes if self._another is None else max(self.nodes, LARGEST_NODES)
+        return choice_scratch(self.num_slots, nodes, self.target.vocab_size, self.target.device)
 
     @property
     def _error(self) -> Tensor | None:
         return None if self.drafter is None else self.drafter.error
 
 
-class _Roots:
-    """Trees of their roots alone, which plain decoding verifies."""
+class _Work:
+    """What the steps of one shape work in; without a drafter every tree is its root alone."""
 
-    def __init__(self, state: SlotState) -> None:
-        self._newest = state.new_tokens
-        self.draft_tokens = torch.zeros((len(state.lengths), 1), dtype=torch.int64, device=state.lengths.device)
-        self.parents = torch.full_like(self.draft_tokens, -1)
-        self.tree_position_ids = torch.zeros_like(self.draft_tokens)
+    def __init__(self, decoder: Decoder, drafter: StepDrafter | None) -> None:
+        self.drafter, self._state = drafter, decoder.state
+        tree, slots, device = None if drafter is None else drafter.tree, decoder.num_slots, decoder.target.device
+        self.nodes, self.longest = (1, 1) if tree is None else (tree.total_tokens, tree.path_width)
+        """Nodes of a tree, and of the longest path."""
+        self._is_path = tree is None or tree.top_k == 1
+        if decoder.ops.use_kernels and not self._is_path and min(self.longest, self.nodes) - 1 > REACH:
+            raise UsageError(
+                f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
+                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
+            )
+        self.bufs = decoder.target.new_buffers(slots, self.nodes, slots * self.nodes, decoder.cache.capacity)
+        self.choices = torch.zeros((slots, self.nodes), dtype=torch.int32, device=device)
+        self._rows: dict[int, ForwardRows] = {}
+        roots = torch.zeros((slots, 1), dtype=torch.int64, device=device)
+        found = (roots, torch.full_like(roots, -1), torch.zeros_like(roots))
+        if drafter is not None:
+            found = (drafter.bufs.draft_tokens, drafter.bufs.parents, drafter.bufs.tree_position_ids)
+        self.trees = Trees(self._state.active_slots, self._state.active_count, *found)
 
-    def read(self) -> None:
-        """Take every slot's newest token: steps add one at a time."""
-        self.draft_tokens.copy_(self._newest[:, :1])
+    def rows(self, places: int) -> ForwardRows:
+        """Rows of a forward over the trees of ``places`` sequences."""
+        if places not in self._rows:
+            self._rows[places] = ForwardRows.allocate(places, self.nodes, self._state.lengths, self._is_path)
+        return self._rows[places]
+
+    def read_roots(self) -> None:
+        """Take every slot's newest token as its tree."""
+        newest = (self._state.num_new[:, None].long() - 1).clamp(min=0)
+        self.trees.draft_tokens.copy_(self._state.new_tokens.gather(1, newest))
 
 
 class _Chunk:

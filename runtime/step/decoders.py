@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -14,13 +14,14 @@ from ..drafter.drafter import BufferedDrafter, Drafter
 from ..errors import DeviceMemoryError
 from ..ops import current, ranges_wanted
 from ..settings import PartialVerification, TreeConfig
-from ..target.cache import KVCache, Target
+from ..target.cache import KVCache, Target, row_bytes
 from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
 from .graphs import GraphPool, recall
 from .kept_rows import KeptRows, capacity_for
 from .kernels.choice_kernels import ChoiceRules
 from .run_ahead import PartialDecoder
+from .shapes import CHAIN, Acceptance, Costs
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
@@ -30,7 +31,7 @@ MOST_DECODERS = 12
 class Decoders:
     """Builds `Decoder`s and keeps `MOST_DECODERS` of them with their graphs, as long as the cache is large enough.
 
-    Their trees have the depth and the top_k of the drafter's, and no more nodes.
+    The drafter's tree is the largest of their trees.
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
@@ -41,7 +42,9 @@ class Decoders:
         """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
-        self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
+        self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None, bool], Decoder] = {}
+        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, row_bytes(target.runs))
+        """What steps that choose their shape have learned of the head, and of this device."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""
@@ -58,6 +61,7 @@ class Decoders:
         if self._version == self.model.version:
             return
         self.drop()
+        self.acceptance, self.costs = Acceptance(), Costs(self.model.weight_bytes, row_bytes(self.target))
         self.eager_reason = "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else self.model.eager_reason
         self._version = self.model.version
 
@@ -123,12 +127,14 @@ class Decoders:
         self.kept = [KeptRows()] * len(self.kept)
 
     def get(
-        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, ahead: PartialVerification | None = None
-    ) -> Decoder:
+        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, ahead: PartialVerification | None = None,
+        any_shape: bool = False,
+    ) -> Decoder:  # fmt: skip
         """Return a decoder for that many sequences side by side, `max_slots` at most, of up to ``max_tokens`` each.
 
-        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do. The model must be held. A cache that
-        has to grow takes all decoders with it: their graphs hold its addresses.
+        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do; ``any_shape``: whether a step may
+        have any tree up to the drafter's, or none. The model must be held. A cache that has to grow takes all decoders
+        with it: their graphs hold its addresses.
         """
         self._follow_model()
         shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
@@ -149,34 +155,49 @@ class Decoders:
             cache = KVCache(self.target, slots, capacity)
             self.target.reserve_positions(capacity + widest)
             self._cache = cache
-        build = partial(self._build, num_slots, tree, cache, ahead)
-        return recall(self._decoders, (num_slots, tree, ahead), MOST_DECODERS, build)
+        # The smallest shape, as the others are built when a step first has them.
+        tree = CHAIN if any_shape else tree
+        build = partial(self._build, num_slots, tree, cache, ahead, any_shape)
+        return recall(self._decoders, (num_slots, tree, ahead, any_shape), MOST_DECODERS, build)
 
     @torch.inference_mode()
     def warm_up(
-        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules,
+        self, num_sequences: int, max_tokens: int, shapes: Sequence[TreeConfig | None], rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
-        """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held."""
+        """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held.
+
+        ``shapes`` that steps may have.
+        """
         device = self.target.device
         with current(device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
-            decoder = self.get(num_slots, max_tokens, tree, ahead)
+            decoder = self.get(num_slots, max_tokens, shapes[0], ahead, len(shapes) > 1)
             decoder.clear_()
-            found = decoder.warm_up(rules, num_slots)
+            found = decoder.warm_up(rules, num_slots, shapes)
         return replace(found, cache_bytes=self.cache_bytes)
 
     def _build(
-        self, num_slots: int, tree: TreeConfig | None, cache: KVCache, ahead: PartialVerification | None
-    ) -> Decoder:
+        self, num_slots: int, tree: TreeConfig | None, cache: KVCache, ahead: PartialVerification | None,
+        any_shape: bool,
+    ) -> Decoder:  # fmt: skip
         drafter = None if tree is None else self._drafter(tree, num_slots, cache)
         waits = self.eager_reason is not None
         if ahead is not None and drafter is not None:
             return PartialDecoder(self.target, cache.first(num_slots), drafter, ahead, waits, self._pool)
-        return Decoder(self.target, cache.first(num_slots), drafter, num_slots, waits, self._pool)
 
-    def _drafter(self, tree: TreeConfig, num_slots: int, cache: KVCache) -> BufferedDrafter:
-        drafter = self.drafter.like(self.drafter.weights, tree)
+        def another(shape: TreeConfig) -> BufferedDrafter:
+            return self._drafter(shape, num_slots, cache, drafter)
+
+        return Decoder(
+            self.target, cache.first(num_slots), drafter, num_slots, waits, self._pool,
+            another=another if any_shape else None,
+        )  # fmt: skip
+
+    def _drafter(
+        self, tree: TreeConfig, num_slots: int, cache: KVCache, beside: BufferedDrafter | None = None
+    ) -> BufferedDrafter:
         if self._draft_cache is None:
-            self._draft_cache = drafter.allocate_cache(cache.num_slots, cache.capacity)
-        return drafter.on_slots(num_slots, cache.capacity, self._draft_cache)
+            self._draft_cache = self.drafter.allocate_cache(cache.num_slots, cache.capacity)
+        drafter = self.drafter.like(self.drafter.weights, tree)
+        return drafter.on_slots(num_slots, cache.capacity, self._draft_cache, beside)

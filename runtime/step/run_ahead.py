@@ -32,6 +32,7 @@ from .host_choice import HostChoice
 from .kept_rows import HeldRow
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
+from .pending import take_pairs
 
 
 class RunAhead:
@@ -95,7 +96,7 @@ class RunAhead:
         """Run ahead of ``state`` for ``places`` sequences, and write their chains."""
         ahead = self.ahead
         self.part.take(state.lengths)
-        self._take_pairs()
+        take_pairs(self.drafter, self.bufs, self.features)
         own = ahead.state
         own.lengths.copy_(self.part.lengths)
         for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
@@ -106,32 +107,13 @@ class RunAhead:
         self._count.zero_()
         self._chain.zero_()
         for _ in range(self.option.num_steps):
-            for phase in ahead.phases(places, rules):
+            for phase in ahead.phases(places, rules, ahead.tree):
                 with named_range(f"ahead {phase.name}"):
                     phase.run()
             self._note()
         tokens = self.bufs.draft_tokens
         tokens[:, :1] = self.bufs.new_tokens.gather(1, (self.bufs.num_new[:, None].long() - 1).clamp(min=0))
         tokens[:, 1:] = self._chain[:, :-1]
-
-    def _take_pairs(self) -> None:
-        """Give the drafter what the last full pass accepted: all pairs but the last, which its first level takes."""
-        outer, inner = self.bufs, self.drafter.bufs
-        slots, width = outer.new_tokens.shape
-        step = torch.arange(width, dtype=torch.int32, device=outer.prefix.device)
-        rows = outer.prefix[:, None] + step
-        is_before = (step < outer.num_new[:, None] - 1) & (outer.active_inverse >= 0)[:, None]
-        last = (outer.num_new - 1).clamp(min=0)
-        self.drafter.prefill(
-            self.features.flatten(0, 1), outer.new_tokens.clamp(min=0).flatten(),
-            torch.where(is_before, rows, 0).flatten(), torch.where(is_before, rows, -1).flatten(),
-            torch.arange(slots, dtype=torch.int32, device=step.device),
-        )  # fmt: skip
-        inner.prefix.copy_(outer.prefix + last)
-        inner.num_new.fill_(1)
-        at = last[:, None].long()
-        inner.new_tokens[:, :1] = outer.new_tokens.gather(1, at)
-        self.drafter.features[:, :1] = self.features.gather(1, at[..., None].expand(-1, 1, self.features.shape[2]))
 
     def _note(self) -> None:
         """Put what the last partial pass accepted behind the chain."""
@@ -185,7 +167,7 @@ class PartialDecoder(Decoder):
             return torch.zeros((rows, layers, width), dtype=target.dtype, device=target.device)
 
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.
-        self._bufs.queries, self._prompt_queries = queries(self.num_slots * self.nodes), queries(ROWS)
+        self._work[self.tree].bufs.queries, self._prompt_queries = queries(self.num_slots * self.nodes), queries(ROWS)
 
     def clear_(self) -> None:
         """See `Decoder.clear_`."""
@@ -204,7 +186,7 @@ class PartialDecoder(Decoder):
         super().enter(num_tokens, rules, host, held)
         self.run_ahead.part.bound_slot(self.box.numbers[:1])
 
-    def _draft(self, places: int, rules: ChoiceRules) -> None:
+    def _draft(self, work: Any, places: int, rules: ChoiceRules) -> None:
         self.run_ahead.run(places, rules, self.state, self.choice)
 
     def _new_chunk(self, nodes: int) -> Any:
@@ -230,7 +212,8 @@ class PartialDecoder(Decoder):
             back = torch.arange(ROWS, device=state.num_new.device)
             node = (state.num_new[:, None] - 1 - back).clamp(min=0)
             place = state.active_inverse.clamp(min=0)[:, None].long()
-            assert self._bufs.queries is not None
-            queries = self._bufs.queries[place * self.nodes + node]
+            kept = self._work[self.tree].bufs.queries
+            assert kept is not None
+            queries = kept[place * self.nodes + node]
         # Only a prompt's last chunk has a record.
         self.run_ahead.part.keep_queries(queries, state.record[:-1, 0] > 0)
