@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.launch import check_finished
-from eagle_slim.runtime.drafter.packed_weights import SharedPacking
+from eagle_slim.runtime.drafter.launch_params import chip_of
+from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     draft_and_replay,

@@ -1,8 +1,8 @@
 """Errors of reading, converting and writing, one class per thing a user can do about it.
 
 EagleSlimError                    exit code 1: what, where, expected, found, what to try
+├── SourceError                   of `vocab_tools`: a folder or repository cannot be had
 └── ConvertError
-    ├── SourceError               a folder or repository cannot be had: other id, revision, token, connection
     ├── CheckpointError           a weights file is damaged, incomplete or unsafe: fetch it again, or another one
     ├── UnsupportedHeadError      a head of a kind that is not converted: another head
     ├── MismatchError             head, target, tokenizer and vocabulary do not belong together
@@ -14,14 +14,11 @@ EagleSlimError                    exit code 1: what, where, expected, found, wha
 from __future__ import annotations
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
+from eagle_slim.vocab_tools.errors import SourceError as SourceError
 
 
 class ConvertError(EagleSlimError):
     """Base of the errors of this package."""
-
-
-class SourceError(ConvertError):
-    """A folder or a repository of the Hub is missing, closed to this user, or cannot be reached."""
 
 
 class CheckpointError(ConvertError):

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import ConvertError
+from eagle_slim.vocab_tools.errors import EagleSlimError
 
 
 def open_regular(path: Path | str) -> int:
@@ -33,7 +33,7 @@ def read_regular(path: Path | str) -> bytes:
         return file.read()
 
 
-def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[str, Any]:
+def read_object(path: Path, error_type: type[EagleSlimError], where: str) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises `error_type` where it is missing or holds anything else; messages begin with `where`.

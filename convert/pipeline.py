@@ -52,7 +52,6 @@ from .rows.gather import GatheredRows
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.target import open_target_lm_head
 from .rows.writer import TensorPlan, write_safetensors
-from .sources import card
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
@@ -91,7 +90,7 @@ class Inputs:
     @property
     def licence(self) -> str | None:
         """The head's licence, as the Hub spells it."""
-        return EMBEDDED_LICENCE if self.is_builtin else card.licence(self.source.card)
+        return EMBEDDED_LICENCE if self.is_builtin else self.source.on_card("license")
 
 
 @dataclass(frozen=True)
@@ -428,9 +427,6 @@ def _plan(
         draft_vocab=rows,
         target_layers=None if inputs.target is None else inputs.target.num_layers,
     )
-    if head.kind == "eagle":
-        # Added where it is missing, see `eagle1.plan_tensors`.
-        facts = replace(facts, tensor_names=facts.tensor_names | {names.FC_BIAS})
     findings = conversion_findings(facts)
     manifest = _manifest(inputs, options, head, lm_head, ranking, vocab, in_words(findings))
     return Conversion(folder, title, inputs, head, lm_head, tensors, gathered, config, findings, manifest)

@@ -28,10 +28,8 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
     from .hub.push import check_push, upload_files
-    from .hub.snapshot import check_repository_id
     from .push import plan_upload
 
-    check_repository_id(repo_id)
     upload = plan_upload(folder)
     check_push(repo_id)
     warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in upload.left)

@@ -25,7 +25,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from .artifact.manifest import Manifest
 from .errors import MismatchError
 from .heads.draft_head import DraftHead
-from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
+from .sources.builtin import embedded_counts_with_held_out, load_embedded_counts
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"

@@ -14,7 +14,7 @@ from .drafter.launch import (
     prefill_drafter,
     set_tail,
 )
-from .drafter.packed_weights import Weights
+from .drafter.packing import Weights
 from .drafter.rope import RotaryEmbedding
 from .drafter.tuned_cache import open_tuned_cache
 from .drafter.weights import HeadWeights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,7 +12,7 @@ import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .options_cli import check_names, load_heads, model_options, options_as_typed, show_warnings_as_lines
+from .options_cli import check_names, load_heads, model_options, read_by, show_warnings_as_lines
 from .settings import TreeConfig
 
 if TYPE_CHECKING:
@@ -19,28 +20,11 @@ if TYPE_CHECKING:
     from .api.stats import GenerationStats
     from .model import SpeculativeModel
 
-_HELP = """\
-/system TEXT  set the system message and start over; without a text, remove it
-/reset        start over
-/retry        answer the last message again
-/undo         take the last message and its answer back
-/help         this list
-/quit         end the chat (also Ctrl-D, or Ctrl-C between answers)"""
-_TYPED = ("depth=--depth", "top_k=--draft-top-k", "total_tokens=--total-tokens", "draft_vocab=--draft-vocab")
-
-
-def _draft_vocab(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    if value is None or value == "full":
-        return None
-    if not value.isdecimal():
-        raise click.BadParameter(f"{value!r} is neither a number nor `full`", ctx, param)
-    return int(value)
-
-
-def _stop_texts(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    if "" in value:
-        raise click.BadParameter("expected a text of at least one letter, found an empty one", ctx, param)
-    return value
+_COMMANDS = "/reset starts over, /quit or Ctrl-D ends the chat, Ctrl-C an answer"
+_TYPED = {
+    "depth": "--depth", "top_k": "--draft-top-k", "total_tokens": "--total-tokens", "draft_vocab": "--draft-vocab"
+}  # fmt: skip
+"""Options as they are typed, by their names in Python."""
 
 
 @click.command(
@@ -58,7 +42,7 @@ Examples:
               help="Children per node; 1 drafts a chain.")  # fmt: skip
 @click.option("--total-tokens", type=click.IntRange(min=2),
               help="Nodes of the tree, root included. Default: the fastest by measured steps.")  # fmt: skip
-@click.option("--draft-vocab", callback=_draft_vocab, metavar="N",
+@click.option("--draft-vocab", metavar="N", callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
               help="Draft over the best N ids only; `full`, the default, is all of the head's.")  # fmt: skip
 @click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
 @click.option(
@@ -73,51 +57,44 @@ Examples:
 @click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Sample from the K most probable tokens.")
 @click.option("--seed", type=click.IntRange(min=0),
               help="Random seed. Default: a new one each time, printed with the figures.")  # fmt: skip
-@click.option("--stop", multiple=True, callback=_stop_texts, metavar="TEXT",
-              help="End the answer at this text; repeat for more than one.")  # fmt: skip
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
-def generate(**options: Any) -> None:
+def generate(
+    prompt: str | None, system: str | None, raw: bool, check: bool, as_json: bool, depth: int, draft_top_k: int,
+    total_tokens: int | None, draft_vocab: int | None, follow: str | None, **options: Any,
+) -> None:  # fmt: skip
     """Generate with a draft head; the text is the target's own.
 
     HEAD is a converted or unconverted head, in a folder or a Hugging Face Hub repository; by default, the built-in
-    EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures to stderr. In a chat, /help
-    lists the commands; Ctrl-C ends an answer or, between answers, the chat (exit code 130).
+    EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures to stderr. In a chat, /reset
+    starts over and /quit ends it; Ctrl-C ends an answer or, between answers, the chat (exit code 130).
     """
     show_warnings_as_lines()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # An answer with a letter that the terminal lacks is printed all the same.
         sys.stdout.reconfigure(errors="backslashreplace")
-    prompt, as_json, system, raw, check = (
-        options.pop(name) for name in ("prompt", "as_json", "system", "raw", "check")
-    )
     if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
         prompt = _read_stdin()
     if prompt == "":
         raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.")
-    for name, text in (("prompt", prompt), ("--system", system)):
-        _check_text(name, text)
     if raw and system is not None:
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    shape = (options.pop("depth"), options.pop("draft_top_k"), options.pop("total_tokens"))
-    loading = {"draft_vocab": options.pop("draft_vocab"), "follow": options.pop("follow")}
-    with options_as_typed(*_TYPED):
-        tree = TreeConfig.of(*shape)
-        check_names(options, () if loading["draft_vocab"] is None else (loading["draft_vocab"],))
-        from .api.options import sampling_config
-
-        draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
-        if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
-            # What greedy decoding ignores was said just now.
-            options |= dict.fromkeys(draws)
-        # A check is of drafting: no measured size may turn it off.
-        total_tokens = tree.total_tokens if check else shape[2]
-        (model,) = load_heads(options, depth=tree.depth, top_k=tree.top_k, total_tokens=total_tokens, **loading)
-    given = {k: v for k, v in options.items() if v not in (None, ())}
-    session = _Session(model, system, raw, check, given)
+    check_names(options)
+    try:
+        if check:
+            # A check is of drafting: no measured size may turn it off.
+            total_tokens = TreeConfig.of(depth, draft_top_k, total_tokens).total_tokens
+        (model,) = load_heads(
+            options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
+        )
+    except UsageError as error:
+        message = re.sub("|".join(rf"\b{name}\b" for name in _TYPED), lambda found: _TYPED[found[0]], str(error))
+        raise UsageError(message) from error
+    session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
         session.chat()
     else:
@@ -131,13 +108,6 @@ def _read_stdin() -> str:
         raise UsageError(f"stdin is not UTF-8 text ({error}).") from error
 
 
-def _check_text(name: str, text: str | None) -> None:
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"The {name} is not UTF-8 text (at character {error.start}).") from error
-
-
 class _Session:
     """A loaded model, how to generate, and the conversation so far."""
 
@@ -147,10 +117,8 @@ class _Session:
         self.model, self.raw, self.check, self.options = model, raw, check, options
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
-        self.interrupted: str | None = None
-        """The message whose answer Ctrl-C ended, until another is answered."""
-        self._told = {f"target {model.target.backend}", model.drafting}
-        """Parts of `GenerationStats.path` that were printed last."""
+        self._path = ""
+        """`GenerationStats.path` that was printed last."""
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
@@ -164,7 +132,6 @@ class _Session:
         output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)
         result = output.results[0]
         self.messages.append({"role": "assistant", "content": result.text or ""})
-        self.interrupted = None
         if as_json:
             emit_json(
                 {
@@ -177,10 +144,9 @@ class _Session:
                 }
             )
         else:
-            parts = output.stats.path.split("; ")
-            if news := [part for part in parts if part not in self._told]:
-                note("; ".join(news))
-            self._told = set(parts)
+            if output.stats.path != self._path:
+                self._path = output.stats.path
+                note(self._path)
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
         if self.check:
@@ -188,7 +154,7 @@ class _Session:
 
     def chat(self) -> None:
         """Talk until /quit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
-        note(f"draft vocabulary {self.model.draft_vocab:,}; /help lists the commands, Ctrl-C ends an answer")
+        note(f"draft vocabulary {self.model.draft_vocab:,}; {_COMMANDS}")
         while True:
             try:
                 line = input("> ").strip()
@@ -202,63 +168,36 @@ class _Session:
                 return
             before = list(self.messages)
             try:
-                _check_text("message", line)
-                prompt = self._run_command(line) if _is_command(line) else line
-                if prompt:
-                    self.answer(prompt, reuse_prefix=True)
+                if line == "/reset":
+                    self.messages = list(self.opening)
+                elif line.startswith("/") and line[1:].isalpha():
+                    note(f"error: unknown command {line}; {_COMMANDS}")
+                elif line:
+                    self.answer(line, reuse_prefix=True)
             except EagleSlimError as error:
                 # A conversation that has outgrown the context must not end the session.
                 note(f"error: {error}")
                 self.messages = before
             except KeyboardInterrupt:
-                note("interrupted; the conversation goes on as it was before, and /retry answers the message")
+                note("interrupted; the conversation goes on as it was before")
                 self.messages = before
-                if not _is_command(line):
-                    self.interrupted = line
-
-    def _run_command(self, line: str) -> str:
-        """Do what a command says; returns a message that is to be answered, or ""."""
-        command, _, text = line.partition(" ")
-        if command == "/help":
-            note(_HELP)
-        elif command == "/retry" and self.interrupted is not None:
-            return self.interrupted
-        elif command in ("/retry", "/undo"):
-            if self.messages == self.opening:
-                raise UsageError("there is no message yet")
-            *self.messages, message, _ = self.messages
-            return message["content"] if command == "/retry" else ""
-        elif command in ("/reset", "/system"):
-            if command == "/system" and self.raw:
-                raise UsageError("a system message is part of the chat template, which --raw leaves out")
-            if command == "/system":
-                self.opening = [{"role": "system", "content": text.strip()}] if text.strip() else []
-            self.messages, self.interrupted = list(self.opening), None
-        else:
-            raise UsageError(f"unknown command {command}; see /help")
-        return ""
-
-
-def _is_command(line: str) -> bool:
-    """Whether a line is a command, rather than a text that begins with a path such as /etc/hosts."""
-    return line.startswith("/") and line[1:].partition(" ")[0].isalpha()
 
 
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
-    reused = f", {stats.num_reused_tokens} prompt tokens kept from before"
-    missed = f"; {stats.missed_rate:.1%} of them outside the draft vocabulary" if stats.num_missed else ""
-    ahead = (
-        f"; {stats.num_partial_passes} passes over a part of the cache ran ahead, of whose tokens "
-        f"{stats.num_rolled_back_tokens} were not confirmed"
-    )
-    return (
+    parts = [
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
-        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
-        f"{reused if stats.num_reused_tokens else ''}"
-        f"{ahead if stats.num_partial_passes else ''}"
-        + ("; the drafter's launch parameters are not tuned here" if stats.tuned_misses else "")
-    )
+        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes)"
+    ]
+    if stats.num_missed:
+        parts.append(f"{stats.missed_rate:.1%} of them outside the draft vocabulary")
+    if stats.num_reused_tokens:
+        parts.append(f"{stats.num_reused_tokens} prompt tokens kept from before")
+    if stats.num_partial_passes:
+        parts.append(f"{stats.num_partial_passes} partial passes, {stats.num_rolled_back_tokens} tokens rolled back")
+    if stats.tuned_misses:
+        parts.append("the drafter's launch parameters are not tuned here")
+    return "; ".join(parts)
 
 
 def _check(

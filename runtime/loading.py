@@ -13,8 +13,7 @@ import torch
 from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
 from eagle_slim.convert.heads.open import DraftHead, open_head
-from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
-from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
@@ -25,8 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .drafter.follow import FollowRows
-from .drafter.joinable import JoinableRows, load_joinable_rows
-from .drafter.weights import HeadWeights, choose_draft_ids
+from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
 from .errors import DeviceMemoryError, TargetError, UsageError
 from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target

@@ -27,8 +27,15 @@ from .api.output import DictOutput, GenerationOutput, RowsOutput
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
 from .api.streaming import Streamer, send_tokens
-from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
-from .drafter.drafter import Drafter, check_tree_fits
+from .drafter.drafter import (
+    NAMES,
+    Drafter,
+    check_computable,
+    check_draft_weights,
+    check_drafter,
+    check_tree_fits,
+    choose_drafter,
+)
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import sys
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from eagle_slim.vocab_tools.common_cli import note
-from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
-
-_LINE_EVERY_S = 30.0
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -54,6 +47,18 @@ _OPTIONS = (
 _LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "offline")
 
 
+def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Make an option's callback of ``read``, which raises `ValueError` or `KeyError` for a value of another form."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return None if value is None else read(value)
+        except (ValueError, KeyError):
+            raise click.BadParameter(f"{value!r} does not have the form {example}.", ctx, param) from None
+
+    return parse
+
+
 def model_options(function: _Decorated) -> _Decorated:
     """Add HEAD, the options that `load_heads` takes, and ``--partial-verification``."""
     for option in reversed(_OPTIONS):
@@ -61,29 +66,18 @@ def model_options(function: _Decorated) -> _Decorated:
     return function
 
 
-def check_names(options: Mapping[str, Any], sizes: Collection[int]) -> None:
-    """Look at heads and target among a command's options before torch is loaded, which takes seconds.
+def check_names(options: Mapping[str, Any]) -> None:
+    """Look for the heads and the target that a command names, before torch is loaded, which takes seconds.
 
-    Raises `UsageError` for a target that is not there, and draft vocabularies, ``sizes``, larger than a head; others as
-    `open_head_source` and `target_files`, and with ``sizes`` as `open_head`.
+    Raises `UsageError` for a target that is not there; others as `open_head_source` and `target_files`.
     """
-    from eagle_slim.convert.heads.open import open_head
     from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO
     from eagle_slim.convert.sources.source import open_head_source, target_files
 
     from .target.location import given_target
 
     for name in (options["head"], *options.get("heads", ())):
-        source = open_head_source(name, offline=options["offline"])
-        if not sizes:
-            continue
-        head = open_head(source)
-        most = head.draft_vocab
-        if max(sizes) > most:
-            raise UsageError(
-                f"A draft vocabulary of {max(sizes)} is larger than {head.location}, which has {most} rows. Ask "
-                "for fewer, or for `full`, which is all of them."
-            )
+        open_head_source(name, offline=options["offline"])
     # Whose built-in copy may stand in.
     if options["target"] not in (None, EMBEDDED_TARGET_REPO):
         target = given_target(options["target"], options["offline"], options["revision"])
@@ -129,17 +123,6 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     return models
 
 
-@contextmanager
-def options_as_typed(*names: str) -> Iterator[None]:
-    """Name options in errors of the block as they are typed; ``names``: such as "draft_vocab=--draft-vocab"."""
-    typed = dict(name.split("=") for name in names)
-    try:
-        yield
-    except UsageError as error:
-        message = re.sub("|".join(rf"\b{name}\b" for name in typed), lambda found: typed[found[0]], str(error))
-        raise UsageError(message) from error
-
-
 def show_warnings_as_lines() -> None:
     """Print Python warnings as one line on stderr, as the commands print their own."""
     from .errors import AcceptanceWarning
@@ -153,32 +136,3 @@ def show_warnings_as_lines() -> None:
         told.add(category)
 
     warnings.showwarning = show
-
-
-@contextmanager
-def progress_line(unit: str) -> Iterator[Callable[[int, int], object]]:
-    """Give a function to call with what is done and the total: it moves a bar on a terminal, else writes lines.
-
-    ``unit`` in the singular.
-    """
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(desc=f"{unit}s", unit=unit, file=sys.stderr) as bar:
-
-            def move(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            yield move
-        return
-    said = time.monotonic()
-
-    def line(done: int, total: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said >= _LINE_EVERY_S:
-            said = now
-            note(f"{done:,} of {total:,} {unit}s")
-
-    yield line

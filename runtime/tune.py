@@ -3,11 +3,10 @@
     EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what is launched
     python -m eagle_slim.runtime.tune shapes.json         # tunes what has no parameters for this GPU yet
 
-Each shape's derived parameters are tried, those that were found for other GPUs, and a few that differ from the derived
-ones in one thing each, then the gains together; all are checked against the fp32 reference before they are timed, as
-CUDA-graph replays interleaved with those of the derived parameters. The winner, even if it is the derived one, goes
-into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), where launches find it; a file holds those
-of several GPUs. Random weights of the right shapes do: speed does not depend on values.
+Each shape's derived parameters are tried, a few that differ from them in one thing each, then the gains together. All
+are checked against the fp32 reference, then timed as CUDA-graph replays interleaved with those of the derived ones. The
+winner goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), which holds several GPUs'.
+Weights are random: speed does not depend on values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
 the first one-slot configuration tuned for the head, else the derived one.
@@ -19,7 +18,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,6 @@ from statistics import median
 import torch
 
 from .drafter.dimensions import DrafterConfig
-from .drafter.kernel_launch import chip_of
 from .drafter.kernels.weight_stream import Tile
 from .drafter.launch import allocate_buffers, launch_drafter
 from .drafter.launch_params import (
@@ -35,13 +33,13 @@ from .drafter.launch_params import (
     Chip,
     LaunchParams,
     StoredLayout,
+    chip_of,
     choose_launch,
     chunk_inputs,
     fit_split,
     stage_bytes,
 )
-from .drafter.packed_head import PackedHead, pack_head
-from .drafter.packed_weights import Weights
+from .drafter.packing import PackedHead, Weights, pack_head
 from .drafter.tuned_cache import FixedLaunch, TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
 from .drafter.tuning.agreement import draft_and_replay
 from .drafter.tuning.precompile import Job, compile_all
@@ -129,21 +127,16 @@ def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
 
 
 def trials_of(
-    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None,
-    elsewhere: Mapping[str, LaunchParams] | None = None,
-) -> tuple[LaunchParams, dict[str, LaunchParams]]:  # fmt: skip
-    """Return the derived parameters and what to try beside them, by name: first what was found for other GPUs.
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None
+) -> tuple[LaunchParams, dict[str, LaunchParams]]:
+    """Return the derived parameters and variants of them by name, at most ``most``.
 
-    ``layout``: what the head is packed in; None tries several. ``most``: variants beside those of ``elsewhere``
-    (`TunedCache.elsewhere`).
+    ``layout``: what the head is packed in; None tries several.
     """
     derived = choose_launch(cfg, chip, layout)
-    found = {
-        name: params for name, params in (elsewhere or {}).items()
-        if layout in (None, params.layout) and params != derived
-    }  # fmt: skip
-    own = {} if layout is not None else layout_variants(derived, cfg, chip)
-    return derived, {**found, **dict(list({**own, **variants(derived, cfg, chip)}.items())[:most])}
+    tried = {} if layout is not None else layout_variants(derived, cfg, chip)
+    tried |= variants(derived, cfg, chip)
+    return derived, dict(list(tried.items())[:most])
 
 
 def tune(
@@ -153,13 +146,12 @@ def tune(
     left: Callable[[], float],
     layout: StoredLayout | None = None,
     most: int | None = None,
-    elsewhere: Mapping[str, LaunchParams] | None = None,
 ) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration: the derived ones, what is tried beside them, or the gains together.
+    """Choose parameters for one configuration: the derived ones, a variant, or the gains together.
 
-    Stops with the best so far when no time (seconds) is ``left``. ``layout``, ``most``, ``elsewhere``: see `trials_of`.
+    Stops with the best so far when no time (seconds) is ``left``. ``layout``, ``most``: as in `trials_of`.
     """
-    derived, tried = trials_of(cfg, chip, layout, most, elsewhere)
+    derived, tried = trials_of(cfg, chip, layout, most)
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -237,49 +229,36 @@ class GraphTimer:
         return Weights(head, packed)
 
 
-def of_this_gpu(chips: Iterable[str], path: Path, chip: str) -> None:
-    """Say how many shapes of other GPUs are left out. Raises `UsageError` where there is nothing of ``chip``."""
-    chips = list(chips)
-    left_out = sum(name != chip for name in chips)
-    if left_out == len(chips):
-        others = ", ".join(sorted(set(chips)))
-        raise UsageError(
-            f"{path} holds no shape" + (f" recorded on {chip}, only on {others}" if chips else "") + ". Record with "
-            "EAGLE_SLIM_SHAPES on the GPU that is tuned, or tune shapes of other GPUs for this one too (--any-gpu)."
-        )
-    if left_out:
-        print(f"{left_out} shapes of other GPUs are left out (--any-gpu tunes them for this one)", flush=True)
+def recorded_configurations(path: Path, chip: str) -> list[tuple[Dims, DrafterConfig]]:
+    """Read the drafts recorded on ``chip``, those of a head together and those of the fewest slots first.
 
-
-def recorded_configurations(path: Path, chip: str | None) -> list[tuple[Dims, DrafterConfig]]:
-    """The drafts recorded on ``chip`` (None: on any), those of a head together.
-
-    Those of the fewest slots come first: they set its layout.
+    The first one sets a head's layout. Raises `UsageError` for a file without any of this GPU.
     """
-    mine = [cfg for name, cfg in read_shapes(path) if chip in (None, name)]
+    recorded = read_shapes(path)
     # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
     wanted = [
-        (dims, draft_config(dims, c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
-        for c in mine
-        for dims in (Dims.of(c),)
+        (Dims.of(c), draft_config(Dims.of(c), c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
+        for name, c in recorded
+        if name == chip
     ]
+    if not wanted:
+        raise UsageError(
+            f"{path} holds no shape recorded on {chip} ({len(recorded)} of other GPUs). Record with EAGLE_SLIM_SHAPES "
+            "on the GPU that is tuned."
+        )
     heads = list(dict.fromkeys((dims, cfg.dtype, cfg.weight_dtype) for dims, cfg in wanted))
     return sorted(
         wanted, key=lambda item: (heads.index((item[0], item[1].dtype, item[1].weight_dtype)), item[1].num_slots)
     )
 
 
-def print_trials(name: str, trials: list[Trial], best: object) -> None:
+def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) -> None:
     """Print the table of one shape."""
-    print(f"{name}: {best}")
+    weights = str(cfg.weight_dtype).removeprefix("torch.")
+    print(f"hidden {cfg.hidden}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots, {weights}: {best.to_json()}")
     for trial in trials:
         shown = trial.fault or f"{trial.us:9.1f} us   derived {trial.derived_us:9.1f} us   {trial.gain:+.1%}"
         print(f"  {trial.name:40s} {shown}", flush=True)
-
-
-def _name(cfg: DrafterConfig) -> str:
-    weights = str(cfg.weight_dtype).removeprefix("torch.")
-    return f"hidden {cfg.hidden}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots, {weights}"
 
 
 def whole_from(least: int) -> Callable[[str], int]:
@@ -325,16 +304,11 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("shapes", type=Path, help="what EAGLE_SLIM_SHAPES=FILE recorded")
-    parser.add_argument("--any-gpu", action="store_true", help="tune shapes recorded on other GPUs for this one, too")
     parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
     parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
-    parser.add_argument(
-        "--variants",
-        type=whole_from(0),
-        help="most variants to try of each; 0: only the default and other GPUs' parameters",
-    )
+    parser.add_argument("--variants", type=whole_from(0), help="most variants to try of each; 0: only the derived one")
     try:
         run(parser.parse_args(argv))
     except EagleSlimError as error:
@@ -345,44 +319,27 @@ def main(argv: list[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     """Tune what the arguments ask for and save the cache after each shape."""
     started = time.perf_counter()
-    # Mistakes in the file are reported on any machine.
-    recorded = read_shapes(args.shapes)
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    if not args.any_gpu or not recorded:
-        of_this_gpu([name for name, _ in recorded], args.shapes, chip.name)
     cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
     check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
 
     def left() -> float:
         return float(args.budget - (time.perf_counter() - started))
 
-    drafts = recorded_configurations(args.shapes, None if args.any_gpu else chip.name)
-    todo = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in drafts}
-    if not args.again:
-        todo = {key: each for key, each in todo.items() if key not in cache.launches}
-    print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
-    done = tune_drafts(list(todo.values()), chip, cache, device, args, left) if todo else 0
-    spent = time.perf_counter() - started
-    print(f"{done} of {len(todo)} drafts tuned in {spent:.0f} s, kept in {cache.path.name}")
-
-
-def tune_drafts(
-    todo: list[tuple[Dims, DrafterConfig]], chip: Chip, cache: TunedCache, device: torch.device,
-    args: argparse.Namespace, left: Callable[[], float],
-) -> int:  # fmt: skip
-    """Tune configurations of the drafter; how many were."""
-
     def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
         """The layout that a configuration has to take; None where it may set it."""
         may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
         return None if may_set else cache.layout(cfg, chip)
 
+    drafts = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in recorded_configurations(args.shapes, chip.name)}
+    todo = [each for key, each in drafts.items() if args.again or key not in cache.launches]
+    print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
     jobs = []
     for dims, cfg in todo:
-        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants, cache.elsewhere(cfg, chip))
+        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, chip.capability, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
@@ -390,16 +347,15 @@ def tune_drafts(
     timer: GraphTimer | None = None
     for dims, cfg in todo:
         if left() < 0:
-            print(f"out of time: {_name(cfg)} left out", flush=True)
-            continue
+            break
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants, cache.elsewhere(cfg, chip))
-        print_trials(_name(cfg), trials, best.to_json())
+        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
+        print_trials(cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()
         done += 1
-    return done
+    print(f"{done} of {len(todo)} drafts tuned in {args.budget - left():.0f} s, kept in {cache.path.name}")
 
 
 if __name__ == "__main__":

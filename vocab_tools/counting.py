@@ -1,16 +1,16 @@
 """count_tokens: sources and a tokenizer → TokenCounts, over all cores, the same for any number of workers.
 
-How a source is read is decided here after a probe of it. Workers count its blocks (workers.py, ray_workers.py); their
-results are added in the order of the source, which only limits on documents and tokens need.
+The library that encodes is chosen after a probe of the sources. Workers count their blocks (workers.py,
+ray_workers.py); results are added in the order of the source, which only limits on documents and tokens need.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -20,10 +20,10 @@ from .counts import JSON, HeldOut, SourceCounts, TokenCounts
 from .encoding import choose_library, encoder_spec, name_and_version
 from .errors import CorpusError, UsageError
 from .ray_workers import RayWorkers
-from .records import BadRecord, Block
+from .records import BadRecord
 from .sources import CorpusSource, OpenSource, open_source, refuse_repeated_inputs
 from .tokenizer import LoadedTokenizer
-from .workers import MAX_REPORTS, BlockCounter, CountPlan, Documents, Processes, SourcePlan, Tally, Workers, tally
+from .workers import MAX_REPORTS, BlockCounter, CountPlan, Processes, Tally, Workers
 
 HELD_OUT_SHARE = 0.01
 
@@ -33,80 +33,6 @@ _PROBE_BLOCKS = 4
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 400_000
 _Library = Literal["auto", "tokenizers", "fastokens"]
-
-
-def open_for_counting(
-    sources: Sequence[CorpusSource],
-    tokenizer: LoadedTokenizer,
-    *,
-    tokenizer_library: _Library = "auto",
-    chat_template: str | None = None,
-    seed: int = 0,
-    held_out: float = HELD_OUT_SHARE,
-    on_error: Literal["stop", "skip"] = "stop",
-    notify: Callable[[str], None] | None = None,
-) -> tuple[list[OpenSource], CountPlan]:
-    """Open every source and plan the count after a probe; arguments and errors as `count_tokens`."""
-    if not sources:
-        raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
-    if not 0 <= held_out < 1:
-        raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
-    names = [source.name for source in sources]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
-    opened = [open_source(source, seed) for source in sources]
-    refuse_repeated_inputs(opened)
-    say = notify or (lambda message: None)
-    has_chat = any(source.kind == "chat" for source in opened)
-    if chat_template is not None and not has_chat:
-        raise UsageError("--chat-template was given, but no source holds chats.")
-    plans = tuple(
-        SourcePlan(
-            kind=source.kind,
-            column=source.column,
-            roles=source.source.roles,
-            sample=source.source.sample,
-            is_limited=source.source.max_documents is not None or source.source.max_tokens is not None,
-        )
-        for source in opened
-    )
-    chat = chat_spec(tokenizer, chat_template) if has_chat else None
-    encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
-    plan = CountPlan(encoder, chat, plans, on_error == "skip", seed, held_out)
-    library, reason = choose_library(tokenizer_library, encoder, _probe_texts(plan, opened))
-    if tokenizer_library == "auto":
-        say(f"tokenizing with {library}: {reason}")
-    return opened, replace(plan, encoder=replace(encoder, library=library))
-
-
-def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
-    counter = BlockCounter(plan)
-    for at, source in enumerate(opened):
-        for block in source.probe(_PROBE_BLOCKS):
-            texts = chars = 0
-            for number, document, _ in counter.documents(at, block):
-                if isinstance(document, BadRecord):
-                    continue
-                for text in [document] if isinstance(document, str) else [piece.text for piece in document]:
-                    yield _Place(block, number), text[:_PROBE_CHARS]
-                    texts, chars = texts + 1, chars + len(text)
-                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
-                    break
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a probed document is; the line number is looked up only when it is printed."""
-
-    block: Block
-    number: int
-
-    def __str__(self) -> str:
-        return self.block.place(self.number)
-
-
-# Counting
 
 
 def count_tokens(
@@ -146,27 +72,33 @@ def count_tokens(
 
     Raises:
         UsageError: no sources, names or inputs that repeat, or a setting that fits no source.
-        CorpusError: a source or record cannot be read, or a file changed meanwhile.
+        CorpusError: a source or record cannot be read.
         TokenizerError: the tokenizer or its chat template cannot be used.
     """
     say = notify or (lambda message: None)
-    opened, plan = open_for_counting(
-        sources,
-        tokenizer,
-        tokenizer_library=tokenizer_library,
-        chat_template=chat_template,
-        seed=seed,
-        held_out=held_out,
-        on_error=on_error,
-        notify=notify,
-    )
+    if not 0 <= held_out < 1:
+        raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
+    opened = _open_all(sources, seed)
+    has_chat = any(source.kind == "chat" for source in opened)
+    if chat_template is not None and not has_chat:
+        raise UsageError("--chat-template was given, but no source holds chats.")
+    encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
+    chat = chat_spec(tokenizer) if has_chat else None
+    read = tuple(replace(source, files=(), order=(), table=None) for source in opened)
+    plan = CountPlan(encoder, chat, read, on_error == "skip", seed, held_out)
+    library, reason = choose_library(tokenizer_library, encoder, _probe_texts(plan, opened))
+    if tokenizer_library == "auto":
+        say(f"tokenizing with {library}: {reason}")
+    plan = replace(plan, encoder=replace(encoder, library=library))
     counted: list[SourceCounts] = []
     apart = 0
-    with _workers(run_on, plan, workers, opened) as running, ProgressBar(opened, progress) as bar:
+    sizes = [source.size for source in opened]
+    size = None if None in sizes else sum(size or 0 for size in sizes)
+    with _workers(run_on, plan, workers, size) as running, _progress_bar(size, progress) as moved:
         for at, source in enumerate(opened):
-            total, last = _count_source(at, source, plan, running, bar, say)
+            total, last = _count_source(at, source, plan, running, moved, say)
             counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
             apart += total.apart
             if held_out and counted[-1].held_out is None:
@@ -182,20 +114,50 @@ def count_tokens(
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 
 
+def _open_all(sources: Sequence[CorpusSource], seed: int) -> list[OpenSource]:
+    if not sources:
+        raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
+    names = [source.name for source in sources]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
+    opened = [open_source(source, seed) for source in sources]
+    refuse_repeated_inputs(opened)
+    return opened
+
+
+def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
+    counter = BlockCounter(plan)
+    for at, source in enumerate(opened):
+        for block in source.probe(_PROBE_BLOCKS):
+            texts = chars = 0
+            for _, document, _ in counter.documents(at, block):
+                if isinstance(document, BadRecord):
+                    continue
+                for text in [document] if isinstance(document, str) else [piece.text for piece in document]:
+                    yield f"a text of source {source.source.name}", text[:_PROBE_CHARS]
+                    texts, chars = texts + 1, chars + len(text)
+                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
+                    break
+
+
 def _count_source(
-    at: int, source: OpenSource, plan: CountPlan, workers: Workers, bar: ProgressBar, say: Callable[[str], None]
+    at: int,
+    source: OpenSource,
+    plan: CountPlan,
+    workers: Workers,
+    moved: Callable[[int, int], None],
+    say: Callable[[str], None],
 ) -> tuple[Tally, int | None]:
     """Count to the end, or to a limit; return the shard in which a limit fell, too."""
     asked, limited_in, told = source.source, None, 0
+    most_documents, most_tokens = asked.max_documents or math.inf, asked.max_tokens or math.inf
     total = Tally(np.zeros(plan.encoder.vocab_size, np.int64))
-    results = workers.count(at, source)
-    with contextlib.closing(results):
+    with contextlib.closing(workers.count(at, source)) as results:
         for block, result in results:
-            if isinstance(result, Documents):
-                allowed = _allowed(asked, total, result)
-                if allowed is not None:
-                    result, limited_in = result.first(allowed), block.shard
-                result = tally(result, plan)
+            documents, tokens = most_documents - total.documents, most_tokens - total.tokens
+            if result.documents >= documents or result.tokens >= tokens:
+                result, limited_in = BlockCounter(plan).count_up_to(at, block, documents, tokens), block.shard
             for number, reason in result.bad:
                 if not plan.skip_bad:
                     raise CorpusError(
@@ -206,10 +168,9 @@ def _count_source(
                     say(f"skipped {block.place(number)}: {reason}")
                 told += 1
             total.add(result)
-            bar.moved(block.size, result.tokens)
+            moved(block.size, result.tokens)
             if limited_in is not None:
                 break
-    source.check_unchanged()
     if not total.tokens:
         hint = f"Empty documents: {total.empty:,}; records skipped: {total.skipped:,}."
         if total.empty and source.kind == "chat" and asked.roles == "assistant":
@@ -218,19 +179,6 @@ def _count_source(
     if total.skipped:
         say(f"{asked.name}: {total.skipped:,} records skipped in total")
     return total, limited_in
-
-
-def _allowed(source: CorpusSource, total: Tally, found: Documents) -> int | None:
-    """Return how many of a block's documents the limits let in; None when no limit falls in this block."""
-    lengths = np.diff(found.offsets)
-    lengths = lengths[lengths > 0]
-    limits = []
-    if source.max_documents is not None and total.documents + len(lengths) >= source.max_documents:
-        limits.append(source.max_documents - total.documents)
-    if source.max_tokens is not None:
-        reached = np.flatnonzero(total.tokens + np.cumsum(lengths) >= source.max_tokens)
-        limits += [int(at) + 1 for at in reached[:1]]
-    return min(limits) if limits else None
 
 
 def _source_counts(
@@ -250,7 +198,6 @@ def _source_counts(
         "tokens": int(total.counts.sum()),
         "empty_documents": total.empty,
         "skipped_records": total.skipped,
-        "cuts_in_long_texts": total.cuts,
         "digest": f"{total.digest:016x}",
         "max_documents": source.max_documents,
         "max_tokens": source.max_tokens,
@@ -269,51 +216,34 @@ def _source_counts(
     return SourceCounts(source.name, source.weight, total.counts, held_out, provenance)
 
 
-class ProgressBar:
-    """Progress on stderr: share of the corpus where its size is known, tokens, tokens per second."""
+@contextlib.contextmanager
+def _progress_bar(
+    size: int | None, progress: bool | Callable[[int], None] | None
+) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr, and yield a function that takes the size and the tokens of each block counted."""
+    from tqdm import tqdm
 
-    def __init__(self, opened: Sequence[OpenSource], progress: bool | Callable[[int], None] | None) -> None:
-        from tqdm import tqdm
+    tokens_before = 0
 
-        self._call = progress if callable(progress) else None
-        shown = False if callable(progress) else progress
-        sizes = [source.size for source in opened]
-        total = None if None in sizes else sum(size or 0 for size in sizes)
-        self._tokens = 0
-        self._started = time.monotonic()
-        self._bar = tqdm(
-            total=total,
-            desc="counting",
-            disable=None if shown is None else not shown,
-            delay=0 if shown else 1,
-            bar_format="{desc}: {elapsed}{postfix}"
-            if total is None
-            else "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-        )
+    def moved(block_size: int, tokens: int) -> None:
+        nonlocal tokens_before
+        tokens_before += tokens
+        if callable(progress):
+            progress(tokens)
+        bar.set_postfix_str(f"{tokens_before / 1e6:.1f}M tokens", refresh=False)
+        bar.update(block_size)
 
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def moved(self, size: int, tokens: int) -> None:
-        """Advance by a block: its size in units of `OpenSource.size`, and its tokens."""
-        if self._call:
-            self._call(tokens)
-        self._tokens += tokens
-        rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
-        self._bar.update(size)
+    hidden = None if progress is None else callable(progress) or not progress
+    with tqdm(
+        total=size, desc="counting", unit="B", unit_scale=True, disable=hidden, delay=0 if progress else 1
+    ) as bar:
+        yield moved
 
 
-def _workers(
-    run_on: Literal["local", "ray"], plan: CountPlan, num_workers: int | None, opened: Sequence[OpenSource]
-) -> Workers:
+def _workers(run_on: Literal["local", "ray"], plan: CountPlan, num_workers: int | None, size: int | None) -> Workers:
     if run_on == "ray":
         return RayWorkers(plan, num_workers)
     if num_workers is None:
-        sizes = [source.size for source in opened]
-        is_small = None not in sizes and sum(size or 0 for size in sizes) < _SMALL_BYTES
+        is_small = size is not None and size < _SMALL_BYTES
         num_workers = 0 if is_small else len(os.sched_getaffinity(0))
     return Processes(plan, num_workers) if num_workers else Workers(plan)

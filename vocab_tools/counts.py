@@ -7,8 +7,8 @@ File format (`save`, `load`): one safetensors file with, for source number s in 
     held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
 
 and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, per source name, weight and
-provenance, and a checksum of all this and the tensors, which files of version 1 lack. The same counts give the same
-bytes: nothing in the file is a time or a path.
+provenance, and a checksum of all this and the tensors. The same counts give the same bytes: nothing in the file is a
+time or a path.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class HeldOut:
     doc_offsets: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
-            raise VocabularyError(f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}.")
-        offsets = self.doc_offsets
-        if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 1:
-            raise VocabularyError(f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}.")
-        if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
+        ids, offsets = self.token_ids, self.doc_offsets
+        if ids.dtype != np.int32 or offsets.dtype != np.int64:
             raise VocabularyError(
-                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens."
+                f"held-out documents: expected int32 ids and int64 offsets, found {ids.dtype} and {offsets.dtype}."
+            )
+        if offsets[0] != 0 or offsets[-1] != len(ids) or np.any(np.diff(offsets) < 0):
+            raise VocabularyError(
+                f"held-out offsets: expected to rise from 0 to {len(ids)}, the number of held-out tokens."
             )
 
     @classmethod
@@ -99,8 +99,6 @@ class SourceCounts:
     provenance: dict[str, JSON]
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise VocabularyError("A source of counts needs a name.")
         _check_weight(self.name, self.weight, VocabularyError)
         if self.counts.dtype != np.int64 or self.counts.ndim != 1:
             raise VocabularyError(f"source {self.name}: counts: expected int64 [vocab], found {_kind(self.counts)}.")
@@ -287,7 +285,7 @@ def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | No
     chosen = {name: float(weight) for name, weight in stored.items()}
     for name, weight in (weights or {}).items():
         if name not in chosen:
-            raise _unknown_source(name, chosen)
+            raise UsageError(f"There is no source named {name!r} in these counts; they have: {', '.join(chosen)}.")
         if weight != 0:
             _check_weight(name, weight, UsageError)
         chosen[name] = float(weight)
@@ -338,18 +336,7 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     return TokenCounts(tuple(sources), items[0].tokenizer_hash)
 
 
-def _text_of(provenance: JSON) -> JSON:
-    """Return the part of a provenance that tells which text it is, whatever the settings it was counted with."""
-    if not isinstance(provenance, dict) or provenance.get("sample") is not None:
-        return provenance
-    if "files" not in provenance and "dataset" not in provenance:
-        return provenance
-    names = ("files", "dataset", "config", "split", "revision", "column", "text", "digest")
-    return {name: provenance.get(name) for name in names}
-
-
-_ADDED = ("documents", "tokens", "empty_documents", "skipped_records", "cuts_in_long_texts")
-_HELD_OUT_ADDED = ("documents", "tokens")
+_ADDED = ("documents", "tokens", "empty_documents", "skipped_records")
 _OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
 
 
@@ -357,88 +344,64 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if len(parts) == 1:
         return parts[0]
     found = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
-    texts = [_text_of(part) for part in found]
-    if any(text in texts[:at] for at, text in enumerate(texts)):
+    if any(part in found[:at] for at, part in enumerate(found)):
         raise VocabularyError(
             f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
             "Merge each counts file once; give the sources different names if they really differ."
         )
     added: list[JSON] = []
     for part in found:
-        twin = next((other for other in added if _have_same_settings(part, other)), None)
+        settings = _settings(part)
+        twin = next((at for at, other in enumerate(added) if settings and _settings(other) == settings), None)
         if twin is None:
             added.append(part)
         else:
-            try:
-                added[added.index(twin)] = _sum_of(twin, part)
-            except (KeyError, TypeError, ValueError) as error:
-                problem = f"the provenance of a part has another form than counts have: {error!r}"
-                raise VocabularyError(f"source {name!r}: {problem}.") from error
+            added[twin] = _sum_of(added[twin], part)
     held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
     return SourceCounts(
         name=name,
         weight=parts[0].weight,
         counts=np.sum([source.counts for source in parts], axis=0, dtype=np.int64),
         held_out=HeldOut.of_documents(held_out) if held_out else None,
-        provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=lambda part: json.dumps(part))},
+        provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=json.dumps)},
     )
 
 
-def _have_same_settings(a: JSON, b: JSON) -> bool:
-    """Whether two provenances are of files that were counted in one way, so that one may stand for both."""
-    if not all(isinstance(part, dict) and "digest" in part and "files" in part for part in (a, b)):
-        return False
-    plain = [{key: value for key, value in part.items() if key not in _OF_THE_TEXT} for part in (a, b)]
-    shares = [part["held_out"].get("share") if isinstance(part.get("held_out"), dict) else None for part in (a, b)]
-    return plain[0] == plain[1] and shares[0] == shares[1]
+def _settings(part: JSON) -> JSON:
+    """Return how files were counted, without what they hold; None for a provenance of something else."""
+    if not {"files", "digest", "held_out"} <= part.keys():
+        return None
+    share = {"share": part["held_out"]["share"]}
+    return {**{key: value for key, value in part.items() if key not in _OF_THE_TEXT}, **share}
 
 
 def _sum_of(a: JSON, b: JSON) -> JSON:
-    held_out = {**a["held_out"], **{key: a["held_out"][key] + b["held_out"][key] for key in _HELD_OUT_ADDED}}
+    held_out = {key: a["held_out"][key] + b["held_out"][key] for key in ("documents", "tokens")}
     return {
         **a,
         **{key: a[key] + b[key] for key in _ADDED},
         "files": sorted([*a["files"], *b["files"]], key=lambda file: str(file["name"])),
         "digest": f"{(int(a['digest'], 16) + int(b['digest'], 16)) % 2**64:016x}",
-        "held_out": held_out,
+        "held_out": {**a["held_out"], **held_out},
     }
 
 
-def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
-    if header["version"] not in (1, _VERSION):
+def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> TokenCounts:
+    if header["version"] != _VERSION:
         raise VocabularyError(
             f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it."
         )
-    found = None if header["version"] == 1 else checksum(header, tensors)
-    _check_type("tokenizer_hash", header["tokenizer_hash"], (str, type(None)))
-    sources = []
-    for position, entry in enumerate(header["sources"]):
-        for key, expected in (("name", (str,)), ("weight", (int, float)), ("provenance", (dict,))):
-            _check_type(f"source {position}: {key}", entry[key], expected)
-        ids = tensors.pop(f"held_out.{position}.token_ids", None)
-        offsets = tensors.pop(f"held_out.{position}.doc_offsets", None)
-        if (ids is None) != (offsets is None):
-            raise VocabularyError(f"source {entry['name']}: held-out ids and offsets belong together; one is missing.")
-        held_out = None if ids is None or offsets is None else HeldOut(ids, offsets)
-        counts = tensors.pop(f"counts.{position}")
-        sources.append(SourceCounts(entry["name"], float(entry["weight"]), counts, held_out, entry["provenance"]))
-    if tensors:
-        raise VocabularyError(f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.")
-    if found is not None and found != header["checksum"]:
+    if header["checksum"] != checksum(header, tensors):
         raise VocabularyError(
             "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again."
         )
+    sources = []
+    for position, entry in enumerate(header["sources"]):
+        kept = [tensors.get(f"held_out.{position}.{name}") for name in ("token_ids", "doc_offsets")]
+        held_out = None if kept[0] is None or kept[1] is None else HeldOut(kept[0], kept[1])
+        counts = tensors[f"counts.{position}"]
+        sources.append(SourceCounts(entry["name"], entry["weight"], counts, held_out, entry["provenance"]))
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
-
-
-def _check_type(where: str, value: JSON, expected: tuple[type, ...]) -> None:
-    if not isinstance(value, expected):
-        kinds = " or ".join(kind.__name__ for kind in expected)
-        raise VocabularyError(f"{where}: expected {kinds}, found {type(value).__name__}.")
-
-
-def _unknown_source(name: str, known: Iterable[str]) -> UsageError:
-    return UsageError(f"There is no source named {name!r} in these counts; they have: {', '.join(known)}.")
 
 
 def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:

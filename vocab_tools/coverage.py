@@ -24,12 +24,10 @@ from .vocabulary import DraftVocab
 MEAN = "all sources"
 """Name of the weighted mean beside the sources."""
 
-CONFIDENCE = 0.95
+# Half the width, in standard errors, of an interval that holds 95% of a normal distribution.
 _NORMAL_QUANTILE = 1.959964
-"""Half the width, in standard errors, of an interval that holds CONFIDENCE of a normal distribution."""
-
 _CURVE_POINTS = 64
-# The plot's axis ends here at the latest; curves that cover more run out of it at the top.
+# Where the plot's axis ends at the latest.
 _SMALLEST_MISS = 1e-4
 
 
@@ -58,14 +56,12 @@ class SourceCoverage:
     baseline: NDArray[np.float64]
 
     @property
-    def low(self) -> NDArray[np.float64] | None:
-        """Lower bound of the 95% interval, float64 [sizes]; None where the error is not known."""
-        return None if self.error is None else np.maximum(self.coverage - _NORMAL_QUANTILE * self.error, 0.0)
-
-    @property
-    def high(self) -> NDArray[np.float64] | None:
-        """Upper bound of the 95% interval, float64 [sizes]; None where the error is not known."""
-        return None if self.error is None else np.minimum(self.coverage + _NORMAL_QUANTILE * self.error, 1.0)
+    def interval(self) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Bounds of the 95% interval, float64 [sizes] each; None where the error is not known."""
+        if self.error is None:
+            return None
+        width = _NORMAL_QUANTILE * self.error
+        return np.maximum(self.coverage - width, 0.0), np.minimum(self.coverage + width, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,33 +87,29 @@ class CoverageReport:
     uncounted: int
     warnings: tuple[str, ...]
 
-    def at(self, source: str, size: int | None = None) -> float:
-        """Return the coverage of a source at a size, the vocabulary's own by default."""
-        position = self.sizes.index(self.draft_vocab if size is None else size)
-        return float(next(entry for entry in self.sources if entry.name == source).coverage[position])
-
     def to_json(self) -> dict[str, Any]:
         """Return the report JSON-ready; shares are rounded to six digits."""
+        sources = []
+        for source in self.sources:
+            low, high = source.interval or (None, None)
+            sources.append({
+                "name": source.name,
+                "weight": round(source.weight, 6),
+                "part": source.part,
+                "documents": source.documents,
+                "tokens": source.tokens,
+                "coverage": _rounded(source.coverage),
+                "low": _rounded(low),
+                "high": _rounded(high),
+                "baseline_first_ids": _rounded(source.baseline),
+            })  # fmt: skip
         return {
             "draft_vocab": self.draft_vocab,
             "target_vocab": self.target_vocab,
-            "confidence": CONFIDENCE,
+            "confidence": 0.95,
             "uncounted": self.uncounted,
             "sizes": list(self.sizes),
-            "sources": [
-                {
-                    "name": source.name,
-                    "weight": round(source.weight, 6),
-                    "part": source.part,
-                    "documents": source.documents,
-                    "tokens": source.tokens,
-                    "coverage": _rounded(source.coverage),
-                    "low": _rounded(source.low),
-                    "high": _rounded(source.high),
-                    "baseline_first_ids": _rounded(source.baseline),
-                }
-                for source in self.sources
-            ],
+            "sources": sources,
             "warnings": list(self.warnings),
         }
 
@@ -125,15 +117,14 @@ class CoverageReport:
         """Return a plain text table: one row per source and size, in percent."""
         rows = [("source", "text", "size", "covered", "95% interval", "first ids", "difference")]
         for source in self.sources:
-            name, text = printable(source.name), f"{source.part}, {_thousands(source.tokens)} tokens"
+            name, text = printable(source.name), f"{source.part}, {source.tokens:,} tokens"
             for size in self.shown:
                 position = self.sizes.index(size)
                 covered, first = source.coverage[position], source.baseline[position]
-                interval = "-"
-                if source.low is not None and source.high is not None:
-                    interval = f"{100 * source.low[position]:.2f} – {100 * source.high[position]:.2f}"
-                percents = f"{100 * covered:.2f}%", interval, f"{100 * first:.2f}%", f"{100 * (covered - first):+.2f}"
-                rows.append((name, text, str(size), *percents))
+                low, high = source.interval or (None, None)
+                interval = "-" if low is None or high is None else f"{low[position]:.2%} – {high[position]:.2%}"
+                difference = f"{100 * (covered - first):+.2f}"
+                rows.append((name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}", difference))
                 name = text = ""
         return aligned(rows, num_left=2)
 
@@ -181,50 +172,45 @@ def measure_coverage(
         )
     shown, grid = _sizes(vocab, sizes)
     length = max(vocab.target_vocab, counts.vocab_size)
-    buckets = _buckets(vocab.target_ids, grid, length)
-    baseline = _buckets(_first_ids(vocab, candidates), grid, length)
+    first_ids = np.arange(vocab.target_vocab) if candidates is None else np.sort(candidates)
+    forced = vocab.target_ids[: vocab.num_forced if vocab.ranked else 0]
+    first_ids = np.concatenate([forced, first_ids[~np.isin(first_ids, forced)]])
+    buckets = np.stack([_buckets(order, grid, length) for order in (vocab.target_ids, first_ids)])
     draft_vocab = vocab.size if draft_vocab is None else draft_vocab
-    shares = source_shares(counts, weights)
+    shares = source_shares(counts, weights).tolist()
     measured = [
-        _measure_source(source, float(share), buckets, baseline, len(grid))
-        for source, share in zip(counts.sources, shares, strict=True)
+        _measure_source(source, share, buckets, len(grid)) for source, share in zip(counts.sources, shares, strict=True)
     ]
     if len(measured) > 1:
         measured.append(_weighted_mean(measured))
+    chosen = vocab.target_ids[vocab.num_forced : draft_vocab]
+    counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
     return CoverageReport(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
         shown=shown,
         sources=tuple(measured),
-        uncounted=_uncounted(vocab, counts, draft_vocab),
+        uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
         warnings=tuple(_warnings(measured, grid.index(draft_vocab), draft_vocab)),
     )
-
-
-def _uncounted(vocab: DraftVocab, counts: TokenCounts, size: int) -> int:
-    """Return how many of the first ids, forced ones aside, no source counted."""
-    chosen = vocab.target_ids[vocab.num_forced : size]
-    counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
-    return len(chosen) - int(counted[chosen[chosen < len(counted)]].sum())
 
 
 def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sizes to show and all sizes to measure, both ascending, the vocabulary's own among them."""
     smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
-    if sizes is not None:
-        wrong = [size for size in sizes if not smallest <= size <= vocab.size]
-        if wrong:
-            raise UsageError(f"--sizes {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.")
-        shown = tuple(sorted({int(size) for size in sizes}))
-    else:
-        powers = {1 << exponent for exponent in range(10, 21) if smallest <= 1 << exponent < vocab.size}
-        shown = tuple(sorted({*powers, vocab.size}))
+    if sizes is None:
+        sizes = [size for size in (1 << exponent for exponent in range(10, 21)) if smallest <= size < vocab.size]
+        sizes = [*sizes, vocab.size]
+    wrong = [size for size in sizes if not smallest <= size <= vocab.size]
+    if wrong:
+        raise UsageError(f"--sizes {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.")
+    shown = {int(size) for size in sizes}
     start = min(max(smallest, 256), vocab.size)
     curve = np.unique(np.geomspace(start, vocab.size, _CURVE_POINTS).round().astype(int)).tolist()
     # geomspace may round its last point below the size it was given.
     inside = {size for size in curve if smallest <= size <= vocab.size}
-    return shown, tuple(sorted({*inside, *shown, vocab.size}))
+    return tuple(sorted(shown)), tuple(sorted(inside | shown | {vocab.size}))
 
 
 def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDArray[np.int64]:
@@ -234,33 +220,26 @@ def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDA
     return np.searchsorted(np.asarray(sizes), rank, side="right").astype(np.int64)
 
 
-def _first_ids(vocab: DraftVocab, candidates: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the order of the baseline: the vocabulary's forced ids, then all other candidates ascending."""
-    forced = vocab.target_ids[: vocab.num_forced] if vocab.ranked else vocab.target_ids[:0]
-    rest = np.full(vocab.target_vocab, candidates is None)
-    rest[[] if candidates is None else candidates] = True
-    rest[forced] = False
-    return np.concatenate([forced, np.flatnonzero(rest)])
+def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int64], num_sizes: int) -> SourceCoverage:
+    """Measure one source on its held-out documents, or else on its counts as if they were one document.
 
-
-def _measure_source(
-    source: SourceCounts, share: float, buckets: NDArray[np.int64], baseline: NDArray[np.int64], num_sizes: int
-) -> SourceCoverage:
-    """Measure one source on its held-out documents, or else on its counts as if they were one document."""
-    part: Part = "held-out"
-    if source.held_out is not None and source.held_out.num_tokens:
-        token_ids, lengths = source.held_out.token_ids, np.diff(source.held_out.doc_offsets)
-        owner = np.repeat(np.arange(len(lengths)), lengths)
-        covered = _covered(owner, buckets[token_ids], None, len(lengths), num_sizes)
-        by_baseline = _covered(owner, baseline[token_ids], None, len(lengths), num_sizes).sum(axis=0)
+    `buckets` [2, ids] are those of the ranking and of the baseline.
+    """
+    held_out = source.held_out
+    part: Part = "counted" if held_out is None or not held_out.num_tokens else "held-out"
+    token_ids: NDArray[Any]
+    if held_out is None or part == "counted":
+        token_ids, times = np.arange(len(source.counts)), source.counts
+        lengths = np.array([source.counts.sum()])
+        owner = np.zeros(len(token_ids), np.int64)
     else:
-        part, lengths = "counted", np.array([source.counts.sum()])
-        owner = np.zeros(len(source.counts), np.int64)
-        covered = _covered(owner, buckets[: len(source.counts)], source.counts, 1, num_sizes)
-        by_baseline = _covered(owner, baseline[: len(source.counts)], source.counts, 1, num_sizes)[0]
+        token_ids, times = held_out.token_ids, None
+        lengths = np.diff(held_out.doc_offsets)
+        owner = np.repeat(np.arange(len(lengths)), lengths)
     tokens = int(lengths.sum())
     if tokens == 0:
         raise VocabularyError(f"source {source.name!r}: there are no tokens to measure coverage on.")
+    covered, first = (_covered(owner, row[token_ids], times, len(lengths), num_sizes) for row in buckets)
     return SourceCoverage(
         name=source.name,
         weight=share,
@@ -269,7 +248,7 @@ def _measure_source(
         tokens=tokens,
         coverage=covered.sum(axis=0) / tokens,
         error=_standard_error(covered, lengths),
-        baseline=by_baseline / tokens,
+        baseline=first.sum(axis=0) / tokens,
     )
 
 
@@ -295,10 +274,7 @@ def _standard_error(covered: NDArray[np.float64], lengths: NDArray[np.int64]) ->
 
     Tokens of one document resemble each other, so documents are the sample: the ratio estimator's linearised variance
     (Cochran, Sampling Techniques, 1977, section 6.4), n / (n - 1) · Σ (covered - ratio · length)² / (Σ length)².
-
-    Args:
-        covered: tokens of each document that each size covers, float64 [documents, sizes].
-        lengths: tokens of each document, int64 [documents].
+    `covered` [documents, sizes] and `lengths` [documents] are tokens.
     """
     documents, tokens = len(lengths), lengths.sum()
     if documents < 2:
@@ -344,54 +320,44 @@ def _warnings(measured: Sequence[SourceCoverage], position: int, size: int) -> l
 
 
 def plot_coverage(report: CoverageReport, path: str | Path) -> None:
-    """Write the coverage plot of a report as PNG, whole or not at all.
+    """Write the coverage plot of a report as PNG, whole or not at all; the same report gives the same bytes.
+
+    One curve per source with its 95% interval, and dashed in the same colour the no-corpus baseline of the first ids.
+    Both axes are logarithmic; the vertical one is the share of tokens missed, less is higher.
 
     Raises:
         OSError: the file cannot be written.
     """
-    write_file(path, render_coverage(report))
-
-
-def render_coverage(report: CoverageReport) -> bytes:
-    """Return the coverage plot as PNG bytes; the same report gives the same bytes.
-
-    One curve per source with its 95% interval, and dashed in the same colour the no-corpus baseline of the first ids.
-    Both axes are logarithmic; the vertical one is the share of tokens missed, less is higher.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.style import context
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
     # The user's matplotlibrc must not change the bytes.
     with context("default"):
         figure = Figure(figsize=(8.0, 5.0), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         for source in report.sources:
-            name = f"{source.name} ({source.part})"
-            (line,) = axes.plot(report.sizes, _miss(source.coverage), linewidth=2, label=name)
+            (line,) = axes.plot(
+                report.sizes, _miss(source.coverage), linewidth=2, label=f"{source.name} ({source.part})"
+            )
             axes.plot(report.sizes, _miss(source.baseline), color=line.get_color(), linewidth=1, linestyle="--")
-            if source.low is not None and source.high is not None:
-                low, high = _miss(source.high), _miss(source.low)
-                axes.fill_between(report.sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            if source.interval is not None:
+                low, high = map(_miss, source.interval)
+                axes.fill_between(report.sizes, high, low, color=line.get_color(), alpha=0.15, linewidth=0)
         axes.plot([], [], color="0.35", linewidth=1, linestyle="--", label="first N ids, no corpus")
         axes.axvline(report.draft_vocab, color="0.6", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_yscale("log")
         axes.set_ylim(1.0, max(axes.get_ylim()[0], _SMALLEST_MISS))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda miss, _: f"{100 * miss:.4g}%"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(lambda miss, _: f"{100 * miss:.4g}%")
         axes.set_xlabel("draft vocabulary size N (ids)")
         axes.set_ylabel("tokens missed (log scale, less is higher)")
         axes.set_title(f"Coverage of a draft vocabulary of {report.draft_vocab:,} in {report.target_vocab:,}")
         axes.grid(color="0.9")
-        axes.legend(loc="best")
+        axes.legend()
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    write_file(path, buffer.getvalue())
 
 
 def _miss(coverage: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -401,10 +367,3 @@ def _miss(coverage: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:
     return None if values is None else [round(float(value), 6) for value in values]
-
-
-def _thousands(value: int) -> str:
-    for limit, unit in ((1_000_000, "M"), (1_000, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return str(value)

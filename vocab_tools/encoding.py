@@ -115,24 +115,19 @@ class _Fastokens:
         return Encoded(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).astype(np.int64))
 
 
-def encode_all(encoder: Encoder, texts: Sequence[str]) -> tuple[Encoded, NDArray[np.int64]]:
+def encode_all(encoder: Encoder, texts: Sequence[str]) -> Encoded:
     """Encode any number of texts of any length in bounded memory.
 
     A text over MAX_TEXT_CHARS is encoded in parts, cut after a line end or before a space, so that at such a cut a
     token may differ from those of the whole.
-
-    Returns:
-        The ids of all texts, and the number of cuts made in each, int64 [texts].
     """
     if not texts:
-        return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64)), np.zeros(0, np.int64)
+        return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
     if max(map(len, texts)) <= MAX_TEXT_CHARS:
-        return _join([encoder.encode(batch) for batch in _batches(texts)]), np.zeros(len(texts), np.int64)
+        return _join([encoder.encode(batch) for batch in _batches(texts)])
     parts = [_parts(text) for text in texts]
-    num_parts = np.array([len(part) for part in parts], np.int64)
     encoded = _join([encoder.encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_parts)])
-    return Encoded(encoded.token_ids, encoded.offsets[starts]), num_parts - 1
+    return Encoded(encoded.token_ids, encoded.offsets[np.cumsum([0, *map(len, parts)])])
 
 
 def _parts(text: str) -> list[str]:
@@ -226,9 +221,9 @@ def choose_library(
 
 def _first_difference(expected: Encoder, found: Encoder, texts: Sequence[str]) -> tuple[int, str, str] | None:
     """Return the first text with different ids: its position, and the ids of both libraries where they first differ."""
-    right, _ = encode_all(expected, texts)
+    right = encode_all(expected, texts)
     try:
-        other, _ = encode_all(found, texts)
+        other = encode_all(found, texts)
     except Exception as error:  # any error at all: it cannot encode this corpus
         return 0, "those of tokenizers", f"an error, {error}"
     for position in range(len(texts)):

@@ -3,6 +3,7 @@
 EagleSlimError              exit code 1: what, where, expected, found, what to try
 ├── UsageError              exit code 2: the arguments contradict each other or the input
 ├── CorpusError             a corpus file, line or column cannot be read
+├── SourceError             a folder or a repository cannot be had: other id, revision, token, connection
 ├── TokenizerError          a tokenizer is missing, unusable, or not the one that counted
 └── VocabularyError         counts, a ranking or a token map break a rule of the format
 """
@@ -40,6 +41,10 @@ class UsageError(EagleSlimError):
 
 class CorpusError(EagleSlimError):
     """A corpus file, line, column or dataset cannot be read."""
+
+
+class SourceError(EagleSlimError):
+    """A folder or a repository of the Hub is missing, closed to this user, or cannot be reached."""
 
 
 class TokenizerError(EagleSlimError):

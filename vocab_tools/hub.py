@@ -1,14 +1,19 @@
-"""The Hugging Face Hub: its library's errors in the words of a user, and a time limit where the library has none.
+"""The Hugging Face Hub: files of a repository at one commit, its library's errors in the words of a user.
 
 Requests, retries and the time limits of downloads are huggingface_hub's own (HF_HUB_DOWNLOAD_TIMEOUT,
-HF_HUB_ETAG_TIMEOUT), as are its cache, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
+HF_HUB_ETAG_TIMEOUT), as are its cache, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Commands set one more time limit,
+`SILENCE_S`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from .errors import EagleSlimError, SourceError
 
 LIBRARY_NAME = "eagle-slim"
 SILENCE_S = 60.0
@@ -17,10 +22,12 @@ _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
 _BROKEN = ("RemoteProtocolError", "ReadError", "WriteError")
 _BUSY = (408, 429, 500, 502, 503, 504)
 
+Choose = Callable[[Sequence[str], str], list[str]]
+"""From the names of all files of a repository, and how messages call it, the names of those that are wanted."""
 
-@dataclass(frozen=True)
-class HubTrouble:
-    """One error of the Hub, explained.
+
+class HubError(SourceError):
+    """A request to the Hub failed.
 
     Attributes:
         headline: what happened, beginning with the repository, without advice.
@@ -28,17 +35,30 @@ class HubTrouble:
         reason: "offline", "silent", "broken", "unreachable", "busy", "missing", "access", "refused" or "disk".
     """
 
-    headline: str
-    advice: str
-    reason: str
+    def __init__(self, headline: str, advice: str, reason: str) -> None:
+        super().__init__(f"{headline}.\n{advice}")
+        self.headline, self.advice, self.reason = headline, advice, reason
 
     @property
     def is_unreachable(self) -> bool:
         """Whether the Hub gave no answer of its own, so that a copy in the cache may do instead."""
         return self.reason in ("offline", "silent", "broken", "unreachable", "busy")
 
-    def __str__(self) -> str:
-        return f"{self.headline}.\n{self.advice}".rstrip()
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A commit of a repository in the cache.
+
+    Attributes:
+        folder: holds the files that were asked for.
+        repo_id, commit: what it is a snapshot of.
+        files: names of all files of the repository; offline, of those in `folder`.
+    """
+
+    folder: Path
+    repo_id: str
+    commit: str
+    files: tuple[str, ...]
 
 
 _limit_s: float | None = None
@@ -69,102 +89,164 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def endpoint() -> str:
-    """Address of the Hub (HF_ENDPOINT)."""
-    from huggingface_hub import constants
+def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Choose) -> Snapshot:
+    """Return a snapshot with the files that `choose` wants: fetched, or from the cache where the Hub is out of reach.
 
-    return str(constants.ENDPOINT)
+    `offline` asks for nothing.
 
-
-def list_model(repo_id: str, revision: str | None = None) -> tuple[str, tuple[str, ...]]:
-    """Ask for the commit of a revision of a model repository, and the names of its files.
-
-    Raises one of `transfer_errors`; ValueError for an answer that is none of the Hub's.
+    Raises:
+        HubError: no such repository or revision, no access, or neither connection nor copy.
+        SourceError: `choose` wants none of its files.
     """
+    error = not_cached(repo_id)
+    if not (offline or is_offline()):
+        try:
+            commit, files = _listing(repo_id, revision)
+        except HubError as found:
+            if not found.is_unreachable:
+                raise
+            error = found
+        else:
+            return _fetched(repo_id, revision, commit, files, choose)
+    if (cached := _cached(repo_id, revision, choose)) is None:
+        raise error
+    if error.reason != "offline":
+        print(f"{error.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}", file=sys.stderr)
+    return cached
+
+
+def fetch(snapshot: Snapshot, names: Collection[str], offline: bool) -> None:
+    """Bring further files into a snapshot; HubError where they cannot be had."""
+    for name in names:
+        if (snapshot.folder / name).exists():
+            continue
+        if offline or is_offline():
+            raise not_cached(f"{snapshot.repo_id}@{snapshot.commit[:12]}", name)
+        _download(snapshot.repo_id, name, snapshot.commit)
+
+
+def without(path: str | Path, name: str) -> Path:
+    """Return the folder in which `path` is called `name`: `/a` for `/a/b/c` and `b/c`."""
+    return Path(*Path(path).parts[: len(Path(path).parts) - len(PurePosixPath(name).parts)])
+
+
+def _listing(repo_id: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
+    """Ask for the commit of a revision and the names of its files."""
     from huggingface_hub import HfApi, constants
 
-    try:
-        info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError("the answer about the repository has another form than the Hub's") from error
-    if not isinstance(info.sha, str):
-        raise ValueError("the answer about the repository names no commit")
+    with explained(repo_id, revision):
+        try:
+            info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError("the answer about the repository has another form than the Hub's") from error
+        if not isinstance(info.sha, str):
+            raise ValueError("the answer about the repository names no commit")
     return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
 
 
-def fetch_file(repo_id: str, name: str, revision: str | None, only_cache: bool) -> Path | None:
-    """Return a file of a model repository in the Hub's cache, fetched unless `only_cache`; None where it is not there.
+def _fetched(repo_id: str, revision: str | None, commit: str, files: tuple[str, ...], choose: Choose) -> Snapshot:
+    names = choose(files, f"{repo_id}@{commit[:12]}")
+    if not names:
+        found = ", ".join(files[:8]) or "no files"
+        problem = f"holds none of the files that are needed; it has {found}.\nIs this the repository of a model?"
+        raise SourceError(f"{repo_id}: {problem}")
+    # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
+    # it. The others are asked for by the commit, so that all come from one.
+    folder = without(_download(repo_id, names[0], revision), names[0])
+    if folder.name != commit:
+        folder = without(_download(repo_id, names[0], commit), names[0])
+    snapshot = Snapshot(folder, repo_id, commit, files)
+    fetch(snapshot, names[1:], offline=False)
+    return snapshot
 
-    Raises one of `transfer_errors`.
-    """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    if only_cache:
-        found = try_to_load_from_cache(repo_id, name, revision=revision)
-        return Path(found) if isinstance(found, str) else None
-    return Path(hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME))
+def _cached(repo_id: str, revision: str | None, choose: Choose) -> Snapshot | None:
+    """Return the snapshot of a revision in the cache, if it has what `choose` wants; asks nobody."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with explained(repo_id):
+        try:
+            # Without patterns it could refuse a snapshot that lacks files of the repository.
+            found = snapshot_download(repo_id, revision=revision, allow_patterns=[], local_files_only=True)
+        except LocalEntryNotFoundError:
+            return None
+    folder = Path(found)
+    names = tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+    with suppress(EagleSlimError):
+        return Snapshot(folder, repo_id, folder.name, names) if choose(names, repo_id) else None
+    return None
 
 
-def transfer_errors() -> tuple[type[Exception], ...]:
-    """Everything that asking the Hub can raise: what `trouble_of` describes."""
+def _download(repo_id: str, name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    with explained(repo_id, revision):
+        return Path(hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME))
+
+
+@contextmanager
+def explained(repo_id: str, revision: str | None = None, purpose: str = "read") -> Iterator[None]:
+    """Raise the errors of huggingface_hub, its HTTP library and the cache's disk as `HubError`; as `trouble_of`."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-    # The base of all errors of the HTTP library, httpx or httpx2.
-    return (OSError, ValueError, EntryNotFoundError, HfHubHTTPError.__bases__[0])
+    keep_limit()
+    # The last is the base of all errors of the HTTP library, httpx or httpx2.
+    expected: tuple[type[Exception], ...] = (OSError, ValueError, EntryNotFoundError, HfHubHTTPError.__bases__[0])
+    try:
+        yield
+    except expected as error:
+        raise trouble_of(error, repo_id, revision, purpose) from error
 
 
-def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubTrouble:
-    """Describe an error of `transfer_errors`, or one caused by such; `purpose` is "read" or "write"."""
-    from huggingface_hub import errors
+def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubError:
+    """Describe what asking the Hub raised, or an error caused by such; `purpose` is "read" or "write"."""
+    from huggingface_hub import constants, errors
 
     http_error = errors.HfHubHTTPError.__bases__[0]
     known = (http_error, errors.EntryNotFoundError, errors.HFValidationError, errors.OfflineModeIsEnabled)
     found = [cause for cause in _causes(error) if isinstance(cause, known)] or [error]
     # That a file is not in the cache says least: what kept the library from fetching it is behind.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
-    name, said, hub = type(cause).__name__, plain(getattr(cause, "server_message", None) or cause), endpoint()
-    page, status = f"{hub}/{repo_id}", getattr(getattr(cause, "response", None), "status_code", None)
-    at = f"revision {revision or 'main'!r}"
-    advice = f"See {page}."
-    if isinstance(cause, errors.GatedRepoError):
-        reason, what = "access", "a gated repository, and this account has no access to it"
-        advice = f"Ask for access at {page}. Then: {_LOGIN}"
-    elif isinstance(cause, errors.DisabledRepoError):
-        reason, what = "access", "the Hub has disabled this repository"
-    elif isinstance(cause, errors.RevisionNotFoundError):
-        reason, what, advice = "missing", f"has no {at}", "Give a branch, a tag or a whole commit hash."
-    elif isinstance(cause, errors.LocalEntryNotFoundError):
+    name, said = type(cause).__name__, plain(getattr(cause, "server_message", None) or cause)
+    hub, status = constants.ENDPOINT, getattr(getattr(cause, "response", None), "status_code", None)
+    no_access = (errors.LocalTokenNotFoundError, errors.DisabledRepoError)
+    advice = f"See {hub}/{repo_id}."
+    if isinstance(cause, errors.LocalEntryNotFoundError):
         return not_cached(repo_id)
-    elif isinstance(cause, errors.EntryNotFoundError):
-        reason, what = "missing", f"a file is missing at {at} ({said})"
-    elif purpose == "write" and status in (401, 403):
-        reason, what = "access", f"may not be written with this account ({said})"
-        advice = f"{_LOGIN} The token needs the right to write to this name."
-    elif isinstance(cause, errors.RepositoryNotFoundError):
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        reason, what, advice = "offline", "fetching is off: HF_HUB_OFFLINE is set", "Unset it."
+    elif isinstance(cause, errors.GatedRepoError):
+        reason, what = "access", "a gated repository, and this account has no access to it"
+        advice = f"Ask for access at {hub}/{repo_id}. Then: {_LOGIN}"
+    elif isinstance(cause, errors.HFValidationError):
+        reason, what = "missing", f"no such folder here, and not the id of a repository ({said})"
+        advice = "Expected a folder, or a repository such as name/model."
+    elif isinstance(cause, errors.RepositoryNotFoundError) and purpose == "read":
         reason, what = "missing", f"no such folder here, and no such repository at {hub}, or a private one"
         advice = f"Check the spelling. For a private one: {_LOGIN}"
-    elif status == 401 or isinstance(cause, errors.LocalTokenNotFoundError):
-        reason, what, advice = "access", f"the token is missing or not accepted ({said})", _LOGIN
-    elif status == 429:
-        reason, what = "busy", f"the rate limit of {hub} is reached ({said})"
-        advice = f"Try again in a few minutes. The limit is higher for those who are logged in: {_LOGIN}"
+    elif isinstance(cause, errors.RevisionNotFoundError | errors.EntryNotFoundError):
+        reason, what = "missing", f"not found at revision {revision or 'main'!r} ({said})"
+    elif status in (401, 403) or isinstance(cause, no_access):
+        reason, what = "access", f"no access with this account ({said})"
+        advice = f"{_LOGIN} To upload, the token needs the right to write to this name."
     elif status in _BUSY:
-        reason, what, advice = "busy", f"{hub} is in trouble ({said})", "Try again in a few minutes."
+        reason, what = "busy", f"{hub} refuses for now (status {status}: {said})"
+        advice = f"Try again in a few minutes. Rate limits are higher for those who are logged in: {_LOGIN}"
     elif status is not None:
-        reason, what = "refused", f"the Hub refuses (status {status}: {said})"
-    elif isinstance(cause, errors.OfflineModeIsEnabled):
-        reason, what, advice = "offline", "fetching is off: HF_HUB_OFFLINE is set", "Unset it."
-    elif isinstance(cause, errors.HFValidationError):
-        reason, what = "missing", f"not the id of a repository ({said})"
-        advice = "Expected a folder, or a repository such as name/model."
+        reason, what = "refused", f"{hub} refuses (status {status}: {said})"
     elif isinstance(cause, http_error):
-        advice = "Check the connection, the proxy and HF_ENDPOINT, and try again."
-        reason, what = "unreachable", f"{hub} cannot be reached ({name}: {said})"
-        if "Timeout" in name:
-            reason, what = "silent", f"{hub} does not answer ({name})"
-            advice += " Where the network is only slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."
-        elif name in _BROKEN:
-            reason, what = "broken", f"the connection to {hub} broke off ({said})"
+        reason = "silent" if "Timeout" in name else "broken" if name in _BROKEN else "unreachable"
+        problem = {
+            "silent": "does not answer",
+            "broken": "broke the connection off",
+            "unreachable": "cannot be reached",
+        }
+        what = f"{hub} {problem[reason]} ({name}: {said})"
+        advice = (
+            "Check the connection, the proxy and HF_ENDPOINT, or the spelling of a folder's name. Where the network is "
+            "only slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."
+        )
     elif "Consistency check failed" in str(cause):
         reason, what = "broken", "a file did not come as it is on the Hub"
         advice = "It was cut off, or changed on the Hub meanwhile: run the same command again."
@@ -174,14 +256,14 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     else:
         reason, what = "disk", f"the transfer failed ({said})"
         advice = "Try again; where the disk of the cache is the cause, set HF_HOME to a folder on another."
-    return HubTrouble(f"{repo_id}: {what}", advice, reason)
+    return HubError(f"{repo_id}: {what}", advice, reason)
 
 
-def not_cached(repo_id: str, what: str = "") -> HubTrouble:
+def not_cached(repo_id: str, what: str = "") -> HubError:
     """Describe what is not in the cache while fetching is off: a repository, or `what` of it."""
     advice = "Run the same command once with a connection (without --offline or HF_HUB_OFFLINE), or give a folder."
     missing = f"{what} is not" if what else "not"
-    return HubTrouble(f"{repo_id}: {missing} in the cache, and the Hub was not asked", advice, "offline")
+    return HubError(f"{repo_id}: {missing} in the cache, and the Hub was not asked", advice, "offline")
 
 
 def plain(text: object, limit: int = 200) -> str:

@@ -87,7 +87,7 @@ class RayWorkers(Workers):
         """Yield a block and a result for each block of a source with limits, for others one for each unit."""
         import ray
 
-        merge = not self._plan.sources[source].is_limited
+        merge = not opened.source.is_limited
         units = list(_units(opened, _UNIT_BLOCKS if merge else 1))
         if not units:
             return
@@ -143,22 +143,20 @@ class _UnitCounter:
 
     def _each(self, unit: _Unit) -> Iterator[Counted]:
         for block in unit.blocks or self._opened.shard_blocks(unit.shard):
-            yield replace(block, data=None), self._counter.count(self._source, block)
+            yield block, self._counter.count(self._source, block)
 
     def _merged(self, unit: _Unit) -> Iterator[Counted]:
         """Add the results up to the next bad record, whose place is that of its block."""
         total: Tally | None = None
         size = 0
         for block, result in self._each(unit):
-            assert isinstance(result, Tally)
             size += block.size
             if total is None:
                 total = result
             else:
                 total.add(result)
-            if result.bad:
-                total.bad = result.bad
-                yield replace(block, size=size), total
+            if total.bad:
+                yield replace(block, size=size, data=None), total
                 total, size = None, 0
         if total is not None:
-            yield replace(block, size=size), total
+            yield replace(block, size=size, data=None), total

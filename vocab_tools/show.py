@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,19 @@ from .vocabulary import DraftVocab
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token in a listing.
-
-    Attributes:
-        token_id: target id.
-        rank: place in the vocabulary from 0, None for a token left out.
-        text: decoded and escaped, see `readable_token`.
-        count: weighted count, None without counts.
-        reason: why it is forced, None for others.
-    """
+    """One token: target id, rank (None if left out), text, weighted count (None without counts), why it is forced."""
 
     token_id: int
     rank: int | None
     text: str
     count: float | None
     reason: str | None
+
+    def __str__(self) -> str:
+        rank = "-" if self.rank is None else str(self.rank)
+        count = "" if self.count is None else f"{self.count:>14,.0f}"
+        reason = "" if self.reason is None else f"  ({printable(self.reason)})"
+        return f"  {rank:>7}  id {self.token_id:>7}{count}  '{self.text}'{reason}"
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,9 @@ class VocabularyListing:
 
     Attributes:
         size, num_forced, target_vocab: of the vocabulary.
-        real_tokens: ids of the target that some token has.
-        forced: all forced tokens with their reasons, in rank order.
+        real_tokens: number of ids of the target that some token has.
+        forced: all forced tokens, in rank order.
         held: the first of the other tokens, in rank order.
-        last: the last tokens that still got in, in rank order.
         left_out: the most frequent tokens left out (the lowest ids, without counts).
     """
 
@@ -52,26 +49,23 @@ class VocabularyListing:
     real_tokens: int
     forced: tuple[TokenRow, ...]
     held: tuple[TokenRow, ...]
-    last: tuple[TokenRow, ...]
     left_out: tuple[TokenRow, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the listing JSON-ready."""
-        lists = ("forced", "held", "last", "left_out")
-        return {**vars(self), **{name: [vars(row) for row in getattr(self, name)] for name in lists}}
+        return asdict(self)
 
     def text(self) -> str:
-        """Return the listing as plain text."""
-        # Up to 256 single bytes would bury the markers; the JSON form lists them all.
+        """Return the listing as plain text, without the up to 256 forced single bytes."""
         markers = [row for row in self.forced if not (row.reason or "").startswith("byte 0x")]
         lines = [
             f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced, {len(self.forced) - len(markers)} of "
             f"them single bytes); the target's vocabulary has {self.target_vocab} rows"
         ]
-        titles = ("forced", "most frequent", "last ones in", "most frequent left out")
-        for title, rows in zip(titles, (markers, self.held, self.last, self.left_out), strict=True):
+        lists = {"forced": markers, "most frequent": self.held, "most frequent left out": self.left_out}
+        for title, rows in lists.items():
             if rows:
-                lines += ["", f"{title}:", *(_line(row) for row in rows)]
+                lines += ["", f"{title}:", *map(str, rows)]
         return "\n".join(lines)
 
 
@@ -99,49 +93,28 @@ def show_vocabulary(
         weighted = counts.weighted()[: vocab.target_vocab]
         score[: len(weighted)] = weighted
     reasons = vocab.provenance.get("forced", {})
-    rank_of_id = dict(zip(vocab.target_ids.tolist(), range(vocab.size), strict=True))
+    ids = vocab.target_ids.tolist()
+    rank_of_id = {token_id: rank for rank, token_id in enumerate(ids)}
 
     def rows(ids: Iterable[int]) -> tuple[TokenRow, ...]:
-        return tuple(
-            TokenRow(
-                token_id=token_id,
-                rank=rank_of_id.get(token_id),
-                text=readable_token(tokenizer, token_id),
-                count=None if counts is None else float(score[token_id]),
-                reason=reasons.get(str(token_id)),
-            )
-            for token_id in ids
-        )
+        found = []
+        for token_id in ids:
+            text, count = readable_token(tokenizer, token_id), None if counts is None else float(score[token_id])
+            found.append(TokenRow(token_id, rank_of_id.get(token_id), text, count, reasons.get(str(token_id))))
+        return tuple(found)
 
-    ids = vocab.target_ids.tolist()
     forced = vocab.num_forced if vocab.ranked else 0
     left_out = np.setdiff1d(real, vocab.target_ids)
-    left_out = left_out[np.lexsort((left_out, -score[left_out]))]
-    return VocabularyListing(
-        size=vocab.size,
-        num_forced=forced,
-        target_vocab=vocab.target_vocab,
-        real_tokens=len(real),
-        forced=rows(ids[:forced]),
-        held=rows(ids[forced : forced + limit]),
-        last=rows(ids[max(forced + limit, vocab.size - limit) :]),
-        left_out=rows(left_out[:limit].tolist()),
-    )
+    left_out = left_out[np.lexsort((left_out, -score[left_out]))][:limit].tolist()
+    lists = rows(ids[:forced]), rows(ids[forced : forced + limit]), rows(left_out)
+    return VocabularyListing(vocab.size, forced, vocab.target_vocab, len(real), *lists)
 
 
 def readable_token(tokenizer: LoadedTokenizer, token_id: int) -> str:
     """Return a token's text fit for a terminal: spaces kept, control characters and lone bytes escaped.
 
-    A token that is part of a character shows its bytes, as in `\\xe4\\xbd`; a newline is `\\n`, an unprintable
-    character `\\u200b`. For example "Ġhello" of a byte-level vocabulary is " hello".
+    For example "Ġhello" of a byte-level vocabulary is " hello", a newline `\\n`, part of a character `\\xe4\\xbd`.
     """
     # surrogateescape keeps every byte that is not UTF-8 as one code point of U+DC80 to U+DCFF.
     text = tokenizer.token_bytes(token_id).decode("utf-8", "surrogateescape").replace("\\", "\\\\")
     return printable(text)
-
-
-def _line(row: TokenRow) -> str:
-    rank = "-" if row.rank is None else str(row.rank)
-    count = "" if row.count is None else f"{row.count:>14,.0f}"
-    reason = "" if row.reason is None else f"  ({printable(row.reason)})"
-    return f"  {rank:>7}  id {row.token_id:>7}{count}  '{row.text}'{reason}"

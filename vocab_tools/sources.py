@@ -25,7 +25,7 @@ from .chats import kind_of, messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import keep_limit, plain, trouble_of
-from .records import PACKED, BadRecord, Block, parquet_blocks, parquet_rows, plain_blocks, rows_blocks, stream_blocks
+from .records import PACKED, BadRecord, Block, parquet_blocks, plain_blocks, reading, rows_blocks, stream_blocks
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]
@@ -100,6 +100,11 @@ class CorpusSource:
             if not holds:
                 found = getattr(self, setting)
                 raise UsageError(f"source {self.name}: {setting}: expected {expected}, found {found!r}.")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it ends with a number of documents or tokens."""
+        return self.max_documents is not None or self.max_tokens is not None
 
 
 def _default_name(location: str) -> str:
@@ -185,46 +190,49 @@ def with_unique_names(sources: Sequence[CorpusSource]) -> list[CorpusSource]:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: its path, or its address on the Hub; its name in provenance; size and time where it is local."""
+    """One file: its path, or its address on the Hub; its name in provenance; its size in bytes where it is local."""
 
     path: str
     name: str
     size: int | None = None
-    modified_ns: int | None = None
 
     @property
     def format(self) -> str:
-        """End of its name, without that of a packed file: one of FORMATS."""
-        return _format_of(self.path) or ""
+        """End of its name, without that of a packed file: one of FORMATS, or "" for another."""
+        return _format_of(self.path)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is cut into blocks without being read."""
+        return self.size is not None and self.path.lower().endswith((".jsonl", ".ndjson", ".txt"))
 
 
 def looks_local(location: str) -> bool:
     """Whether a location is a path or a glob rather than the id of a Hub dataset."""
     if location.startswith((".", "/", "~")) or glob.has_magic(location):
         return True
-    return _format_of(location) is not None or expand_home(location).exists()
+    return _format_of(location) != "" or expand_home(location).exists()
 
 
-def _format_of(path: str) -> str | None:
+def _format_of(path: str) -> str:
     stem, suffix = os.path.splitext(path.lower())
     if suffix in PACKED:
-        suffix = os.path.splitext(stem)[1]
-        return None if suffix == ".parquet" else _format_of(f"x{suffix}")
-    return suffix if suffix in FORMATS else None
+        suffix = os.path.splitext(stem)[1].replace(".parquet", "")
+    return suffix if suffix in FORMATS else ""
 
 
 def find_files(location: str) -> tuple[SourceFile, ...]:
     """List the files of a path, folder (searched through) or glob, by name.
 
     Raises:
-        CorpusError: there are none, one cannot be read, or a file has an unknown format.
+        CorpusError: there are none, one is no regular file, or has an unknown format.
     """
     path = expand_home(location)
     base = path if path.is_dir() else path.parent
     if path.is_dir():
         # Hidden files, and other formats, do not belong to the corpus.
         names = glob.glob("**/*", root_dir=path, recursive=True)
-        found = [path / name for name in names if _format_of(name) is not None and not (path / name).is_dir()]
+        found = [path / name for name in names if _format_of(name) and not (path / name).is_dir()]
     elif path.exists():
         found = [path]
     elif glob.has_magic(location):
@@ -235,22 +243,13 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         raise CorpusError(f"{location}: no such file or folder.")
     if not found:
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
-    unique = set(found)
-    twice = next((file for file in found if file.suffix.lower() in PACKED and file.with_suffix("") in unique), None)
-    if twice is not None:
-        raise CorpusError.at(
-            twice,
-            f"{twice.stem} is there too, so the same text would count twice. Remove one of them, or name the "
-            "files by a glob that leaves it out.",
-        )
-    return tuple(_looked_at(file, file.relative_to(base).as_posix()) for file in sorted(unique))
-
-
-def _looked_at(path: Path, name: str) -> SourceFile:
-    if _format_of(path.name) is None:
-        raise CorpusError.at(path, f"unknown kind of file. Readable: {READABLE}.")
-    state = regular_file(path, CorpusError).stat()
-    return SourceFile(str(path.absolute()), name, state.st_size, state.st_mtime_ns)
+    files = []
+    for file in sorted(set(found)):
+        if not _format_of(file.name):
+            raise CorpusError.at(file, f"unknown kind of file. Readable: {READABLE}.")
+        size = regular_file(file, CorpusError).stat().st_size
+        files.append(SourceFile(str(file.absolute()), file.relative_to(base).as_posix(), size))
+    return tuple(files)
 
 
 # Opened
@@ -263,10 +262,10 @@ class OpenSource:
     Attributes:
         source: as asked for.
         kind: "text", or "chat" where the column holds messages.
-        column: column read; "" for plain text.
+        column: column read; "" for plain text, and for all columns while they are looked at.
         origin: JSON for provenance, without paths or times.
-        files: the files to read, in order; none for a table of the Hub.
-        order: the shards, in the order in which they are read.
+        files: the files to read; none for a table of the Hub.
+        order: the shards (files, or parts of the table), in the order in which they are read.
         table: a table of the Hub, as `datasets` streams it.
     """
 
@@ -281,8 +280,7 @@ class OpenSource:
     @property
     def size(self) -> int | None:
         """Sum of the sizes of all blocks (bytes on disk), None when not known."""
-        sizes = [file.size for file in self.files]
-        return None if self.table is not None or None in sizes else sum(size or 0 for size in sizes)
+        return None if self.is_remote else sum(file.size or 0 for file in self.files)
 
     @property
     def is_remote(self) -> bool:
@@ -295,14 +293,9 @@ class OpenSource:
             yield from self.shard_blocks(shard)
 
     def shard_blocks(self, shard: int) -> Iterator[Block]:
-        """Yield the blocks of one shard."""
-        if not self.is_remote:
-            return _file_blocks(self.files[shard], shard, self.column)
-        return self._remote_blocks(shard)
-
-    def _remote_blocks(self, shard: int) -> Iterator[Block]:
+        """Yield the blocks of one shard; raises CorpusError."""
         location = self.source.location
-        with hub_errors(location):
+        with hub_errors(location) if self.is_remote else reading(self.files[shard].path):
             if self.table is None:
                 yield from _file_blocks(self.files[shard], shard, self.column)
                 return
@@ -314,7 +307,7 @@ class OpenSource:
 
     def is_cheap_to_cut(self, shard: int) -> bool:
         """Whether the blocks of a shard are found without reading it; they hold no data then."""
-        return self.table is None and _is_plain(self.files[shard])
+        return self.table is None and self.files[shard].is_plain
 
     def probe(self, num_blocks: int) -> list[Block]:
         """Return a few blocks from all over the files, or the first where each further one would be fetched."""
@@ -326,27 +319,14 @@ class OpenSource:
             return [blocks[at] for at in sorted({len(blocks) * step // num_blocks for step in range(num_blocks)})]
         return [block for shard in shards for block in itertools.islice(self.shard_blocks(shard), 1)]
 
-    def check_unchanged(self) -> None:
-        """Raise CorpusError where a local file is not what it was when the source was opened."""
-        for file in self.files if not self.is_remote else ():
-            now = _looked_at(Path(file.path), file.name)
-            if now != file:
-                raise CorpusError.at(
-                    file.path, "changed while it was being counted. Start again when nothing writes to it any more."
-                )
-
-
-def _is_plain(file: SourceFile) -> bool:
-    return file.size is not None and file.path.lower().endswith((".jsonl", ".ndjson", ".txt"))
-
 
 def _file_blocks(file: SourceFile, shard: int, column: str) -> Iterator[Block]:
     is_text = file.format == ".txt"
-    if file.size is None or not (_is_plain(file) or file.format == ".parquet"):
-        return stream_blocks(file.path, shard, is_text)
-    if file.format == ".parquet":
+    if file.size is not None and file.is_plain:
+        return plain_blocks(file.path, shard, file.size, is_text)
+    if file.size is not None and file.format == ".parquet":
         return parquet_blocks(file.path, shard, file.size, column)
-    return plain_blocks(file.path, shard, file.size, is_text)
+    return stream_blocks(file.path, shard, is_text)
 
 
 def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
@@ -380,16 +360,15 @@ def refuse_repeated_inputs(sources: Sequence[OpenSource]) -> None:
     for opened in sources:
         inputs = [os.path.realpath(file.path) for file in opened.files]
         if opened.is_remote:
-            # The Hub finds its datasets in upper and lower case.
-            inputs = [f"{opened.source.location.lower()}, {opened.origin['config']}, split {opened.origin['split']}"]
+            inputs = [f"{opened.source.location}, {opened.origin['config']}, split {opened.origin['split']}"]
         for name in inputs:
-            first = seen.get((name, opened.column))
-            if first is not None:
+            key = (name, opened.column)
+            if key in seen:
                 raise UsageError(
-                    f"{name}: read by source {first} and by source {opened.source.name}. Its text would count twice. "
-                    "Leave one out; weight=2 gives a source more weight."
+                    f"{name}: read by source {seen[key]} and by source {opened.source.name}. Its text would count "
+                    "twice. Leave one out; weight=2 gives a source more weight."
                 )
-            seen[name, opened.column] = opened.source.name
+            seen[key] = opened.source.name
 
 
 def _open_files(source: CorpusSource) -> OpenSource:
@@ -482,32 +461,17 @@ def _first_row(opened: OpenSource) -> dict[str, Any]:
     wanted = (*CHAT_COLUMNS, *TEXT_COLUMNS) if source.column is None else (source.column,)
     found: dict[str, Any] | None = None
     fault = ""
-    for row in itertools.islice(_rows(opened), _ROWS_LOOKED_AT):
-        if isinstance(row, str):
-            fault = fault or row
+    rows = ((block, number, row) for block in opened.blocks() for number, row in block.records(None))
+    for block, number, row in itertools.islice(rows, _ROWS_LOOKED_AT):
+        if isinstance(row, BadRecord):
+            fault = fault or f"{block.place(number)}: {row.reason}."
             continue
-        known = {} if found is None else {column: value for column, value in found.items() if value is not None}
-        found = {**row, **known}
+        found = {**row, **{column: value for column, value in (found or {}).items() if value is not None}}
         if all(found[column] is not None for column in wanted if column in found):
             break
     if found is None:
         raise CorpusError.at(source.location, f"no record can be read. {fault or 'It is empty.'}")
     return found
-
-
-def _rows(opened: OpenSource) -> Iterator[dict[str, Any] | str]:
-    """Yield rows from the first on, with all their columns, or what is wrong with one."""
-    if opened.table is not None:
-        with hub_errors(opened.source.location):
-            for table in opened.table.with_format("arrow").iter(1):
-                yield table.to_pylist()[0]
-    for shard, file in enumerate(opened.files):
-        if file.format == ".parquet":
-            yield from parquet_rows(file.path)
-            continue
-        for block in opened.shard_blocks(shard):
-            for number, row in block.records(None):
-                yield f"{block.place(number)}: {row.reason}." if isinstance(row, BadRecord) else row
 
 
 def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:

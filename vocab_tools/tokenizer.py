@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,23 +20,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import TokenizerError
+from .errors import SourceError, TokenizerError
 from .files import expand_home, read_json, regular_file
-from .hub import fetch_file, is_offline, keep_limit, list_model, not_cached, transfer_errors, trouble_of
+from .hub import find_snapshot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 _SIDE_FILES = (
-    "tokenizer_config.json",
+    _CONFIG,
     "special_tokens_map.json",
     "generation_config.json",
     "config.json",
     "chat_template.jinja",
     "chat_template.json",
 )
-_TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What transformers builds a tokenizer from where there is no tokenizer.json.
+_OTHER_FORMS = ("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", ".model", ".tiktoken")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id (--tokenizer)."
@@ -53,11 +55,10 @@ def bytes_of_symbols() -> dict[str, int]:
     The table is GPT-2's: printable Latin-1 characters stand for themselves, the other bytes for the code points from
     256 on (`bytes_to_unicode` in openai/gpt-2, `src/encoder.py`).
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    shifted = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(256 + position): byte for position, byte in enumerate(shifted)})
-    return table
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + position): byte for position, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
 
 
 _BYTE_OF_SYMBOL = bytes_of_symbols()
@@ -215,16 +216,19 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if not str(source):
         raise TokenizerError(f"The tokenizer's name is empty. {_WHAT_TO_GIVE}")
     if path.is_file():
-        return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
+        return _load(str(source), path, path.parent if path.name == _TOKENIZER else None)
     if path.is_dir():
-        file = path / _TOKENIZER
-        return _load(str(source), file if file.is_file() else None, _side_files_of(path), None, folder=path)
+        return _load(str(source), path / _TOKENIZER, path)
     if path.exists():
         regular_file(path, TokenizerError)
     # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
     if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
         raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}")
-    return _load_from_hub(str(source), revision, offline)
+    try:
+        snapshot = find_snapshot(str(source), revision, offline, _wanted)
+    except SourceError as error:
+        raise TokenizerError(str(error)) from error
+    return _load(str(source), snapshot.folder / _TOKENIZER, snapshot.folder, snapshot.commit)
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
@@ -245,91 +249,48 @@ def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, wher
     return []
 
 
-def _side_files_of(folder: Path) -> dict[str, Path]:
-    found = {name: folder / name for name in _SIDE_FILES if (folder / name).is_file()}
-    for template in sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja")):
-        found[f"{_TEMPLATE_FOLDER}/{template.stem}"] = template
-    return found
+def _wanted(names: Sequence[str], where: str) -> list[str]:
+    """Choose the files of a tokenizer among those of a repository."""
+    endings = () if _TOKENIZER in names else _OTHER_FORMS
+    templates = [name for name in names if name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")]
+    top = [name for name in names if "/" not in name]
+    return [name for name in top if name in (_TOKENIZER, *_SIDE_FILES) or name.endswith(endings)] + templates
 
 
-def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
-    """Fetch the small files of a repository; where the Hub is out of reach, those in the cache do."""
-    keep_limit()
-    only_cache = offline or is_offline()
-    trouble = not_cached(source)
-    wanted = [_TOKENIZER, *_SIDE_FILES]
-    try:
-        if not only_cache:
-            _, names = list_model(source, revision)
-            wanted = [name for name in names if name in wanted or _is_extra_template(name)]
-    except transfer_errors() as error:
-        trouble = trouble_of(error, source, revision)
-        if not trouble.is_unreachable:
-            raise TokenizerError(str(trouble)) from error
-        only_cache = True
-    found: dict[str, Path] = {}
-    for name in wanted:
-        try:
-            file = fetch_file(source, name, revision, only_cache)
-        except transfer_errors() as error:
-            broken = trouble_of(error, source, revision)
-            file = fetch_file(source, name, revision, only_cache=True) if broken.is_unreachable else None
-            if file is None:
-                raise TokenizerError(f"{name} of {broken}") from error
-        if file is not None:
-            found[name] = file
-    if only_cache and not found:
-        raise TokenizerError(str(trouble))
-    if only_cache:
-        found.update(_side_files_of(next(iter(found.values())).parent))
-    commits = {file.parts[file.parts.index("snapshots") + 1] for file in found.values()}
-    if len(commits) > 1:
-        raise TokenizerError(f"{source}: the repository changed while it was read. Run the same command again.")
-    side = {name.removesuffix(".jinja") if _is_extra_template(name) else name: file for name, file in found.items()}
-    tokenizer_file = side.pop(_TOKENIZER, None)
-    commit = commits.pop() if commits else None
-    return _load(source, tokenizer_file, side, commit, revision=revision, offline=only_cache)
+def _load(source: str, file: Path, folder: Path | None, commit: str | None = None) -> LoadedTokenizer:
+    """Load tokenizer.json, or what is in its place, with the files beside it in `folder`; None for the file alone."""
 
+    def beside(name: str) -> dict[str, Any]:
+        if folder is None or not (folder / name).is_file():
+            return {}
+        value = read_json(folder / name, TokenizerError)
+        if not isinstance(value, dict):
+            raise TokenizerError(f"{folder / name}: expected a JSON object, found {type(value).__name__}.")
+        return value
 
-def _is_extra_template(name: str) -> bool:
-    return name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")
-
-
-def _load(
-    source: str,
-    tokenizer_file: Path | None,
-    side: Mapping[str, Path],
-    commit: str | None,
-    *,
-    folder: Path | None = None,
-    revision: str | None = None,
-    offline: bool = False,
-) -> LoadedTokenizer:
-    config = _read_json(side.get("tokenizer_config.json"))
-    if tokenizer_file is not None:
-        backend = _read_backend(tokenizer_file)
-        _add_missing_tokens(backend, config, side.get("tokenizer_config.json"))
+    config = beside(_CONFIG)
+    if folder is None or file.is_file():
+        backend = _read_backend(file)
+        _add_missing_tokens(backend, config, file.parent / _CONFIG)
     else:
-        backend = _build_backend(str(folder) if folder else source, config, revision, offline)
+        backend = _build_backend(source, folder, config)
     backend.no_truncation()
     backend.no_padding()
+    templates: dict[str, str] = {}
+    for name in (_CONFIG, "chat_template.json"):
+        templates |= _chat_templates(beside(name).get("chat_template"), f"{folder}/{name}")
+    if folder is not None:
+        for file in (folder / "chat_template.jinja", *sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))):
+            if file.is_file():
+                templates["default" if file.parent == folder else file.stem] = _read_template(file)
     return LoadedTokenizer(
         backend=backend,
         source=source,
         revision=commit,
-        chat_templates=_chat_templates(config, side),
-        special_tokens=_special_tokens(config, _read_json(side.get("special_tokens_map.json"))),
-        generation_config=_generation_config(side),
+        chat_templates=templates,
+        special_tokens=_special_tokens(config, beside("special_tokens_map.json")),
+        generation_config=_generation_config(beside("generation_config.json"), beside("config.json")),
     )
-
-
-def _read_json(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    value = read_json(file, TokenizerError)
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}.")
-    return value
 
 
 def _read_backend(file: Path) -> Tokenizer:
@@ -344,7 +305,7 @@ def _read_backend(file: Path) -> Tokenizer:
     return backend
 
 
-def _build_backend(source: str, config: Mapping[str, Any], revision: str | None, offline: bool) -> Tokenizer:
+def _build_backend(source: str, folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Let transformers build a tokenizer from other files than tokenizer.json; code of the repository is never run."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
@@ -354,9 +315,7 @@ def _build_backend(source: str, config: Mapping[str, Any], revision: str | None,
         f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER."
     )
     try:
-        built = AutoTokenizer.from_pretrained(
-            source, revision=revision, local_files_only=offline, trust_remote_code=False
-        )
+        built = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         why = f"transformers cannot build a tokenizer (--tokenizer) from the other files: {error}"
         if "auto_map" in config:
@@ -364,67 +323,54 @@ def _build_backend(source: str, config: Mapping[str, Any], revision: str | None,
         raise TokenizerError(f"{source}: no {_TOKENIZER}, and {why}") from error
     backend = getattr(built, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise TokenizerError(
-            f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a {_TOKENIZER} is needed. {to_convert}"
-        )
+        raise TokenizerError(f"{source}: only a slow (Python) tokenizer, {type(built).__name__}. {to_convert}")
     return backend
 
 
-def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path | None) -> None:
+def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path) -> None:
     """Add the tokens that only tokenizer_config.json knows, as transformers does on loading."""
     from tokenizers import AddedToken
 
     known = set(backend.get_vocab(with_added_tokens=True).values())
-    entries = config.get("added_tokens_decoder") or {}
-    form = 'ids with tokens, as in {"2": {"content": "</s>"}}'
-    if not isinstance(entries, dict) or not all(
-        key.isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)
-        for key, entry in entries.items()
-    ):
-        raise TokenizerError(f"{file}: added_tokens_decoder: expected {form}.")
-    for token_id, entry in sorted((int(key), entry) for key, entry in entries.items()):
-        if token_id in known:
-            continue
+    try:
+        entries = {
+            int(key): (entry["content"], entry) for key, entry in (config.get("added_tokens_decoder") or {}).items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        form = 'ids with tokens, as in {"2": {"content": "</s>"}}'
+        raise TokenizerError(f"{file}: added_tokens_decoder: expected {form}.") from error
+    for token_id in sorted(entries.keys() - known):
+        content, entry = entries[token_id]
         options = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
-        token = AddedToken(
-            entry["content"], normalized=bool(entry.get("normalized", not options["special"])), **options
-        )
+        normalized = bool(entry.get("normalized", not options["special"]))
+        token = AddedToken(str(content), normalized=normalized, **options)
         (backend.add_special_tokens if options["special"] else backend.add_tokens)([token])
-        found = backend.token_to_id(entry["content"])
+        found = backend.token_to_id(str(content))
         if found != token_id:
             raise TokenizerError(
-                f"{file}: added token {entry['content']!r} should have id {token_id}, but tokenizer.json makes it "
-                f"{found}. The two files belong to different tokenizers; fetch both from one revision."
+                f"{file}: added token {content!r} should have id {token_id}, but tokenizer.json makes it {found}. "
+                "The two files belong to different tokenizers; fetch both from one revision."
             )
 
 
-def _chat_templates(config: Mapping[str, Any], side: Mapping[str, Path]) -> dict[str, str]:
-    """Return the templates by name: a text, or several as {name: text} or [{"name": name, "template": text}]."""
-    templates: dict[str, str] = {}
-    in_json = _read_json(side.get("chat_template.json"))
-    for name, value in (("tokenizer_config.json", config), ("chat_template.json", in_json)):
-        found = value.get("chat_template")
-        if isinstance(found, list):
-            named = [entry for entry in found if isinstance(entry, dict)]
-            found = {entry.get("name"): entry.get("template") for entry in named} if len(named) == len(found) else None
-        elif isinstance(found, str):
-            found = {"default": found}
-        elif found is None:
-            found = {}
-        if not isinstance(found, dict) or not all(isinstance(text, str) for item in found.items() for text in item):
-            raise TokenizerError(
-                f"{side[name]}: chat_template: expected a text, or several with their names, as in "
-                '[{"name": "default", "template": "..."}].'
-            )
-        templates.update(found)
-    for name, file in side.items():
-        if file.suffix == ".jinja":
-            try:
-                source = regular_file(file, TokenizerError, "chat template").read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise TokenizerError(f"{file}: the chat template cannot be read: {error}.") from error
-            templates["default" if name == "chat_template.jinja" else file.stem] = source
-    return templates
+def _chat_templates(found: Any, where: str) -> dict[str, str]:
+    """Return templates by name from a text, {name: text}, or [{"name": name, "template": text}]."""
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
+        found = {entry.get("name"): entry.get("template") for entry in found}
+    found = {} if found is None else found
+    if not isinstance(found, dict) or not all(isinstance(text, str) for item in found.items() for text in item):
+        form = '[{"name": "default", "template": "..."}]'
+        raise TokenizerError(f"{where}: chat_template: expected a text, or several with their names, as in {form}.")
+    return found
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file}: the chat template cannot be read: {error}.") from error
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
@@ -438,12 +384,10 @@ def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
     return tokens
 
 
-def _generation_config(side: Mapping[str, Path]) -> dict[str, Any]:
-    generation = _read_json(side.get("generation_config.json"))
-    config = _read_json(side.get("config.json"))
+def _generation_config(generation: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     text_config = config.get("text_config")
     for source in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in _TOKEN_ID_KEYS:
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if generation.get(key) is None and source.get(key) is not None:
                 generation[key] = source[key]
     return generation

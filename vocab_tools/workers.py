@@ -1,7 +1,4 @@
-"""Workers: the blocks of a source in, what they hold out, in any process and any order.
-
-    Block → Documents   encoded
-    Documents → Tally   counts and held-out documents; `Tally.add` is associative
+"""Workers: the blocks of a source in, their counts out, in any process and any order.
 
 A document is held out, and never counted, by a hash of its text (of a chat, its messages): the same document always,
 whatever stands beside it, so that counts of parts add up to the counts of the whole.
@@ -13,83 +10,48 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
-from .encoding import EncoderSpec, TailEncoder, build_encoder, encode_all
+from .encoding import Encoded, EncoderSpec, TailEncoder, build_encoder, encode_all
 from .errors import EagleSlimError, TokenizerError
 from .records import BadRecord, Block
-from .sources import OpenSource
+from .sources import CorpusSource, OpenSource
 
 MAX_REPORTS = 10
 """Bad records of a block that are told one by one; the others are only counted."""
 
 
 @dataclass(frozen=True)
-class SourcePlan:
-    """Options for reading the documents of one source, from `CorpusSource`."""
-
-    kind: Literal["text", "chat"]
-    column: str
-    roles: Literal["assistant", "all"]
-    sample: float | None
-    is_limited: bool
-
-
-@dataclass(frozen=True)
 class CountPlan:
-    """Everything a worker needs; picklable. `chat` is None where no source holds chats.
+    """Everything a worker needs; picklable.
 
-    `skip_bad` leaves out bad records rather than stop at the first of a block.
+    Attributes:
+        encoder: the tokenizer.
+        chat: its chat template; None where no source holds chats.
+        sources: what is read, without files and tables.
+        skip_bad: leave out bad records rather than stop at the first of a block.
+        seed: decides what is sampled and held out.
+        held_out: share of the documents that is held out.
     """
 
     encoder: EncoderSpec
     chat: ChatSpec | None
-    sources: tuple[SourcePlan, ...]
+    sources: tuple[OpenSource, ...]
     skip_bad: bool
     seed: int
     held_out: float
-
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """The encoded documents of a block.
-
-    Attributes:
-        token_ids: uint32 [tokens], of all documents, concatenated.
-        offsets: int64 [documents + 1].
-        hashes: uint64 [documents].
-        cuts: cuts made in a text too long to be tokenized whole, int64 [documents].
-        apart: messages of the assistant that no turn of the template holds, encoded by themselves, int64 [documents].
-        bad: number in the block and reason of the first bad records.
-        bad_after: how many documents stand before each bad record, int64 [bad records].
-    """
-
-    token_ids: NDArray[np.uint32]
-    offsets: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    cuts: NDArray[np.int64]
-    apart: NDArray[np.int64]
-    bad: tuple[tuple[int, str], ...]
-    bad_after: NDArray[np.int64]
-
-    def first(self, num_documents: int) -> Documents:
-        """Return the first documents that have tokens, and what lies before the last of them."""
-        stop = int(np.flatnonzero(np.diff(self.offsets))[num_documents - 1]) + 1
-        ids, num_bad = self.token_ids[: self.offsets[stop]], int((self.bad_after < stop).sum())
-        bad, bad_after = self.bad[:num_bad], self.bad_after[:num_bad]
-        cuts, apart = self.cuts[:stop], self.apart[:stop]
-        return Documents(ids, self.offsets[: stop + 1], self.hashes[:stop], cuts, apart, bad, bad_after)
 
 
 @dataclass(eq=False)
@@ -102,9 +64,9 @@ class Tally:
         documents, tokens: with the held-out ones; documents are those with a token.
         empty: documents without a token.
         skipped: bad records.
-        cuts, apart: sums of those of `Documents`.
+        apart: messages of the assistant that no turn of the template holds, encoded by themselves.
         digest: sum of the hashes of all documents, modulo 2^64.
-        bad: as in `Documents`.
+        bad: number in the block and reason of the first bad records.
     """
 
     counts: NDArray[np.int64]
@@ -113,17 +75,17 @@ class Tally:
     tokens: int = 0
     empty: int = 0
     skipped: int = 0
-    cuts: int = 0
     apart: int = 0
     digest: int = 0
     bad: tuple[tuple[int, str], ...] = ()
 
     def add(self, other: Tally) -> None:
-        """Add another part of the same source; `bad` stays as it is."""
+        """Add another part of the same source."""
         self.counts += other.counts
         self.held_out += other.held_out
         self.digest = (self.digest + other.digest) % 2**64
-        for name in ("documents", "tokens", "empty", "skipped", "cuts", "apart"):
+        self.bad = (*self.bad, *other.bad)[:MAX_REPORTS]
+        for name in ("documents", "tokens", "empty", "skipped", "apart"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -135,39 +97,12 @@ def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
     return (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64
 
 
-def tally(found: Documents, plan: CountPlan) -> Tally:
-    """Count the documents of a block, and hold out a share of them.
-
-    Raises:
-        TokenizerError: the tokenizer gives ids beyond its vocabulary.
-    """
-    lengths, vocab_size = np.diff(found.offsets), plan.encoder.vocab_size
-    counts = np.bincount(found.token_ids, minlength=vocab_size)
-    if len(counts) > vocab_size:
-        raise TokenizerError(
-            f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {vocab_size - 1}."
-        )
-    chosen = np.flatnonzero((draws(found.hashes, 2 * plan.seed) < plan.held_out) & (lengths > 0))
-    documents = [found.token_ids[found.offsets[at] : found.offsets[at + 1]].astype(np.int32) for at in chosen]
-    if documents:
-        counts -= np.bincount(np.concatenate(documents), minlength=vocab_size)
-    present = int((lengths > 0).sum())
-    return Tally(
-        counts,
-        documents,
-        documents=present,
-        tokens=len(found.token_ids),
-        empty=len(lengths) - present,
-        skipped=len(found.bad_after),
-        cuts=int(found.cuts.sum()),
-        apart=int(found.apart.sum()),
-        digest=int(found.hashes.sum(dtype=np.uint64)),
-        bad=found.bad,
-    )
-
-
 class BlockCounter:
-    """Counts blocks; holds the tokenizer and the chat template, so one per process."""
+    """Counts blocks; holds the tokenizer and the chat template, so one per process.
+
+    Its methods raise TokenizerError where the tokenizer gives ids beyond its vocabulary, and CorpusError where the
+    input cannot be read.
+    """
 
     def __init__(self, plan: CountPlan) -> None:
         self._plan = plan
@@ -175,52 +110,64 @@ class BlockCounter:
         # Templates have few headers; the bound is for one that writes something new each time.
         self._header_ids = lru_cache(4096)(lambda header: self._encoder.encode([header]).token_ids)
 
-    def count(self, source: int, block: Block) -> Documents | Tally:
-        """Count one block of a source; where the source has a limit, return its documents.
+    def count(self, source: int, block: Block) -> Tally:
+        """Count one block of a source."""
+        return self._tally(source, self.documents(source, block))
 
-        Raises:
-            TokenizerError: the tokenizer gives ids beyond its vocabulary.
-            CorpusError: the input cannot be read.
-        """
-        found = self.encode(source, block)
-        if self._plan.sources[source].is_limited:
-            return found
-        return tally(found, self._plan)
+    def count_up_to(self, source: int, block: Block, documents: float, tokens: float) -> Tally:
+        """Count a block document by document, up to the one that reaches a number of documents or tokens."""
+        total = Tally(np.zeros(self._plan.encoder.vocab_size, np.int64))
+        for record in self.documents(source, block):
+            total.add(self._tally(source, [record]))
+            if total.documents >= documents or total.tokens >= tokens:
+                break
+        return total
 
-    def encode(self, source: int, block: Block) -> Documents:
-        """Read and encode one block."""
+    def _tally(self, source: int, records: Iterable[tuple[int, Any, int]]) -> Tally:
+        """Encode records of `documents`, count them, and hold out a share."""
         documents: list[Any] = []
         hashes: list[int] = []
         bad: list[tuple[int, str]] = []
-        bad_after: list[int] = []
-        for number, document, key in self.documents(source, block):
+        for number, document, key in records:
             if isinstance(document, BadRecord):
-                bad_after.append(len(hashes))
-                if len(bad) < MAX_REPORTS:
-                    bad.append((number, document.reason))
+                bad.append((number, document.reason))
                 if not self._plan.skip_bad:
                     break
             else:
                 documents.append(document)
                 hashes.append(key)
-        if self._plan.sources[source].kind == "text":
-            encoded, cuts = encode_all(self._encoder, documents)
-            token_ids, offsets, apart = encoded.token_ids, encoded.offsets, np.zeros(len(documents), np.int64)
-        else:
-            token_ids, offsets, cuts = self.encode_chats(documents)
-            apart = np.array([sum(piece.is_apart for piece in chat) for chat in documents], np.int64)
-        keys, after = np.array(hashes, np.uint64), np.array(bad_after, np.int64)
-        return Documents(token_ids, offsets, keys, cuts, apart, tuple(bad), after)
+        is_chat, vocab_size = self._plan.sources[source].kind == "chat", self._plan.encoder.vocab_size
+        found = self._encode_chats(documents) if is_chat else encode_all(self._encoder, documents)
+        counts = np.bincount(found.token_ids, minlength=vocab_size)
+        if len(counts) > vocab_size:
+            raise TokenizerError(
+                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {vocab_size - 1}."
+            )
+        keys, present = np.array(hashes, np.uint64), np.diff(found.offsets) > 0
+        chosen = np.flatnonzero((draws(keys, 2 * self._plan.seed) < self._plan.held_out) & present)
+        held_out = [found.token_ids[found.offsets[at] : found.offsets[at + 1]].astype(np.int32) for at in chosen]
+        if held_out:
+            counts -= np.bincount(np.concatenate(held_out), minlength=vocab_size)
+        return Tally(
+            counts,
+            held_out,
+            documents=int(present.sum()),
+            tokens=len(found.token_ids),
+            empty=int((~present).sum()),
+            skipped=len(bad),
+            apart=sum(piece.is_apart for chat in documents for piece in chat) if is_chat else 0,
+            digest=int(keys.sum(dtype=np.uint64)),
+            bad=tuple(bad[:MAX_REPORTS]),
+        )
 
     def documents(self, source: int, block: Block) -> Iterator[tuple[int, str | list[Piece] | BadRecord, int]]:
         """Yield the number of each sampled record, its text or the pieces of its chat, and its hash; or a BadRecord."""
-        from xxhash import xxh3_64_intdigest
-
-        plan = self._plan.sources[source]
+        opened = self._plan.sources[source]
         pieces_of = None
-        if plan.kind == "chat":
-            pieces_of = self._renderer.all_pieces if plan.roles == "all" else self._renderer.assistant_pieces
-        for number, value in block.records(plan.column):
+        if opened.kind == "chat":
+            whole = opened.source.roles == "all"
+            pieces_of = self._renderer.all_pieces if whole else self._renderer.assistant_pieces
+        for number, value in block.records(opened.column):
             if isinstance(value, BadRecord):
                 yield number, value, 0
                 continue
@@ -230,7 +177,7 @@ class BlockCounter:
                     messages = normalise_messages(value)
                     told = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
                     key = xxh3_64_intdigest(told.encode())
-                    document = pieces_of(messages) if self._is_sampled(plan, key) else []
+                    document = pieces_of(messages) if self._is_sampled(opened.source, key) else []
                 elif isinstance(value, str):
                     document, key = value, xxh3_64_intdigest(value.encode())
                 else:
@@ -238,31 +185,27 @@ class BlockCounter:
             except UnicodeEncodeError:
                 yield number, BadRecord("half of a surrogate pair (\\ud800 to \\udfff) is not a character"), 0
             except ChatError as error:
-                yield number, BadRecord(f"column {plan.column!r}: {error}"), 0
+                yield number, BadRecord(f"column {opened.column!r}: {error}"), 0
             else:
-                if self._is_sampled(plan, key):
+                if self._is_sampled(opened.source, key):
                     yield number, document, key
 
-    def _is_sampled(self, plan: SourcePlan, key: int) -> bool:
-        return plan.sample is None or draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < plan.sample
+    def _is_sampled(self, source: CorpusSource, key: int) -> bool:
+        share = source.sample
+        return share is None or bool(draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < share)
 
-    def encode_chats(
-        self, chats: Sequence[list[Piece]]
-    ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of all chats that count, their offsets int64 [chats + 1], and the cuts in each chat."""
+    def _encode_chats(self, chats: Sequence[list[Piece]]) -> Encoded:
+        """Encode what counts of each chat."""
         pieces = [piece for chat in chats for piece in chat]
-        encoded, cuts = encode_all(self._encoder, [piece.text for piece in pieces])
+        encoded = encode_all(self._encoder, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
         if any(piece.header_chars for piece in pieces):
             parts = [
                 self._counted_part(piece, token_ids[start:stop])
                 for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True)
             ]
-            token_ids = np.concatenate(parts)
-            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts], dtype=np.int64)])
-        pieces_before = np.cumsum([0, *map(len, chats)])
-        cuts_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(cuts)])
-        return token_ids, offsets[pieces_before], np.diff(cuts_before[pieces_before])
+            token_ids, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        return Encoded(token_ids, offsets[np.cumsum([0, *map(len, chats)])])
 
     def _counted_part(self, piece: Piece, token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
         if not piece.header_chars:
@@ -285,7 +228,7 @@ class BlockCounter:
 
 # Workers
 
-Counted = tuple[Block, Documents | Tally]
+Counted = tuple[Block, Tally]
 
 
 class Workers:
@@ -301,7 +244,7 @@ class Workers:
         return None
 
     def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """Yield each block, its data aside, and what `BlockCounter.count` gives for it."""
+        """Yield each block and its tally."""
         for block in opened.blocks():
             yield block, self._counter.count(source, block)
 
@@ -318,12 +261,12 @@ class Processes(Workers):
 
     def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
         """See `Workers`."""
-        waiting: deque[tuple[Block, Future[Documents | Tally]]] = deque()
+        waiting: deque[tuple[Block, Future[Tally]]] = deque()
         blocks = opened.blocks()
         try:
             while True:
                 for block in islice(blocks, self._in_flight - len(waiting)):
-                    waiting.append((replace(block, data=None), self._pool.submit(_work, source, block)))
+                    waiting.append((block, self._pool.submit(_work, source, block)))
                 if not waiting:
                     return
                 block, future = waiting.popleft()
@@ -366,6 +309,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(source: int, block: Block) -> Documents | Tally:
+def _work(source: int, block: Block) -> Tally:
     assert _counter is not None
     return _counter.count(source, block)

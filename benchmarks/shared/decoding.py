@@ -17,7 +17,7 @@ import torch
 from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
 from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
@@ -86,7 +86,7 @@ class RandomModel:
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Allocate a cache of random keys and values, as if every row had been written."""
-        cache = KVCache(self.target, num_slots, capacity)
+        cache = KVCache.allocate(self.target, num_slots, capacity)
         for keys, values in cache.stacks:
             keys.normal_()
             values.normal_()
@@ -228,7 +228,7 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     box.tokens.copy_(torch.tensor(prompt))
     rows, bufs = ChunkRows.allocate(num_rows, lengths), target.new_buffers(1, num_rows, num_rows, num_rows + 1)
     Ops.for_device(device)(chunk_rows)(box, rows)
-    target.forward(rows.forward, KVCache(target, 1, num_rows + 1), bufs)
+    target.forward(rows.forward, KVCache.allocate(target, 1, num_rows + 1), bufs)
     return bufs.logits
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from ..errors import ConvertError
+from ..errors import ConvertError, SourceError
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
@@ -136,7 +136,7 @@ def original_at_hand(head: DraftHead) -> DraftHead | None:
     if manifest is None or head.source is None or ids is None:
         return None
     beside = folder_beside(head.source.folder, manifest.head)
-    with contextlib.suppress(ConvertError):
+    with contextlib.suppress(ConvertError, SourceError):
         found = open_original(manifest, None if beside is None else str(beside))
         if found is None or not found.has_lm_head:
             return None

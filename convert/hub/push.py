@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_slim.vocab_tools.hub import LIBRARY_NAME, plain
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained, plain
 
 from ..errors import SourceError
-from .snapshot import check_repository_id, explained
 
 
 def check_push(repo_id: str) -> None:
@@ -18,9 +17,10 @@ def check_push(repo_id: str) -> None:
         SourceError: not a repository id, no token, a token that may only read, or a name of somebody else.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 
-    check_repository_id(repo_id)
     with explained(repo_id, purpose="write"):
+        validate_repo_id(repo_id)
         who = HfApi(library_name=LIBRARY_NAME).whoami()
     owners = [who["name"], *(org["name"] for org in who.get("orgs") or ())]
     role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")

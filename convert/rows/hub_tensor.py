@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from eagle_slim.vocab_tools.hub import LIBRARY_NAME, HubTrouble
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, HubError, explained
 
 from ..atomic import require_space
 from ..errors import CheckpointError, SourceError
-from ..hub.snapshot import HubError, explained
 from .safetensors_file import SafetensorsFile
 from .types import TensorInfo, damaged
 
@@ -158,9 +157,9 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -
                 piece = file.read(start, min(start + PIECE_BYTES, offset + info.size_bytes))
             except HubError as error:
                 came = f"{done - len(prefix):,} of {info.size_bytes:,} bytes came"
-                headline = f"{file.label}: {error.trouble.headline}; {came}"
-                advice = f"What has come is kept: the same command goes on from there. {error.trouble.advice}"
-                raise HubError(HubTrouble(headline, advice, error.trouble.reason)) from error
+                headline = f"{file.label}: {error.headline}; {came}"
+                advice = f"What has come is kept: the same command goes on from there. {error.advice}"
+                raise HubError(headline, advice, error.reason) from error
             except SourceError:
                 partial.truncate(0)
                 raise

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import write_file
-from eagle_slim.vocab_tools.hub import is_offline, not_cached
+from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 
 from ..errors import CheckpointError
 from ..files import read_object
-from ..hub.snapshot import HubError, fetch
 from ..sources.source import ResolvedSource
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS
@@ -115,7 +114,7 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     if (cached := _cached(target)) is not None:
         return cached
     if offline or is_offline():
-        raise HubError(not_cached(target.label, "its LM head"))
+        raise not_cached(target.label, "its LM head")
     return _fetch(target)
 
 

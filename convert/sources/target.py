@@ -13,7 +13,6 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from ..errors import MismatchError, SourceError
 from ..files import read_object
 from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
-from . import card
 from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .public_heads import known_target
 from .source import ResolvedSource, target_files
@@ -81,7 +80,7 @@ def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) 
         return None
     if (known := known_target(head.source.repo_id)) is not None:
         return TargetChoice(known, "from the table of public heads")
-    if (named := card.base_model(head.source.card)) is not None:
+    if (named := head.source.on_card("base_model")) is not None:
         return TargetChoice(named, "named in the head's model card")
     return None
 

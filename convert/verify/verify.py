@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engines import ENGINES, HeadFacts, check_engine, require_engines
+from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError
 from .parts import Doubt, Parts, Status, ended, refuse
 from .rules import CHECKS
@@ -108,7 +108,7 @@ def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
         target_layers=layers if isinstance(layers, int) else None,
         has_gguf=any(name.endswith(".gguf") for name in manifest.files),
     )
-    findings = check_engine(facts, engine, version=version)
+    findings = [*head_findings(facts, engine), *version_findings(engine, version)]
     texts = {
         severity: "; ".join(str(finding) for finding in findings if finding.severity == severity)
         for severity in ("error", "warning", "note")

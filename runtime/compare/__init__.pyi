@@ -1,7 +1,6 @@
 from .options import CompareOptions
 from .prompts import Prompt, load_prompts
-from .recommend import Advice, Comparison
-from .report import Answer, CompareReport, Row
+from .report import Advice, Answer, CompareReport, Comparison, Row
 from .run import compare
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,11 +44,6 @@ class Candidate:
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens."""
-
-    @classmethod
-    def plain(cls, model: SpeculativeModel) -> Candidate:
-        """Plain decoding, which drafts nothing."""
-        return cls(PLAIN, PLAIN, model)
 
     @classmethod
     def of(cls, model: SpeculativeModel, size: str, head: str) -> Candidate:
@@ -111,8 +105,7 @@ class RankedHead:
     def of(cls, name: str, model: SpeculativeModel, options: CompareOptions, say: Say) -> RankedHead:
         """Rank a head's rows as the options ask, or by its own ranking.
 
-        Rows that an artifact keeps beyond its draft vocabulary are ranked too where a size, or another ranking, wants
-        them. Raises `UsageError` where the sizes need a ranking and there is none.
+        Raises `UsageError` where the sizes need a ranking and there is none.
         """
         opened = model.opened
         assert opened is not None
@@ -156,13 +149,13 @@ class RankedHead:
 
         Raises `UsageError` where nothing can join any of them.
         """
-        rows, order, refusal = options.follow_rows, self._follow_order(), None
-        found = []
+        order = None if self.ranking is None else self.ranking.cut(None).target_ids
+        found, refusal = [], None
         for cut in cuts:
             own = [cut] if None in options.follow else []
             if "prompt" in options.follow:
                 try:
-                    model = cut.model.with_follow("prompt", rows, order)
+                    model = cut.model.with_follow("prompt", options.follow_rows, order)
                     own.append(Candidate.of(model, f"{cut.size} + prompt", self.name))
                 except NothingToFollowError as error:
                     refusal, own = error, [cut]
@@ -190,15 +183,6 @@ class RankedHead:
             size = f"all {size} of {target_vocab:,}"
         return Candidate.of(model, size, self.name)
 
-    def _follow_order(self) -> NDArray[np.int64] | None:
-        """Return the ranking's ids best first, and after them those of the head's own ranking that it cannot rank."""
-        if self.ranking is None:
-            return None
-        order, own = self.ranking.cut(None).target_ids, self.opened.rank_order
-        if own is None:
-            return order
-        return np.concatenate([order, own[~np.isin(own, order)]])
-
 
 def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say: Say) -> list[RankedHead]:
     """Name and rank the heads of a comparison.
@@ -206,17 +190,16 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
     Raises `UsageError` for models that `SpeculativeModel.from_pretrained` did not build, for models of several targets,
     and for a head given twice.
     """
-    if any(model.opened is None or model.target.model is not models[0].target.model for model in models) or not models:
+    if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
         raise UsageError(
             "models: a comparison takes one or more, built by from_pretrained over the same loaded target."
         )
     locations = [model.opened.head.location for model in models if model.opened is not None]
+    if len(set(locations)) < len(locations):
+        raise UsageError(f"models: each head is compared once; got {', '.join(locations)}.")
     names = [Path(location).name for location in locations]
     if len(set(names)) < len(names):
         names = locations
-    repeated = [name for name, times in Counter(names).items() if times > 1]
-    if repeated:
-        raise UsageError(f"models: each head is compared once; given twice: {', '.join(repeated)}.")
     return [RankedHead.of(name, model, options, say) for name, model in zip(names, models, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -18,30 +19,19 @@ from eagle_slim.vocab_tools.common_cli import (
     version_option,
 )
 from eagle_slim.vocab_tools.errors import INTERRUPTED
+from tqdm import tqdm
 
-from ..options_cli import check_names, load_heads, model_options, progress_line, show_warnings_as_lines
+from ..options_cli import check_names, load_heads, model_options, read_by, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
 from .options import MARKER, CompareOptions
+from .prompts import load_prompts
 
 _FOLLOW = {"prompt": "prompt", "none": None}
-_Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
-def _form(read: Callable[[Any], Any], example: str) -> _Callback:
-    """A callback for an option's value: ``read`` parses it, and raises `ValueError` or `KeyError` for a wrong one."""
-
-    def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            return None if value is None else read(value)
-        except (ValueError, KeyError):
-            raise click.BadParameter(f"{value!r} does not have the form {example}.", ctx, param) from None
-
-    return parse
-
-
-def _list_of(read: Callable[[str], Any], example: str) -> _Callback:
-    """A callback for values that commas separate; each is taken once."""
-    return _form(lambda text: tuple(dict.fromkeys(read(item.strip()) for item in text.split(","))), example)
+def _list_of(read: Callable[[str], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Make the callback for values that commas separate; each is taken once."""
+    return read_by(lambda text: tuple(dict.fromkeys(read(item.strip()) for item in text.split(","))), example)
 
 
 def _size(text: str) -> int | str:
@@ -66,7 +56,7 @@ Examples:
 @model_options
 @click.option("--head", "heads", multiple=True, metavar="HEAD",
               help="Another head of the same target to compare; repeatable.")  # fmt: skip
-@click.option("--tree", "trees", multiple=True, metavar="D,K,N", callback=_form(_trees, "DEPTH,TOP_K,NODES"),
+@click.option("--tree", "trees", multiple=True, metavar="D,K,N", callback=read_by(_trees, "DEPTH,TOP_K,NODES"),
               help="Depth, children per node and nodes of a tree; repeatable. Default: 5,10,60.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
               help="JSON lines with `turns`, `messages`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
@@ -90,7 +80,10 @@ Examples:
 @force_option
 @json_option
 @version_option()
-def compare(**options: Any) -> int:
+def compare(
+    prompt_file: str, limit: int | None, temperature: float, seed: int, raw: bool, out: str | None, force: bool,
+    as_json: bool, **options: Any,
+) -> int:  # fmt: skip
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
     HEAD is a folder or a Hugging Face Hub repository: converted (its manifest holds the ranking), or unconverted (then
@@ -99,25 +92,28 @@ def compare(**options: Any) -> int:
     to tell the sizes apart. Ctrl-C ends the comparison and writes what there is.
     """
     show_warnings_as_lines()
-    out, force, as_json = (options.pop(name) for name in ("out", "force", "as_json"))
     asked = CompareOptions(
         **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},
-        sampling=SamplingConfig(options.pop("temperature"), seed=options.pop("seed")),
-        use_chat_template=not options.pop("raw"),
+        sampling=SamplingConfig(temperature, seed=seed),
+        use_chat_template=not raw,
     )
-    from .prompts import load_prompts
-
     # What would be refused in the end is refused before anything is loaded, and before everything is answered.
-    prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
-    check_names(options, [size for size in asked.sizes or () if size != "full"])
+    prompts = load_prompts(prompt_file, limit)
+    check_names(options)
     if out is not None:
         check_output(out, force, MARKER)
     # Loads torch.
     from .run import compare as run_comparison
 
     models = load_heads(options)
-    with progress_line("answer") as progress:
-        result = run_comparison(models, prompts, asked, progress=progress, say=note)
+    every_s = 0.1 if sys.stderr.isatty() else 30.0
+    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        result = run_comparison(models, prompts, asked, progress=move, say=note)
     if out is not None:
         result.write(out, force)
         note(f"wrote {out}/compare.json and {out}/compare.html")

@@ -87,10 +87,4 @@ class CompareOptions:
 
     def generation(self, mode: str) -> Mapping[str, Any]:
         """Return the arguments of `SpeculativeModel.generate` that choose tokens as a mode does."""
-        if mode == "greedy":
-            return {}
-        always = ("temperature", "seed")
-        return {
-            name: value for name, value in asdict(self.sampling).items()
-            if name in always or value != getattr(SamplingConfig, name)
-        }  # fmt: skip
+        return {} if mode == "greedy" else asdict(self.sampling)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +14,17 @@ import numpy as np
 from eagle_slim.convert.atomic import atomic_directory
 from eagle_slim.vocab_tools.coverage import aligned
 
-from ..api.output import GenerationOutput
-from ..api.stats import AcceptedLengths
+from ..api.stats import GenerationStats
 from .candidates import PLAIN, Candidate, CoverageCurve
 from .options import MARKER, CompareOptions
 from .statistics import Estimate, Measured, Timings, measure, ratio
 
 ALL = "all"
 _DATA_MARK = "/*DATA*/null"
+_HEADINGS = (
+    "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
+    "host", "passes", "exact",
+)  # fmt: skip
 _NUM_NAMES = 4
 """Columns of the table that hold names and stand on the left."""
 
@@ -39,41 +41,22 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """Results and times of one call of `generate`.
+    """One call of `generate`.
 
     ``category`` is None for a batch of several categories. ``num_identical``: answers equal to plain decoding's, token
-    for token. ``steps``: draft, verify and host seconds of each step. ``token_ids`` by prompt answered. ``num_missed``:
-    tokens outside the draft vocabulary, 0 for plain decoding. ``is_exact``: whether the target promises that drafting
-    changes no token.
+    for token. ``token_ids`` by prompt answered.
     """
 
     place: Place
     candidate: str
     category: str | None
     num_identical: int
-    accepted_lengths: Mapping[int, int]
-    total_s: float
-    steps: tuple[tuple[float, float, float], ...]
     token_ids: tuple[tuple[int, ...], ...]
-    num_missed: int = 0
-    is_exact: bool = False
-
-    @classmethod
-    def of(
-        cls, place: Place, label: str, category: str | None, output: GenerationOutput, plain: GenerationOutput
-    ) -> Answer:
-        """Take what a call returned; ``plain``: what plain decoding of the same prompts returned."""
-        stats = output.stats
-        tokens = tuple(tuple(row) for row in output.token_ids)
-        num_identical = sum(ours == own for ours, own in zip(output.token_ids, plain.token_ids, strict=True))
-        return cls(
-            place, label, category, num_identical, stats.accepted_lengths, stats.total_s, stats.steps,
-            tokens, stats.num_missed, stats.exactness is not None,
-        )  # fmt: skip
+    stats: GenerationStats
 
 
 @dataclass(frozen=True)
-class Row(AcceptedLengths):
+class Row:
     """One line of the table: a candidate, a mode, a batch size, and a category (or "all")."""
 
     candidate: Candidate
@@ -85,17 +68,12 @@ class Row(AcceptedLengths):
     num_answers: int
     num_identical: int
     """Answers equal to plain decoding's, token for token."""
-    num_new_tokens: int
-    num_missed: int
-    """New tokens outside the draft vocabulary; 0 for plain decoding, which drafts nothing."""
-    accepted_lengths: Mapping[int, int]
-    total_s: float
+    stats: GenerationStats
+    """Of all answers; ``exactness`` is None unless it holds for each of them."""
     measured: Measured | None = None
     """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
     """How many times faster than plain decoding."""
-    is_exact: bool = False
-    """Whether the target promised, for every answer, that drafting changes no token."""
 
     @property
     def label(self) -> str:
@@ -103,9 +81,9 @@ class Row(AcceptedLengths):
         return self.candidate.label
 
     @property
-    def missed_rate(self) -> float:
-        """Share of the new tokens that the draft vocabulary did not hold."""
-        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
+    def is_exact(self) -> bool:
+        """Whether the target promised, for every answer, that drafting changes no token."""
+        return self.stats.exactness is not None
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,27 +92,44 @@ class Row(AcceptedLengths):
 
     def to_json(self) -> dict[str, Any]:
         """Return the row's figures under their names; times in seconds, None where nothing was measured."""
-        found = self.measured
-        estimates: dict[str, Estimate | None] = {
+        found, stats = self.measured, self.stats
+        estimates = {
             "mean_accepted_length": found.accepted_length if found else None,
             "tokens_per_s": found.tokens_per_s if found else None,
             "speedup": self.speedup,
         }
-        names = (
-            "mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_exact", "num_new_tokens",
-            "num_passes", "num_accepted_tokens", "num_missed",
-        )  # fmt: skip
+        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_exact")
+        counts = ("num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
         times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
         return {
             **self.candidate.to_json(),
             **{name: getattr(self, name) for name in names},
-            "missed_rate": round(self.missed_rate, 6) if self.num_new_tokens else None,
+            **{name: getattr(stats, name) for name in counts},
+            "missed_rate": round(stats.missed_rate, 6) if stats.num_new_tokens else None,
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
             **{name: round(getattr(found, own), 6) if found else None for name, own in times.items()},
-            "total_s": round(self.total_s, 4),
-            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
+            "total_s": round(stats.total_s, 4),
+            "accepted_lengths": {str(length): count for length, count in stats.accepted_lengths.items()},
         }
+
+    def cells(self) -> list[str]:
+        """Return the row of the table, "-" where nothing was measured."""
+        found, stats = self.measured, self.stats
+        times = (found.step_s, found.draft_s, found.verify_s, found.host_s) if found else ()
+        return [
+            self.label,
+            self.mode,
+            str(self.batch),
+            self.category,
+            f"{found.accepted_length.value:.3f}" if found else "-",
+            "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
+            _with_range(found.tokens_per_s if found else None, 1),
+            _with_range(self.speedup, 2),
+            *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
+            str(stats.num_passes) if self.num_answers else "-",
+            "equal" if self.is_exact else f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-",
+        ]
 
 
 @dataclass(frozen=True)
@@ -155,19 +150,84 @@ class CompareReport:
         raise KeyError((label, mode, category, batch))
 
     @property
-    def modes(self) -> list[str]:
-        """Names of the modes, in the order they were run."""
-        return list(dict.fromkeys(row.mode for row in self.rows))
-
-    @property
-    def batches(self) -> list[int]:
-        """Batch sizes, in the order they were run."""
-        return list(dict.fromkeys(row.batch for row in self.rows))
-
-    @property
     def candidates(self) -> list[Candidate]:
         """The candidates, in the order given, without plain decoding."""
         return list(dict.fromkeys(row.candidate for row in self.rows if not row.candidate.is_plain))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Recommend a candidate for one mode and batch size, with the reasons as complete sentences."""
+
+    mode: str
+    batch: int
+    headline: str
+    """Whether drafting beats plain decoding here, and what to draft with, in one line."""
+    candidate: str
+    """The fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all."""
+    draft_vocab: int
+    follow: str | None
+    """"prompt" where ids of the prompt join it."""
+    is_decided: bool
+    """Whether every other candidate is significantly slower, or shown to be as fast."""
+    as_fast: tuple[str, ...]
+    """Candidates without a significant difference from the fastest, that one included."""
+    beats_plain: bool | None
+    """Whether drafting is faster than plain decoding; None without a significant difference."""
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that `compare` found."""
+
+    report: CompareReport
+    """The figures: a row for each candidate, mode, batch size and category."""
+    recommendations: Sequence[Advice]
+    """Which draft vocabulary to use on this device, for each mode and batch size."""
+    answers: Sequence[Answer]
+    """Every answer, in the order in which they were made."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers that were planned are in."""
+        return self.report.is_complete
+
+    def write(self, folder: str | Path, force: bool = False) -> None:
+        """Write compare.json and compare.html into a folder, both or none.
+
+        Raises `OutputExistsError` for a folder that exists, unless ``force`` is given and a comparison wrote it;
+        `OutputError` where it cannot be written.
+        """
+        with atomic_directory(folder, force=force, marker=MARKER) as inside:
+            (inside / MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the answers as plain values: setup, rows, coverage curves, advice."""
+        return {
+            "setup": self.report.setup,
+            "is_complete": self.is_complete,
+            "rows": [row.to_json() for row in self.report.rows],
+            "coverage": [asdict(curve) for curve in self.report.curves],
+            "recommendations": [asdict(each) for each in self.recommendations],
+        }
+
+    def to_text(self) -> str:
+        """Return an aligned table and the advice.
+
+        Ranges are 95% intervals over prompts. Times are in milliseconds a step; ``missed`` is the share of tokens
+        outside the draft vocabulary; ``exact``: answers equal to plain decoding's, of all; "equal" where the target
+        promises that for every type of weights, and no answer broke the promise. "-": not measured.
+        """
+        table = aligned([_HEADINGS, *(row.cells() for row in self.report.rows)], _NUM_NAMES)
+        return "\n\n".join([table, *("\n  ".join([each.headline, *each.reasons]) for each in self.recommendations)])
+
+    def to_html(self) -> str:
+        """Return one HTML page with charts, table and hover; it fetches nothing."""
+        template = files("eagle_slim.runtime.compare").joinpath("page.html").read_text(encoding="utf-8")
+        # Inside a script element only "</" and "<!--" could end the data or change how it is read.
+        return template.replace(_DATA_MARK, json.dumps(self.to_json(), ensure_ascii=False).replace("<", "\\u003c"))
 
 
 def build_report(
@@ -188,88 +248,30 @@ def build_report(
     return CompareReport(tuple(rows), tuple(curves), setup, is_complete)
 
 
-def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]) -> Iterable[Row]:
-    by_label = defaultdict[str, list[Answer]](list)
-    for answer in answers:
-        by_label[answer.candidate].append(answer)
+def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]) -> Iterator[Row]:
+    own = {each.label: [answer for answer in answers if answer.candidate == each.label] for each in candidates}
     groups = {group: place for place, group in enumerate(sorted({answer.place.group for answer in answers}))}
-    found = measure({each.label: _timings(by_label[each.label], groups, each.tree[2]) for each in candidates})
+    found = measure({each.label: _timings(own[each.label], groups, each.tree[2]) for each in candidates})
+    plain = found.get(PLAIN)
     for candidate in candidates:
-        own = by_label[candidate.label]
-        lengths: Counter[int] = Counter()
-        for answer in own:
-            lengths.update(answer.accepted_lengths)
-        measured, plain = found.get(candidate.label), found.get(PLAIN)
+        given, measured = own[candidate.label], found.get(candidate.label)
         yield Row(
-            candidate,
-            *names,
-            num_prompts=len(groups),
-            num_answers=sum(len(answer.token_ids) for answer in own),
-            num_identical=sum(answer.num_identical for answer in own),
-            num_new_tokens=sum(len(row) for answer in own for row in answer.token_ids),
-            num_missed=sum(answer.num_missed for answer in own),
-            accepted_lengths=dict(sorted(lengths.items())),
-            total_s=sum(answer.total_s for answer in own),
-            measured=measured,
-            speedup=ratio(measured, plain, len(groups)) if measured and plain else None,
-            is_exact=bool(own) and all(answer.is_exact for answer in own),
-        )
+            candidate, *names, len(groups), sum(len(answer.token_ids) for answer in given),
+            sum(answer.num_identical for answer in given), GenerationStats.sum(answer.stats for answer in given),
+            measured, ratio(measured, plain, len(groups)) if measured and plain else None,
+        )  # fmt: skip
 
 
 def _timings(answers: Sequence[Answer], groups: Mapping[int, int], nodes: int) -> Timings:
-    steps = np.array([step for answer in answers for step in answer.steps], dtype=np.float64).reshape(-1, 3)
-    owners = [groups[answer.place.group] for answer in answers for _ in answer.steps]
+    steps = np.array([step for answer in answers for step in answer.stats.steps], dtype=np.float64).reshape(-1, 3)
+    owners = [groups[answer.place.group] for answer in answers for _ in answer.stats.steps]
     accepted, passes = np.zeros(len(groups)), np.zeros(len(groups))
     for answer in answers:
         place = groups[answer.place.group]
-        passes[place] += sum(answer.accepted_lengths.values())
-        accepted[place] += sum(length * count for length, count in answer.accepted_lengths.items())
+        passes[place] += answer.stats.num_passes
+        accepted[place] += answer.stats.num_accepted_tokens
     draft_s, verify_s, host_s = steps.T
     return Timings(draft_s, verify_s, host_s, np.array(owners, dtype=np.int64), accepted, passes, nodes)
-
-
-def write_report(folder: str | Path, data: Mapping[str, Any], force: bool = False) -> None:
-    """Write a comparison's JSON and its page into a folder, both or none. Raises as `atomic_directory`."""
-    with atomic_directory(folder, force=force, marker=MARKER) as inside:
-        (inside / MARKER).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        (inside / "compare.html").write_text(html_page(data), encoding="utf-8")
-
-
-def html_page(data: Mapping[str, Any]) -> str:
-    """Return the page with charts, table and hover for a comparison's JSON: one file, which fetches nothing."""
-    template = files("eagle_slim.runtime.compare").joinpath("page.html").read_text(encoding="utf-8")
-    # Inside a script element only "</" and "<!--" could end the data or change how it is read.
-    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    assert _DATA_MARK in template
-    return template.replace(_DATA_MARK, text)
-
-
-def table(report: CompareReport) -> str:
-    """Return the rows as an aligned table."""
-    return aligned(list(_cells(report)), _NUM_NAMES)
-
-
-def _cells(report: CompareReport) -> Iterator[list[str]]:
-    yield [
-        "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
-        "host", "passes", "exact",
-    ]  # fmt: skip
-    for row in report.rows:
-        found = row.measured
-        times = (found.step_s, found.draft_s, found.verify_s, found.host_s) if found else ()
-        yield [
-            row.label,
-            row.mode,
-            str(row.batch),
-            row.category,
-            f"{found.accepted_length.value:.3f}" if found else "-",
-            "-" if row.candidate.is_plain or not row.num_new_tokens else f"{row.missed_rate:.1%}",
-            _with_range(found.tokens_per_s if found else None, 1),
-            _with_range(row.speedup, 2),
-            *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
-            str(row.num_passes) if row.num_answers else "-",
-            "equal" if row.is_exact else f"{row.num_identical}/{row.num_answers}" if row.num_answers else "-",
-        ]
 
 
 def _with_range(estimate: Estimate | None, digits: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from ..model import SpeculativeModel
 from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
 from .options import CompareOptions
 from .prompts import Prompt
-from .recommend import Comparison, recommend
-from .report import ALL, Answer, Place, build_report
+from .recommend import recommend
+from .report import ALL, Answer, Comparison, Place, build_report
 
 Progress = Callable[[int, int], object]
 
@@ -61,7 +62,7 @@ def compare(
     heads = rank_heads(models, options, say)
     if not prompts:
         raise UsageError("prompts: a comparison takes one or more; got none.")
-    candidates = [Candidate.plain(models[0]), *find_candidates(heads, options, say)]
+    candidates = [Candidate(PLAIN, PLAIN, models[0]), *find_candidates(heads, options, say)]
     run = Run(prompts, candidates, options, progress)
     answers = run.answer_all()
     tokens = [token for each in answers if each.candidate == PLAIN for row in each.token_ids for token in row]
@@ -98,21 +99,14 @@ class Run:
         self.answers: list[Answer] = []
         # The figures of each mode and batch size are worked out by themselves.
         kinds = [(mode, batch) for mode in options.modes for batch in options.batches]
-        seeds = np.random.SeedSequence(0).spawn(len(kinds))
         self.orders = {
-            kind: balanced_orders(len(candidates), np.random.default_rng(seed))
-            for kind, seed in zip(kinds, seeds, strict=True)
+            kind: balanced_orders(len(candidates), np.random.default_rng([0, number]))
+            for number, kind in enumerate(kinds)
         }
-
-    @property
-    def num_calls(self) -> int:
+        groups = [group for batch in options.batches for group in self._groups(batch)]
+        num_turns = sum(max(len(prompts[place].turns) for place in group) for group in groups)
+        self.num_calls = len(candidates) * num_turns * len(options.modes) * options.repeats
         """How many calls of `generate` it takes."""
-        turns = sum(
-            max(len(self.prompts[place].turns) for place in group)
-            for batch in self.options.batches
-            for group in self._groups(batch)
-        )
-        return len(self.candidates) * turns * len(self.options.modes) * self.options.repeats
 
     def setup(self) -> dict[str, Any]:
         """Return what is compared, on which device and how, as plain values."""
@@ -181,38 +175,35 @@ class Run:
             asked = [place for place in group if turn < len(prompts[place].turns)]
             for place in dict.fromkeys(asked):
                 talks[place].append(_said("user", prompts[place].turns[turn]))
-            ids = [self._encode(talks[place]) for place in asked]
-            where, found = Place(repeat, len(group), group[0], mode, turn), dict[str, GenerationOutput]()
+            ids, outputs = [self._encode(talks[place]) for place in asked], dict[str, GenerationOutput]()
             for number in next(self.orders[mode, len(group)]):
                 candidate = self.candidates[number]
-                found[candidate.label] = self._generate(candidate, ids, where, asked)
-                self.progress(len(self.answers) + len(found), self.num_calls)
-            plain = found[PLAIN]
-            for label, output in found.items():
+                try:
+                    outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
+                except PromptError as error:
+                    place, reason = asked[error.prompt], str(error).partition(" has ")[2]
+                    message = f"Turn {turn + 1} of prompt {place}, with the conversation before it, has {reason}"
+                    raise PromptError(message, prompt=place) from error
+                self.progress(len(self.answers) + len(outputs), self.num_calls)
+            plain, where = outputs[PLAIN], Place(repeat, len(group), group[0], mode, turn)
+            for label, output in outputs.items():
                 if label != PLAIN and output.stats.exactness is not None:
                     _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
             # A turn counts once every candidate has answered it: all figures are of the same turns.
-            self.answers += [Answer.of(where, label, category, output, plain) for label, output in found.items()]
+            for label, output in outputs.items():
+                num_identical = sum(map(eq, output.token_ids, plain.token_ids))
+                tokens = tuple(map(tuple, output.token_ids))
+                self.answers.append(Answer(where, label, category, num_identical, tokens, output.stats))
             for place, text in zip(asked, plain.text, strict=True):
                 if talks[place][-1]["role"] == "user":
                     talks[place].append(_said("assistant", text or ""))
 
-    def _generate(
-        self, candidate: Candidate, ids: Sequence[Any], where: Place, asked: Sequence[int]
-    ) -> GenerationOutput:
-        options = self.options
-        ahead = None if candidate.is_plain else options.partial_verification
-        try:
-            return candidate.model.generate(
-                ids, max_new_tokens=options.max_new_tokens, max_slots=where.batch, speculative=not candidate.is_plain,
-                time_phases=True, partial_verification=ahead, **options.generation(where.mode),
-            )  # fmt: skip
-        except PromptError as error:
-            place = asked[error.prompt]
-            reason = str(error).partition(" has ")[2]
-            raise PromptError(
-                f"Turn {where.turn + 1} of prompt {place}, with the conversation before it, has {reason}", prompt=place
-            ) from error
+    def _generate(self, candidate: Candidate, ids: Sequence[Any], mode: str, batch: int) -> GenerationOutput:
+        return candidate.model.generate(
+            ids, max_new_tokens=self.options.max_new_tokens, max_slots=batch, speculative=not candidate.is_plain,
+            time_phases=True, **self.options.generation(mode),
+            partial_verification=None if candidate.is_plain else self.options.partial_verification,
+        )  # fmt: skip
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> Any:
         if self.options.use_chat_template:

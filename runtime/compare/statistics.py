@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.stats import t
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NUM_RESAMPLES = 400
-CONFIDENCE = 0.95
+_NUM_RESAMPLES = 400
+_CONFIDENCE = 0.95
 _FEWEST_PROMPTS = 5
 # An interval whose upper end is further than this many times the value says nothing.
 _WIDEST = 10.0
@@ -57,7 +58,7 @@ class Estimate:
         if num_prompts < _FEWEST_PROMPTS or value <= 0:
             return cls(value, 0.0, math.inf)
         error = float(np.log(resampled).std() * math.sqrt(num_prompts / (num_prompts - 1)))
-        factor = math.exp(min(700.0, student_t(1 - (1 - CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
+        factor = math.exp(min(700.0, t.ppf(1 - (1 - _CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
         return cls(value, value / factor, value * factor)
 
     @property
@@ -92,7 +93,7 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
         return {}
     num_prompts = len(next(iter(timings.values())).accepted)
     draws = np.random.default_rng(seed).multinomial(
-        num_prompts, np.full(num_prompts, 1 / num_prompts), size=NUM_RESAMPLES
+        num_prompts, np.full(num_prompts, 1 / num_prompts), size=_NUM_RESAMPLES
     )
     weights = np.concatenate([np.ones((1, num_prompts), dtype=np.int64), draws])  # [1 + resamples, prompts]
     verify_s = {}
@@ -128,33 +129,6 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
     return Estimate.of(value, one.resampled_tokens_per_s / other.resampled_tokens_per_s, num_prompts, comparisons)
 
 
-def student_t(probability: float, degrees: int) -> float:
-    """Return the quantile of Student's t distribution for a probability of at least 0.5, by bisection."""
-    low, high = 0.0, 1.0
-    while _student_t_cdf(high, degrees) < probability:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_t_cdf(middle, degrees) < probability else (low, middle)
-    return high
-
-
-def _student_t_cdf(t: float, degrees: int) -> float:
-    """Abramowitz and Stegun 26.7.3 and 26.7.4, for t of at least 0."""
-    theta = math.atan(t / math.sqrt(degrees))
-    cosine, term, series = math.cos(theta), 1.0, 1.0
-    if degrees % 2:
-        for k in range(1, (degrees - 1) // 2):
-            term *= cosine**2 * 2 * k / (2 * k + 1)
-            series += term
-        inside = theta + math.sin(theta) * cosine * series if degrees > 1 else theta
-        return 0.5 + inside / math.pi
-    for k in range(1, degrees // 2):
-        term *= cosine**2 * (2 * k - 1) / (2 * k)
-        series += term
-    return 0.5 + math.sin(theta) * series / 2
-
-
 def _weighted_medians(
     times: NDArray[np.float64], prompts: NDArray[np.int64], weights: NDArray[np.int64]
 ) -> NDArray[np.float64]:
@@ -164,14 +138,12 @@ def _weighted_medians(
     """
     order = np.argsort(times, kind="stable")
     ascending, owners = times[order], prompts[order]
-    medians = np.empty(len(weights))
+    medians = np.full(len(weights), np.nan)
     for row, counts in enumerate(weights):
         cumulative = np.cumsum(counts[owners])
-        total = cumulative[-1] if len(cumulative) else 0
-        if not total:
-            medians[row] = np.nan
-            continue
-        # The mean of the two middle values, which are the same one for an odd number.
-        low, high = np.searchsorted(cumulative, [(total + 1) // 2, total // 2 + 1])
-        medians[row] = (ascending[low] + ascending[high]) / 2
+        total = cumulative[-1]
+        if total:
+            # The mean of the two middle values, which are the same one for an odd number.
+            low, high = np.searchsorted(cumulative, [(total + 1) // 2, total // 2 + 1])
+            medians[row] = (ascending[low] + ascending[high]) / 2
     return medians

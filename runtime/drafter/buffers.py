@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from .dimensions import DrafterConfig
+from .dimensions import DrafterConfig, check_kernel_limits
 from .follow import Tails
+from .launch_params import LaunchParams
+from .workspace import allocate_tails, allocate_workspace
 
 BLANK = {
     "draft_tokens": -1, "parents": -1, "tree_mask": False, "tree_position_ids": 0, "retrieve_indices": -1,
@@ -51,11 +53,11 @@ class Buffers:
     tree_position_ids: Tensor
     retrieve_indices: Tensor
     num_leaves: Tensor
-    tree_rows: int
-    """KV rows that a tree takes after its prefix: depth * top_k."""
-    target_vocab: int
-    """New tokens are below it."""
-    workspace: dict[str, Tensor]
+    cfg: DrafterConfig
+    """What they are allocated for."""
+    params: LaunchParams | None = None
+    """Launch parameters that the workspace is for; None without one."""
+    workspace: dict[str, Tensor] = field(default_factory=dict)
     tails: Tails | None = None
     """Rows that joined each slot's draft vocabulary; None without following."""
     host: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -63,11 +65,16 @@ class Buffers:
 
     @classmethod
     def allocate(
-        cls, cfg: DrafterConfig, device: torch.device | str, cache: tuple[Tensor, Tensor] | None = None
+        cls,
+        cfg: DrafterConfig,
+        device: torch.device | str,
+        params: LaunchParams | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
     ) -> Buffers:
         """Allocate for a configuration; outputs start as -2, a value no draft writes.
 
-        ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
+        ``params``: allocates the kernel's workspace too. ``cache``: keys and values to use instead of new ones
+        (`cache_shape`), which other buffers may share. Raises as `check_kernel_limits`, with ``params``.
         """
         tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
         tensors |= {
@@ -75,7 +82,11 @@ class Buffers:
             for name, (shape, dtype) in buffer_layout(cfg).items()
             if name not in tensors
         }
-        bufs = cls(**tensors, tree_rows=cfg.depth * cfg.top_k, target_vocab=cfg.target_vocab, workspace={})
+        if params is not None:
+            check_kernel_limits(cfg)
+            tensors["workspace"] = allocate_workspace(cfg, params, device)
+        tails = allocate_tails(cfg, params, device) if cfg.tail_rows else None
+        bufs = cls(**tensors, cfg=cfg, params=params, tails=tails)
         bufs.num_new.fill_(1)
         for name in ("active_slots", "active_inverse"):
             torch.arange(cfg.num_slots, out=getattr(bufs, name))
@@ -109,12 +120,16 @@ class Buffers:
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
         except TypeError as error:
             raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
-        slots = self.keys.shape[0]
-        check_active(active, slots)
+        slots, most = self.new_tokens.shape
+        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+            raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
-            self.check_sequence(slot, tokens, past)
+            if not 1 <= len(tokens) <= most:
+                raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
+            check_ids(slot, tokens, self.cfg.target_vocab)
+            check_room(slot, past, len(tokens), self.cfg)
         inverse, counts, pasts = [-1] * slots, [1] * slots, [0] * slots
-        rows = [[0] * self.new_tokens.shape[1] for _ in range(slots)]
+        rows = [[0] * most for _ in range(slots)]
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
@@ -132,14 +147,6 @@ class Buffers:
         """Most new tokens of a sequence, as `set_step` wrote them; 0 if something else may have written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0
-
-    def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
-        """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
-        most = self.new_tokens.shape[1]
-        if not 1 <= len(tokens) <= most:
-            raise UsageError(f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.")
-        check_ids(slot, tokens, self.target_vocab)
-        check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
 
 
 def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
@@ -161,12 +168,6 @@ def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.
     }  # fmt: skip
 
 
-def check_active(active: Sequence[int], slots: int) -> None:
-    """Raise `UsageError` unless active slots are different and there."""
-    if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-        raise UsageError(f"active slots {active} must be different and below {slots}.")
-
-
 def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:
     """Raise `UsageError` for an id that the target does not have."""
     wrong = [token for token in token_ids if not 0 <= token < target_vocab]
@@ -174,10 +175,10 @@ def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:
         raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {target_vocab - 1}.")
 
 
-def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:
+def check_room(slot: int, prefix: int, num_new: int, cfg: DrafterConfig) -> None:
     """Raise `UsageError` when a sequence and its tree do not fit the KV cache."""
-    if prefix < 0 or prefix + num_new + tree_rows > positions:
+    if prefix < 0 or prefix + num_new + cfg.tree_rows > cfg.max_positions:
         raise UsageError(
-            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
-            f"cache of {positions} positions. Allocate more, or end this sequence."
+            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {cfg.tree_rows} tree rows exceed the drafter's KV "
+            f"cache of {cfg.max_positions} positions. Allocate more, or end this sequence."
         )

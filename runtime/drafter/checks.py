@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..tensor_checks import check_tensors
-from .buffers import Buffers, buffer_layout, check_active
+from .buffers import Buffers, buffer_layout
 from .dimensions import DrafterConfig, check_head_fits
-from .packed_weights import Weights
+from .packing import Weights
 
 
 def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -42,9 +42,24 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
-    """Refuse parts of another configuration: the kernel would read and write out of bounds."""
+    """Refuse weights and buffers of another configuration: the kernel would read and write out of bounds."""
     check_head_fits(cfg, weights.head)
-    _check_buffers(cfg, weights, bufs)
+    layout = buffer_layout(cfg)
+    tensors = {name: (getattr(bufs, name), dtype, shape) for name, (shape, dtype) in layout.items()}
+    try:
+        check_tensors(weights.head.device, **tensors)
+    except UsageError as error:
+        raise UsageError(
+            f"The buffers are of another configuration: {error} Allocate them with allocate_buffers(cfg, weights)."
+        ) from error
+    if bufs.cfg != cfg:
+        different = [name for name, value in vars(cfg).items() if getattr(bufs.cfg, name) != value]
+        raise UsageError(
+            f"The buffers are of a configuration with other {', '.join(different)}. Allocate them with "
+            "allocate_buffers(cfg, weights)."
+        )
+    if weights.head.draft_vocab < cfg.draft_vocab:
+        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
     packed = weights.packed
     if packed is not None and packed.stream.dtype != cfg.weight_dtype:
         raise UsageError(
@@ -57,51 +72,3 @@ def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             f"configuration has {cfg.max_positions} and {cfg.num_tokens}; take "
             f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens})."
         )
-
-
-def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
-    allocate = "Allocate them with allocate_buffers(cfg, weights)."
-    layout = buffer_layout(cfg)
-    try:
-        check_tensors(
-            weights.head.device, **{name: (getattr(bufs, name), layout[name][1], layout[name][0]) for name in layout}
-        )
-    except UsageError as error:
-        raise UsageError(f"The buffers are of another configuration: {error} {allocate}") from error
-    width = 0 if bufs.tails is None else bufs.tails.ranks.shape[1]
-    if width != cfg.tail_rows:
-        raise UsageError(
-            f"The buffers have room for {width} rows that join a sequence, the configuration for {cfg.tail_rows}. "
-            f"{allocate}"
-        )
-    if bufs.tree_rows != cfg.depth * cfg.top_k or bufs.target_vocab != cfg.target_vocab:
-        raise UsageError(
-            f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
-            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}. {allocate}"
-        )
-    if weights.packed is None or not bufs.workspace:
-        return
-    from .workspace import allocate_workspace
-
-    for name, like in allocate_workspace(cfg, weights.packed.launches.get(cfg), "meta").items():
-        tensor = bufs.workspace.get(name)
-        if tensor is None or tensor.dtype != like.dtype or tensor.shape != like.shape:
-            held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise UsageError(
-                f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}. "
-                f"{allocate}"
-            )
-
-
-def check_step(width: int, bufs: Buffers) -> None:
-    """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
-    slots, count = len(bufs.num_new), int(bufs.active_count)
-    active = bufs.active_slots[: max(0, count)].tolist()
-    if not 0 <= count <= slots:
-        raise UsageError(f"{count} slots are active, of {slots}.")
-    check_active(active, slots)
-    num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
-    for slot in active:
-        if num_new[slot] > width:
-            raise UsageError(f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.")
-        bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])

@@ -32,7 +32,7 @@ class DrafterConfig:
     ``weight_dtype`` the same or float8_e4m3fn. ``activation`` is one of the values of `ACTIVATIONS`; the options of
     EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
     one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` for
-    dimensions that do not fit each other; what the kernel takes of them says `check_kernel_limits`.
+    dimensions that do not fit each other; the kernel's own limits are those of `check_kernel_limits`.
     """
 
     kind: str
@@ -81,8 +81,8 @@ class DrafterConfig:
             # NumPy's integers become Python's, which are what is compiled for.
             object.__setattr__(self, name, int(value))
         eps: Any = self.norm_eps
-        eagle, taps, window = self.kind == "eagle", self.tap_norms, self.sliding_window
-        own_width = eagle or not self.has_fc
+        taps, window = self.tap_norms, self.sliding_window
+        own_width = self.kind == "eagle" or not self.has_fc
         for field, holds, expected in (
             ("draft_vocab", self.draft_vocab <= self.target_vocab, f"at most target_vocab = {self.target_vocab}"),
             ("norm_eps", isinstance(eps, Real) and 0 <= float(eps) < math.inf, "a number of at least 0"),
@@ -91,12 +91,8 @@ class DrafterConfig:
             ("num_heads", self.num_heads % self.num_kv_heads == 0, f"a multiple of num_kv_heads = {self.num_kv_heads}"),
             ("head_dim", self.head_dim % 2 == 0, "even"),
             ("kind", self.kind in ("eagle3", "eagle"), '"eagle3" or "eagle"'),
-            ("has_fc", self.has_fc or not eagle, "True for an EAGLE-1/2 head, which has fc at every level"),
             ("feature_width", not own_width or self.feature_width == self.hidden, f"hidden = {self.hidden} here"),
             ("sliding_window", window is None or window >= 1, "at least 1, or None"),
-            ("norm_before_residual", not (eagle and self.norm_before_residual), "False for an EAGLE-1/2 head"),
-            ("norm_output", not (eagle and self.norm_output), "False for an EAGLE-1/2 head"),
-            ("tap_norms", not (eagle and taps), "0 for an EAGLE-1/2 head"),
             (
                 "tap_norms", not taps or (self.has_fc and taps > 0 and self.feature_width % taps == 0),
                 f"RMSNorms before an fc, which cut feature_width = {self.feature_width} into equal parts",
@@ -124,9 +120,14 @@ class DrafterConfig:
         return TreeConfig(self.depth, self.top_k, self.total_tokens)
 
     @property
+    def tree_rows(self) -> int:
+        """KV rows that a tree takes after its prefix."""
+        return self.depth * self.top_k
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of a sequence that the cache has room for, beside a tree and the new tokens of a step."""
-        return max(1, self.max_positions - self.depth * self.top_k - self.tree.new_tokens_width)
+        return max(1, self.max_positions - self.tree_rows - self.tree.new_tokens_width)
 
     @property
     def qkv_size(self) -> int:

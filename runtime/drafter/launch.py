@@ -1,29 +1,53 @@
-"""Draft trees from buffers into buffers: `launch_drafter`, and what has to run before it.
+"""Draft trees from buffers into buffers: `launch_drafter`, what has to run before it, and the kernel's launch.
 
 The persistent Triton kernel and its PyTorch twin share configuration, weights, buffers and results; the caller says
-which (``backend``), and nothing falls back. Kernels are imported only when asked for.
+which (``backend``), and nothing falls back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DrafterError, UsageError, check_choice
+from ..launches import Launches, count_launches
 from ..ops import Ops
 from .buffers import Buffers, check_ids, check_room
-from .checks import check_features, check_parts, check_step
-from .dimensions import DrafterConfig, check_kernel_limits
+from .checks import check_features, check_parts
+from .dimensions import DrafterConfig
+from .follow import UNIT_ROWS
+from .kernels.ancestor_attention import KVCache
+from .kernels.frontier import ROWS
+from .kernels.gated_mlp import MlpShape
 from .kernels.grid_barrier import ERROR
+from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
+from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
-from .packed_weights import Weights
+from .kernels.persistent import (
+    Features,
+    Grid,
+    HeadShape,
+    HeadTensors,
+    Phases,
+    StepInputs,
+    draft_kernel,
+    is_interpreted,
+)
+from .kernels.projections import Share
+from .kernels.row_operands import RowShape
+from .kernels.tail_rows import gather_rows
+from .kernels.tree_build import TreeOutputs, TreeShape
+from .launch_params import LaunchParams, block_rows, chip_of
+from .packing import PackedHead, StreamLayout, Weights, bias_layout
 from .reference import draft_ref
 from .weights import HeadWeights
+from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs, tail_tiles
 
+_WIDEST_PIECE = 16384
 BACKENDS = ("triton", "reference")
 
 DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
@@ -47,9 +71,9 @@ def launch_drafter(
     are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
-    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers that
-    are not of this configuration, for a step that does not fit (where the host can know it: written by
-    `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
+    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers of
+    another configuration, fewer features than new tokens (as `Buffers.set_step` wrote them) and an unknown backend;
+    `DrafterError` where the kernel cannot run.
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
@@ -57,15 +81,12 @@ def launch_drafter(
     taps = check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
         raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
-    if weights.head.draft_vocab < cfg.draft_vocab:
-        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
-    if backend == "triton" and weights.packed is None:
-        raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
-    if backend == "triton" and not bufs.workspace:
-        raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
-    if backend != "triton" or bufs.keys.device.type == "cpu":
-        check_step(taps[0].shape[1], bufs)
-    elif bufs.most_new_tokens() > taps[0].shape[1]:
+    if backend == "triton":
+        if weights.packed is None:
+            raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
+        if weights.packed.launches.get(cfg) != bufs.params:
+            raise DrafterError("backend='triton' needs the workspace of these weights: allocate_buffers(cfg, weights).")
+    if bufs.most_new_tokens() > taps[0].shape[1]:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
     run_draft(cfg, X, weights, bufs, backend)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
@@ -76,7 +97,8 @@ def run_draft(
 ) -> None:
     """Draft as `launch_drafter` does, from parts that are known to fit each other."""
     if backend == "triton":
-        _launch_triton(cfg, X, weights, bufs)
+        assert weights.packed is not None
+        launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
         return
     draft = backend if callable(backend) else draft_ref
     draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
@@ -87,18 +109,8 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
 
     ``cache``: as in `Buffers.allocate`.
     """
-    device, params = weights.head.device, None if weights.packed is None else weights.packed.launches.get(cfg)
-    bufs = Buffers.allocate(cfg, device, cache)
-    if params is not None:
-        from .workspace import allocate_workspace
-
-        check_kernel_limits(cfg)
-        bufs.workspace.update(allocate_workspace(cfg, params, device))
-    if cfg.tail_rows:
-        from .workspace import allocate_tails
-
-        bufs = replace(bufs, tails=allocate_tails(cfg, params, device))
-    return bufs
+    params = None if weights.packed is None else weights.packed.launches.get(cfg)
+    return Buffers.allocate(cfg, weights.head.device, params, cache)
 
 
 def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
@@ -114,8 +126,6 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
     check_ids(slot, token_ids, cfg.target_vocab)
     bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
     if bufs.tails.rows is not None:
-        from .kernels.tail_rows import gather_rows
-
         gather_rows(follow, bufs.tails)
 
 
@@ -152,18 +162,14 @@ def prefill_drafter(
     and a tree do not fit, and for other shapes, slots and token ids.
     """
     check_parts(cfg, weights, bufs)
-    if isinstance(X, (tuple, list)) and len(X) == 3 and all(isinstance(tap, Tensor) for tap in X):
-        X = torch.cat(tuple(X), -1)
+    X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
-    given = tuple(tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (X, next_tokens))
-    are_ids = isinstance(next_tokens, Tensor) and not next_tokens.is_floating_point()
-    num_pairs = len(next_tokens) if are_ids else 0
-    if not are_ids or not isinstance(X, Tensor) or given != ((num_pairs, cfg.feature_width), (num_pairs,)):
+    if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
-            f"got {given[0]} and {given[1]}."
+            f"got {tuple(X.shape)} and {next_tokens.dtype} {tuple(next_tokens.shape)}."
         )
-    check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
+    check_room(slot, start, len(next_tokens), cfg)
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
     check_ids(slot, next_tokens.tolist(), cfg.target_vocab)
@@ -229,18 +235,129 @@ def _check_slot(cfg: DrafterConfig, slot: int) -> None:
         raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
 
 
-def _launch_triton(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers) -> None:
-    from .kernel_launch import launch
+def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
+    """Compile-time constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
+    rows, programs = block_rows(cfg), params.num_programs
+    layout = params.layout
+    stream = StreamLayout.of(cfg, layout, draft_vocab)
+    finished = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
+    sums = max(16, min(finished, 4096 // rows))
+    segments, scaled, tiles = tap_segments(cfg), has_pairs(cfg), params.tiles
+    return {
+        "HEAD": HeadShape(
+            cfg.kind == "eagle", cfg.has_fc, cfg.has_fc_bias, cfg.has_qkv_bias, scaled, cfg.hidden, cfg.intermediate,
+            cfg.num_heads * cfg.head_dim, cfg.feature_width, cfg.has_o_bias, cfg.has_mlp_bias,
+            cfg.norm_before_residual, cfg.norm_output, bias_layout(cfg),
+        ),
+        "PHASES": Phases(
+            row=RowShape(cfg.hidden, eps=cfg.norm_eps),
+            taps=RowShape(cfg.feature_width // segments, segments, cfg.norm_eps, cfg.tap_norms),
+            layer=tiles["layer"],
+            layer_chunk=layout.chunks["layer"],
+            sum_hidden=Share(cfg.hidden, stream.rows.o, sums),
+            sum_qkv=Share(cfg.qkv_size, stream.rows.qkv, sums),
+            attention=attention_shape(cfg, params),
+            mlp=MlpShape(
+                cfg.hidden, cfg.intermediate, stream.rows.mlp, layout.chunks["mlp"], scaled, cfg.activation,
+                cfg.has_mlp_bias,
+            ),
+            mlp_tile=tiles["mlp"],
+            head=HeadTiles(
+                layout.head_rows, stream.rows.head, cfg.hidden, layout.chunks["head"], scaled,
+                rows_per_program(cfg.draft_vocab, programs) > min(layout.head_rows, tiles["head"].block_n),
+                tiles["head"],
+            ),
+            select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
+            tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
+            gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
+            tail=tail_tiles(cfg, params),
+            tail_units=cfg.tail_rows // UNIT_ROWS,
+        ),
+        "STREAM": stream,
+        "OPERANDS": OperandLayout.of(cfg),
+        "GRID": Grid(programs, len_lists(programs), cfg.num_slots, cfg.depth, cfg.embed_rows),
+    }  # fmt: skip
 
-    assert weights.packed is not None
-    try:
-        launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
-    except (RuntimeError, ValueError) as error:
-        # What Triton says without a GPU, and with one where the tensors are not on it.
-        no_gpu = ("active drivers", "cannot be accessed from Triton")
-        if bufs.keys.is_cuda or not any(words in str(error) for words in no_gpu):
-            raise
+
+def compile_options(params: LaunchParams) -> dict[str, Any]:
+    """Options of the compiler, besides the constants."""
+    return {"num_warps": params.num_warps, **({"maxnreg": params.max_registers} if params.max_registers else {})}
+
+
+def tap_segments(cfg: DrafterConfig) -> int:
+    """Segments in which the kernel reads the features of `fc`: as its RMSNorms cut them, else three equal taps.
+
+    Where three do not divide them, as few equal pieces as hold rows that a program can take at once.
+    """
+    width = cfg.feature_width
+    if cfg.kind == "eagle" or not cfg.has_fc:
+        return 1
+    if cfg.tap_norms > 1:
+        return cfg.tap_norms
+    if width % 3 == 0:
+        return 3
+    return next(count for count in range(1, width + 1) if width % count == 0 and width // count <= _WIDEST_PIECE)
+
+
+def kernel_arguments(
+    cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers
+) -> dict[str, Any]:
+    """Run-time arguments of `persistent.draft_kernel`, by name."""
+    taps, offsets = _tap_addresses(features)
+    norms, tails = packed.norms, bufs.tails
+    return {
+        "features": Features(taps, taps.stride(0), taps.stride(1)),
+        "tap_offset_1": offsets[0],
+        "tap_offset_2": offsets[1],
+        "step": StepInputs(
+            bufs.new_tokens, bufs.num_new, bufs.prefix, bufs.active_slots, bufs.active_inverse, bufs.active_count
+        ),
+        "head": HeadTensors(
+            packed.stream, packed.scales, packed.row_ids, packed.embedding, norms["in"], norms["hidden"],
+            norms["post"], norms["out"], packed.biases, norms["taps"], packed.cos, packed.sin,
+            norms["heads"], cfg.draft_vocab, packed.embedding.stride(0),
+        ),
+        "cache": KVCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),
+        "ws": Workspace(*(bufs.workspace[buffer.name] for buffer in BUFFERS)),
+        "out": TreeOutputs(
+            bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices,
+            bufs.num_leaves,
+        ),
+        "tails": None if tails is None else TailRows(tails.rows, tails.scales, tails.ids, tails.sizes),
+    }  # fmt: skip
+
+
+def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
+    """Turn concatenated or separate taps into one base tensor and the element offsets of the second and third tap."""
+    if isinstance(features, Tensor):
+        width = features.shape[-1]
+        tap = width // 3
+        return features, (tap, 2 * tap)
+    first, second, third = features
+    element = first.element_size()
+    distances = [tap.data_ptr() - first.data_ptr() for tap in (second, third)]
+    return first, (distances[0] // element, distances[1] // element)
+
+
+def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
+    """Start the kernel: no allocation, no wait. Raises `DrafterError` where it cannot run."""
+    device = bufs.keys.device
+    params, is_tuned = packed.launches.find(cfg)
+    if params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
-            f"backend='triton' needs an NVIDIA GPU, the buffers are on {bufs.keys.device}. Use backend='reference', or "
+            f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
+            "the head for this device."
+        )
+    if not (device.type == "cuda" or is_interpreted()):
+        raise DrafterError(
+            f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
             "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
-        ) from error
+        )
+    count_launches(Launches([is_tuned]))
+    cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
+    draft_kernel[(params.num_programs,)](
+        **kernel_arguments(cfg, features, packed, bufs),
+        **kernel_constants(cfg, params, packed.draft_vocab),
+        **compile_options(params),
+        **cooperative,
+    )

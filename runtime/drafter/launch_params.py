@@ -11,6 +11,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from ..errors import DrafterError
 from ..settings import MAX_NEW_TOKENS
 from .dimensions import DrafterConfig
@@ -105,6 +107,19 @@ class Chip:
 
 INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
 """One program does everything, one after the other."""
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Describe the device kernels will run on."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(
+        properties.name,
+        properties.major * 10 + properties.minor,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
+        properties.multi_processor_count,
+    )
 
 
 def in_features(cfg: DrafterConfig) -> dict[str, int]:

@@ -94,15 +94,6 @@ class TunedCache:
         logger.info("No tuned launch parameters of the drafter for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
-    def elsewhere(self, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-        """Return the parameters tuned on other GPUs with as many multiprocessors, by their names."""
-        shape, found = cache_key(cfg, chip).rsplit("/", 2)[1:], {}
-        for key, params in self.launches.items():
-            name, *own = key.rsplit("/", 2)
-            if own == shape and name != chip.name and params.num_programs == chip.num_sms:
-                found[f"as on {name}"] = params
-        return found
-
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
         """Keep a layout and parameters in memory; `save` writes them.
 
@@ -130,20 +121,14 @@ class LaunchTable:
     def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip) -> None:
         self.layout, self._tuned, self._chip = layout, tuned, chip
         self._found: dict[str, tuple[LaunchParams, bool]] = {}
-        self._keys: dict[DrafterConfig, str] = {}
 
     def get(self, cfg: DrafterConfig) -> LaunchParams:
         """Return the parameters of one configuration."""
-        return self._find(cfg)[0]
+        return self.find(cfg)[0]
 
-    def is_tuned(self, cfg: DrafterConfig) -> bool:
-        """Whether the cache held the parameters of one configuration."""
-        return self._find(cfg)[1]
-
-    def _find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
-        key = self._keys.get(cfg)
-        if key is None:
-            key = self._keys[cfg] = cache_key(cfg, self._chip)
+    def find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
+        """Return the parameters of one configuration, and whether they are tuned."""
+        key = cache_key(cfg, self._chip)
         if key not in self._found:
             self._found[key] = self._tuned.find(cfg, self._chip, self.layout)
         return self._found[key]
@@ -155,7 +140,8 @@ class FixedLaunch(LaunchTable):
     def __init__(self, params: LaunchParams) -> None:
         self.layout, self._params = params.layout, params
 
-    def _find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
+    def find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
+        """See `LaunchTable.find`."""
         return self._params, False
 
 

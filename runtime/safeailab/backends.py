@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..api.output import GenerationOutput
 from ..api.prompts import Prompts
 from ..drafter.buffers import Buffers
-from ..drafter.choose import CHOICES
 from ..drafter.dimensions import DrafterConfig
+from ..drafter.drafter import CHOICES
 from ..drafter.launch import DraftFunction, launch_drafter
-from ..drafter.packed_weights import Weights
+from ..drafter.packing import Weights
 from ..errors import GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
 from ..settings import TreeConfig

@@ -19,11 +19,10 @@ from ..errors import UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
 from ..target.cache import ForwardBuffers, KVCache
-from ..target.choose import Choice, choose_forward
 from ..target.fused import FusedTarget
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
-from ..target.known import unfit_modules
+from ..target.known import Choice, choose_forward, unfit_head_dim, unfit_modules
 from ..tree import Trees
 from .reading import kind_of, rotary_of
 from .session import captured
@@ -126,8 +125,7 @@ def _unfit_part(base: Any) -> str | None:
         eps = getattr(module, "variance_epsilon", base.config.rms_norm_eps)
         if eps != base.config.rms_norm_eps:
             return f"{path}.variance_epsilon is {eps}, and its configuration gives {base.config.rms_norm_eps}"
-    head_dim = first.self_attn.head_dim
-    return f"its head_dim is {head_dim}" if head_dim % 2 or head_dim > 256 else None
+    return unfit_head_dim(first.self_attn.head_dim)
 
 
 def _rotary_module(base: Any) -> Any:

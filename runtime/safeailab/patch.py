@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..drafter.choose import check_drafter, choose_drafter
+from ..drafter.drafter import check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
 from ..errors import UsageError
 from .drafting import LayerPatch

@@ -58,7 +58,7 @@ class Session:
     def reserve(self, num_pairs: int) -> None:
         """Make room for ``num_pairs`` pairs and a tree; what the buffers hold is kept."""
         old = self.drafter
-        room = old.bufs.keys.shape[2] - old.bufs.tree_rows
+        room = old.bufs.keys.shape[2] - old.cfg.tree_rows
         if num_pairs <= room:
             return
         # A power of two as long as the kernel takes it, so that few sizes occur.

@@ -82,7 +82,7 @@ class Decoders:
         except torch.OutOfMemoryError as error:
             reason = str(error).partition(". ")[0]
         # Only here, as the error's traceback holds the tensors of all frames.
-        with self.model.lock.hold():
+        with self.model.hold():
             self.drop()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -152,7 +152,7 @@ class Decoders:
             self._cache = cache = self._draft_cache = None
             # The cache is set last: it means that setup finished.
             self.kept = [KeptRows()] * slots
-            cache = KVCache(self.target, slots, capacity)
+            cache = KVCache.allocate(self.target, slots, capacity)
             self.target.reserve_positions(capacity + widest)
             self._cache = cache
         # The smallest shape, as the others are built when a step first has them.

@@ -11,14 +11,14 @@ Nothing is ever computed twice, and what lies after the committed rows is never 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops import Ops
 from .kernels.attention import AttentionScratch
 from .kernels.product_kernels import SplitScratch
 from .kernels.tree_rows import ForwardRows
@@ -43,44 +43,76 @@ class LayerShape(NamedTuple):
         return self.is_direct and self.key_dim == self.value_dim <= KERNEL_HEAD_DIM
 
 
-class Target(Protocol):
+class Target(ABC):
     """A target whose forward reads lengths, slots and positions on the device."""
 
+    model: Any
+    tap_layers: tuple[int, ...] | None
+    """Layers whose inputs are the features, side by side; None: the last hidden state after the final norm."""
+
     @property
-    def vocab_size(self) -> int:
-        """Logits per position."""
+    def embedding(self) -> Tensor:
+        """Input embedding [target_vocab, hidden]."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def lm_head(self) -> Tensor:
+        """LM-head rows [target_vocab, hidden] (the embedding itself when tied)."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device of the input embedding."""
+        return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
+        return self.embedding.dtype
 
     @property
-    def layer_shapes(self) -> Sequence[LayerShape]:
-        """Shapes of the decoder layers that have keys and values of their own."""
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a layer attends within a sliding window."""
+    def vocab_size(self) -> int:
+        """Logits per position."""
+        return self.lm_head.shape[0]
 
     @property
     def feature_width(self) -> int:
         """Width of the features handed to the drafter."""
+        return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of one hidden state."""
+        return self.embedding.shape[1]
+
+    @property
+    @abstractmethod
+    def layer_shapes(self) -> Sequence[LayerShape]:
+        """Shapes of the decoder layers that have keys and values of their own."""
+
+    @property
+    @abstractmethod
+    def has_windows(self) -> bool:
+        """Whether a layer attends within a sliding window."""
+
+    @abstractmethod
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them.
 
         ``capacity``: rows of a slot of the cache.
         """
 
-    def reserve_positions(self, num_positions: int) -> None:
-        """Get ready for positions below ``num_positions``."""
+    def reserve_positions(self, num_positions: int) -> None:  # noqa: B027  # most have nothing to prepare
+        """Prepare for positions below ``num_positions``."""
 
+    @abstractmethod
     def forward(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
-        """Run all rows: writes the cache, ``bufs.features`` and ``bufs.logits`` (of ``last_row`` int64 [n] alone)."""
+        """Run all rows; writes the cache, ``bufs.features`` [rows, feature_width] and ``bufs.logits``.
+
+        ``last_row`` int64 [n]: only these rows get logits [n, vocab]; None: all of them.
+        """
 
 
 def row_bytes(target: Target) -> int:
@@ -90,45 +122,42 @@ def row_bytes(target: Target) -> int:
 
 
 class KVCache:
-    """Keys and values of all layers, ``capacity`` rows a slot; layers of one shape lie in one pair of tensors."""
+    """Keys and values of all layers; those of layers of one shape lie in one pair of tensors.
 
-    def __init__(self, target: Target, num_slots: int, capacity: int) -> None:
+    ``stacks``: these pairs, each [layers, slots, kv_heads, capacity, head_dim]; ``places``: for every layer its pair
+    and its place in it.
+    """
+
+    def __init__(self, stacks: Sequence[tuple[Tensor, Tensor]], places: Sequence[tuple[int, int]]) -> None:
+        self.stacks, self._places = list(stacks), list(places)
+        self.layers = [(stacks[stack][0][place], stacks[stack][1][place]) for stack, place in places]
+        """By layer: keys and values [slots, kv_heads, capacity, head_dim]."""
+
+    @classmethod
+    def allocate(cls, target: Target, num_slots: int, capacity: int) -> KVCache:
+        """Allocate ``capacity`` rows for each slot."""
         shapes = [(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in target.layer_shapes]
-        self.stacks: list[tuple[Tensor, Tensor]] = []
-        """Keys and values, each [layers, slots, kv_heads, capacity, head_dim]."""
-        places: dict[int, tuple[int, int]] = {}
-        for kv_heads, key_dim, value_dim in dict.fromkeys(shapes):
-            own = [layer for layer, shape in enumerate(shapes) if shape == (kv_heads, key_dim, value_dim)]
-            places |= {layer: (len(self.stacks), place) for place, layer in enumerate(own)}
+        kinds, stacks = list(dict.fromkeys(shapes)), []
+        for kind in kinds:
+            kv_heads, *widths = kind
             keys, values = (
                 # Zeros, not empty: PyTorch's attention masks rows of others, and 0 * NaN would still spoil its sums.
-                torch.zeros((len(own), num_slots, kv_heads, capacity, width), dtype=target.dtype, device=target.device)
-                for width in (key_dim, value_dim)
+                torch.zeros(
+                    (shapes.count(kind), num_slots, kv_heads, capacity, width), dtype=target.dtype, device=target.device
+                )
+                for width in widths
             )
-            self.stacks.append((keys, values))
-        self._places = [places[layer] for layer in range(len(shapes))]
-        self._list_layers()
+            stacks.append((keys, values))
+        return cls(stacks, [(kinds.index(kind), shapes[:layer].count(kind)) for layer, kind in enumerate(shapes)])
 
     @classmethod
     def over(cls, keys: Tensor, values: Tensor) -> KVCache:
         """A cache in tensors that are there: keys and values [layers, slots, kv_heads, capacity, head_dim]."""
-        cache = object.__new__(cls)
-        cache._places = [(0, layer) for layer in range(len(keys))]
-        cache.stacks = [(keys, values)]
-        cache._list_layers()
-        return cache
-
-    def _list_layers(self) -> None:
-        pairs = [(self.stacks[stack], place) for stack, place in self._places]
-        self.layers = [(keys[place], values[place]) for (keys, values), place in pairs]
-        """By layer: keys and values [slots, kv_heads, capacity, head_dim]."""
+        return cls([(keys, values)], [(0, layer) for layer in range(len(keys))])
 
     def first(self, num_slots: int) -> KVCache:
         """Return the same cache for fewer slots."""
-        view = copy(self)
-        view.stacks = [(keys[:, :num_slots], values[:, :num_slots]) for keys, values in self.stacks]
-        view._list_layers()
-        return view
+        return KVCache([(keys[:, :num_slots], values[:, :num_slots]) for keys, values in self.stacks], self._places)
 
     @property
     def num_slots(self) -> int:
@@ -150,8 +179,8 @@ class ForwardBuffers:
     """Outputs and scratch of a forward of up to ``places * nodes`` rows; static, as graphs hold its addresses.
 
     ``features`` [rows, feature_width], ``logits`` [logit_rows, vocab], the attention's scratch (None without the
-    kernel), and whatever the target asks for: ``working`` shapes by name, in the target's type. A target whose forward
-    allocates by itself asks for nothing (`ForwardBuffers.dynamic`) and sets ``features`` and ``logits``.
+    kernel), and what the fused forward works in. Buffers that were not allocated are for a forward that allocates by
+    itself, which no graph holds: it sets ``features`` and ``logits``.
     """
 
     features: Tensor
@@ -164,36 +193,29 @@ class ForwardBuffers:
     last: Tensor
     squares: Tensor
     last_squares: Tensor
-    scratch: AttentionScratch | None
+    scratch: AttentionScratch | None = None
     splits: SplitScratch | None = None
     queries: Tensor | None = None
     """[rows, layers, heads * head_dim]: where a forward leaves its queries, or those of a prompt's last rows, the last
     one first; None: not recorded."""
-    is_dynamic: bool = False
+    is_dynamic: bool = True
     """Whether a forward sets tensors here rather than filling them."""
 
-    def __init__(
-        self, target: Target, places: int, nodes: int, logit_rows: int, capacity: int, **working: tuple[int, ...]
-    ) -> None:
+    @classmethod
+    def allocate(
+        cls, target: Target, places: int, nodes: int, logit_rows: int, capacity: int, use_kernels: bool,
+        **working: tuple[int, ...],
+    ) -> ForwardBuffers:  # fmt: skip
+        """Allocate outputs, scratch for kernels, and ``working`` shapes by name, in the target's type."""
+        bufs = cls()
+        bufs.is_dynamic = False
         shapes = {"features": (places * nodes, target.feature_width), "logits": (logit_rows, target.vocab_size)}
         for name, shape in (shapes | working).items():
-            setattr(self, name, torch.empty(shape, dtype=target.dtype, device=target.device))
-        uses_kernels = target.device.type == "cuda" or getattr(target, "ops", None) == Ops(use_kernels=True)
-        self.scratch = self._scratch(target, places, nodes, capacity) if uses_kernels else None
-
-    @staticmethod
-    def _scratch(target: Target, places: int, nodes: int, capacity: int) -> AttentionScratch | None:
-        shapes = set(target.layer_shapes)
-        if not all(shape.fits_kernel for shape in shapes):
-            return None
-        sizes = [(shape.heads, shape.kv_heads, shape.key_dim) for shape in shapes]
-        return AttentionScratch.allocate(places, nodes, sizes, capacity, target.device)
-
-    @classmethod
-    def dynamic(cls) -> ForwardBuffers:
-        """Buffers of a forward that allocates by itself, which no graph holds."""
-        bufs = object.__new__(cls)
-        bufs.scratch, bufs.is_dynamic = None, True
+            setattr(bufs, name, torch.empty(shape, dtype=target.dtype, device=target.device))
+        kinds = set(target.layer_shapes)
+        if use_kernels and all(kind.fits_kernel for kind in kinds):
+            sizes = [(kind.heads, kind.kv_heads, kind.key_dim) for kind in kinds]
+            bufs.scratch = AttentionScratch.allocate(places, nodes, sizes, capacity, target.device)
         return bufs
 
     def keep_queries(self, layer: int, queries: Tensor, last_row: Tensor | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import Ops
-from .cache import ForwardBuffers, KVCache, LayerShape
+from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .kernels.attention import tree_attention
 from .kernels.products import (
     HeadRows,
@@ -58,7 +58,7 @@ class FusedLayer:
     window: int | None
 
 
-class FusedTarget:
+class FusedTarget(Target):
     """The fused forward of a loaded model; see the module. Raises nothing: ask `known.unfit_reason` first.
 
     ``tap_layers`` as in `TargetModel`: the features are the hidden states entering these layers, or None for the last
@@ -73,13 +73,9 @@ class FusedTarget:
         decoder: Any = model.model
         self.model = model
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
-        self.embedding: Tensor = decoder.embed_tokens.weight
-        self.lm_head: Tensor = model.lm_head.weight  # type: ignore[union-attr, assignment]
         eps = float(config.rms_norm_eps)
         self.final_norm = Norm.of(decoder.norm.weight, eps)
-        self.hidden_size = int(config.hidden_size)
         self.intermediate_size = int(config.intermediate_size)
-        self.vocab_size = self.lm_head.shape[0]
         first = decoder.layers[0].self_attn
         self.head_dim = int(first.head_dim)
         self.num_heads = int(config.num_attention_heads)
@@ -90,21 +86,6 @@ class FusedTarget:
         self._rotary = decoder.rotary_emb if rotary is None else rotary
         self._old_tables: list[tuple[Tensor, Tensor]] = []
         self.cos, self.sin = self._tables(1)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return self.embedding.dtype
-
-    @property
-    def feature_width(self) -> int:
-        """Width of the features handed to the drafter."""
-        return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
@@ -119,9 +100,9 @@ class FusedTarget:
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
         rows, hidden = places * nodes, self.hidden_size
-        bufs = ForwardBuffers(
-            self, places, nodes, logit_rows, capacity,
-            residual=(rows, hidden), scaled=(rows, hidden), query=(rows, self.num_heads * self.head_dim),
+        bufs = ForwardBuffers.allocate(
+            self, places, nodes, logit_rows, capacity, self.ops.use_kernels, residual=(rows, hidden),
+            scaled=(rows, hidden), query=(rows, self.num_heads * self.head_dim),
             attended=(rows, self.num_heads * self.head_dim), gated=(rows, self.intermediate_size),
             last=(logit_rows, hidden),
         )  # fmt: skip
@@ -154,10 +135,7 @@ class FusedTarget:
         return angles.cos() * scaling, angles.sin() * scaling
 
     def forward(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
-        """Run all rows; writes the cache, ``bufs.features`` [rows, feature_width] and ``bufs.logits``.
-
-        ``last_row`` int64 [n]: only these rows get logits [n, vocab]; None: all of them.
-        """
+        """See `Target.forward`."""
         ops, scratch = self.ops, bufs.splits
         normed = NormedRows(bufs.residual, bufs.scaled, bufs.squares)
         heads = HeadRows(self.cos, self.sin, rows.positions, rows.attention.slots, rows.kv_rows, bufs.query)

@@ -9,9 +9,10 @@ hooks. An adapter, a quantised tensor, a subclass or a patched class fails it, w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,23 +21,63 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_file
 
-from .attention import BUILT_IN
+from ..errors import UnsupportedModelError, check_choice
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+"""Methods that a call of a module goes through."""
+_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_BUFFERS = ("inv_freq", "original_inv_freq")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LIBRARIES = ("torch", "transformers")
-_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 _RECORDER = "transformers.utils.output_capturing"
 _FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
 """Functions of `torch.nn.functional` that others are known to replace, as they were when this was imported."""
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Name of the forward that was chosen, and the reason."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose_forward(
+    asked: str,
+    other: str,
+    unfit: Callable[[], str | None],
+    device: torch.device,
+    fused_on: Collection[str] = ("cuda",),
+) -> Choice:
+    """Choose between "fused" and ``other``; "auto" takes the fused one on devices of the types ``fused_on``.
+
+    ``unfit`` says why a model is not fused, as the end of a sentence. Raises `UsageError` for an unknown name,
+    `UnsupportedModelError` for "fused" where the model cannot be fused.
+    """
+    check_choice("target_backend", asked, ("auto", "fused", other))
+    if asked == other:
+        return Choice(other, "asked for")
+    reason = unfit()
+    if asked == "auto":
+        reason = reason if reason or device.type in fused_on else f"the model is on {device}"
+        return Choice("fused", f"the model is on {device}") if reason is None else Choice(other, reason)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}."
+        )
+    return Choice("fused", "asked for")
+
+
+@dataclass(frozen=True)
 class Part:
     """A module as it must be: its class, its children by name, shapes of its tensors, and values of its attributes.
 
-    A shape of None is a tensor that may be absent. Attributes that an object lacks are not asked for: versions differ.
+    A bias may be absent. Attributes that an object lacks are not asked for: versions differ.
     """
 
     kind: type[nn.Module] | tuple[type[nn.Module], ...]
@@ -46,7 +87,10 @@ class Part:
 
 
 def unfit_reason(model: nn.Module) -> str | None:
-    """Return why a model is not fused, as the end of a sentence that says what was found where; None if it can be."""
+    """Return why a model is not fused, as the end of a sentence that says what was found where; None if it can be.
+
+    For models that `wrapper.check_supported` passes.
+    """
     family = _family_of(type(model))
     if family is None:
         return f"{type(model).__name__} is none of {', '.join(f'{each}ForCausalLM' for each in FAMILIES)}"
@@ -60,7 +104,7 @@ def unfit_reason(model: nn.Module) -> str | None:
             return f"a function of {file.__name__} was replaced by {value.__module__}.{value.__qualname__}"
     config: Any = model.config
     return (
-        _unfit_config(config, family, file.ALL_ATTENTION_FUNCTIONS)
+        _unfit_config(config, family)
         or mismatch("", model, _whole(config, family, kinds))
         or unfit_modules(model)
         or _unfit_rotary(model, config)
@@ -79,23 +123,21 @@ def _family_of(kind: type) -> str | None:
 
 def unfit_modules(model: nn.Module) -> str | None:
     """Return what makes modules compute something else than their classes say, whatever these are; None for nothing."""
-    hooks = (module_file._global_forward_hooks, module_file._global_forward_pre_hooks)
-    if any(hooks):
+    if module_file._global_forward_hooks or module_file._global_forward_pre_hooks:
         return "a global module hook is registered"
     if any(getattr(F, name) is not function for name, function in _FUNCTIONALS.items()):
         return "a function of torch.nn.functional was replaced"
     for path, module in model.named_modules():
-        where = path or type(model).__name__
+        where, kind = path or type(model).__name__, type(module)
         # New linears of a resized embedding and slices of a list of layers are so; to them it means nothing.
-        if module.training and type(module) not in (nn.Linear, nn.Embedding, nn.ModuleList):
+        if module.training and kind not in (nn.Linear, nn.Embedding, nn.ModuleList):
             return f"{where} is in training mode: call eval()"
         if not all(map(_only_records, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"{where} has a forward hook"
-        kind = type(module)
         own = next((name for name in vars(module) if _is_hidden(module, name)), None)
         if own is not None or module._compiled_call_impl is not None:
             return f"{where} has a {own or 'compiled call'} of its own"
-        changed = next((call for call in _CALLS if not is_own(kind, call)), None)
+        changed = next((call for call in CALLS if not is_own(kind, call)), None)
         if changed is not None:
             return f"{changed} of {kind.__qualname__} was replaced"
     return _unfit_tensors(model)
@@ -113,13 +155,11 @@ def is_own(kind: type, name: str) -> bool:
     """Whether a method is of its class's own file, and wrapped by decorators of torch and transformers alone."""
     function: Any = getattr(kind, name)
     owner = next(each for each in kind.__mro__ if name in vars(each))
-    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+    while hasattr(function, "__wrapped__"):
         if not is_of_a_library(function):
             return False
         function = function.__wrapped__
-    if not isinstance(function, FunctionType):
-        return False
-    return function.__globals__ is vars(sys.modules[owner.__module__])
+    return isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[owner.__module__])
 
 
 def mismatch(path: str, module: nn.Module, part: Part) -> str | None:
@@ -128,40 +168,28 @@ def mismatch(path: str, module: nn.Module, part: Part) -> str | None:
     kinds = part.kind if isinstance(part.kind, tuple) else (part.kind,)
     if kind not in kinds:
         return f"{where} is a {kind.__qualname__} of {kind.__module__}, not a {kinds[0].__qualname__}"
-    children = {name for name, child in module._modules.items() if child is not None}
-    if children != set(part.children):
-        extra = ", ".join(sorted(children ^ set(part.children)))
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    if children.keys() != part.children.keys():
+        extra = ", ".join(sorted(children.keys() ^ part.children.keys()))
         return f"{where} has {', '.join(sorted(children)) or 'nothing'} inside; {extra} is unexpected or missing"
     for name, value in part.attributes.items():
         found = getattr(module, name, value)
         if found is not value and found != value:
             return f"{where}.{name} is {_short(found)}, and its configuration gives {_short(value)}"
     tensors = {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
-    if set(tensors) - {"bias", *_BUFFERS} != set(part.tensors) - {"bias"} or ("bias" in tensors) > (
-        "bias" in part.tensors
-    ):
+    given, expected = set(tensors) - set(_BUFFERS), set(part.tensors)
+    if not expected - {"bias"} <= given <= expected:
         return f"{where} has the tensors {', '.join(tensors)}, not {', '.join(part.tensors)}"
-    for name, shape in part.tensors.items():
-        if name in tensors and tuple(tensors[name].shape) != shape:
-            return (
-                f"{where}.{name} has the shape {list(tensors[name].shape)}, and its configuration gives {list(shape)}"
-            )
-    for name, each in part.children.items():
-        child = module._modules[name]
-        assert child is not None, name
-        reason = mismatch(f"{path}.{name}".lstrip("."), child, each)
-        if reason is not None:
-            return reason
-    return None
+    for name in given:
+        found, shape = list(tensors[name].shape), list(part.tensors[name])
+        if found != shape:
+            return f"{where}.{name} has the shape {found}, and its configuration gives {shape}"
+    inside = (mismatch(f"{path}.{name}".lstrip("."), children[name], each) for name, each in part.children.items())
+    return next((reason for reason in inside if reason is not None), None)
 
 
-_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-_BUFFERS = ("inv_freq", "original_inv_freq")
-
-
-def _linear(rows: int, columns: int, has_bias: bool = True) -> Part:
-    """A linear; its bias, where it may have one, is computed with."""
-    return Part(nn.Linear, tensors={"weight": (rows, columns)} | ({"bias": (rows,)} if has_bias else {}))
+def _linear(rows: int, columns: int) -> Part:
+    return Part(nn.Linear, tensors={"weight": (rows, columns), "bias": (rows,)})
 
 
 def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Part:
@@ -170,15 +198,14 @@ def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Pa
 
     hidden, middle, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    head_dim = _head_dim(config)
     norm = Part(kinds["RMSNorm"], tensors={"weight": (hidden,)}, attributes={"variance_epsilon": config.rms_norm_eps})
     head_norm = Part(norm.kind, tensors={"weight": (head_dim,)}, attributes=norm.attributes)
-    activations = {type(ACT2FN["silu"]), nn.SiLU}
     mlp = Part(
         kinds["MLP"],
         {
             "gate_proj": _linear(middle, hidden), "up_proj": _linear(middle, hidden),
-            "down_proj": _linear(hidden, middle), "act_fn": Part(tuple(activations)),
+            "down_proj": _linear(hidden, middle), "act_fn": Part((type(ACT2FN["silu"]), nn.SiLU)),
         },
     )  # fmt: skip
     projections = {
@@ -215,7 +242,12 @@ def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Pa
         },
         attributes={"config": config, "has_sliding_layers": "sliding_attention" in types},
     )  # fmt: skip
-    return Part(kinds["ForCausalLM"], {"model": decoder, "lm_head": _linear(vocab, hidden, has_bias=False)})
+    head = Part(nn.Linear, tensors={"weight": (vocab, hidden)})
+    return Part(kinds["ForCausalLM"], {"model": decoder, "lm_head": head})
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _layer_types(config: Any) -> Sequence[str]:
@@ -228,21 +260,16 @@ def _layer_types(config: Any) -> Sequence[str]:
     return ["full_attention" if window is None else "sliding_attention"] * count
 
 
-def _unfit_config(config: Any, family: str, functions: Mapping[str, Any]) -> str | None:
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    attention = config._attn_implementation
-    own = functions.get(attention)
-    if attention not in BUILT_IN or (own is not None and not is_of_a_library(own)):
-        return f"its attention implementation is {attention!r}, which is not transformers' own"
-    kinds = _layer_types(config)
-    if len(kinds) != config.num_hidden_layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        return f"its layer_types are {_short(kinds)}"
-    if family == "Llama" and "sliding_attention" in kinds:
+def _unfit_config(config: Any, family: str) -> str | None:
+    if family == "Llama" and "sliding_attention" in _layer_types(config):
         return "its configuration has a sliding window, which Llama's layers do not read"
     if getattr(config, "is_causal", True) is False or getattr(config, "attention_chunk_size", None):
         return "its configuration asks for another attention mask"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return unfit_head_dim(_head_dim(config))
+
+
+def unfit_head_dim(head_dim: int) -> str | None:
+    """Return why the fused forward takes no heads of a width; None if it does."""
     return f"its head_dim is {head_dim}" if head_dim % 2 or head_dim > 256 else None
 
 
@@ -254,9 +281,9 @@ def _unfit_rotary(model: Any, config: Any) -> str | None:
         return f"{kind} RoPE changes its frequencies with the length"
     with torch.device("cpu"):
         expected = type(rotary)(config=config)
-    found = rotary.inv_freq
+    found = rotary.inv_freq.detach().cpu()
     own = expected.inv_freq.to(found.dtype)
-    if found.shape != own.shape or not torch.allclose(found.detach().cpu().float(), own.float(), rtol=1e-5, atol=0):
+    if found.shape != own.shape or not torch.allclose(found.float(), own.float(), rtol=1e-5, atol=0):
         return "model.rotary_emb.inv_freq is not that of its configuration"
     if rotary.attention_scaling != expected.attention_scaling or kind != getattr(expected, "rope_type", kind):
         return "model.rotary_emb is not that of its configuration"
@@ -265,23 +292,16 @@ def _unfit_rotary(model: Any, config: Any) -> str | None:
 
 def _unfit_tensors(model: nn.Module) -> str | None:
     """Why parameters cannot be read as plain matrices of one type on one device."""
-    for path, tensor in _tensors(model):
+    for path, tensor in chain(model.named_parameters(), model.named_buffers()):
         if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer) or type(tensor.data) is not Tensor:
             return f"{path} is a {type(tensor).__qualname__} of {type(tensor).__module__}"
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return f"{path} is {tensor.layout} on {tensor.device}"
     weights = list(model.parameters())
-    dtypes, devices = {weight.dtype for weight in weights}, {weight.device for weight in weights}
+    dtypes = {weight.dtype for weight in weights}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}, not one of float32, bfloat16, float16"
-    if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        return "its weights are spread over devices"
-    return None
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    return "its weights are spread over devices" if len({weight.device for weight in weights}) > 1 else None
 
 
 def _only_records(hook: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A model's modules over again, without its weights: what our forward runs, so that the user's model stays as it is.
+"""A copy of a model's modules over the same weights: what our forward runs, so that the user's model stays as it is.
 
 transformers picks an attention function by name in the configuration, which every attention layer and every thread
 shares. Another name there, for the time of a forward or for good, would reach whoever runs the same modules meanwhile:
@@ -10,14 +10,20 @@ adapters, experts), all parameters and all hooks are the model's own.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-_OWN_CALL = "_compiled_call_impl"
+from .watch import is_config
+
+_OWN_DICTS = (
+    "_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+_OUTPUTS = ("output_attentions", "_output_attentions", "output_hidden_states")
 
 
 class SharedCopy:
@@ -28,6 +34,7 @@ class SharedCopy:
 
     def __init__(self, model: nn.Module, attention: str) -> None:
         self._attention = attention
+        # Copies by their original's id; kept with it, so that no other object gets that id.
         self._configs: dict[int, tuple[Any, Any]] = {}
         self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._shares: dict[int, bool] = {}
@@ -36,7 +43,8 @@ class SharedCopy:
         self.model = self._copy(model)
         """In the model's place."""
         for original, copied in self._copies.values():
-            _bind(original, copied)
+            # Methods that were put on a module itself (accelerate does so) are to act on its copy.
+            vars(copied).update({name: _bound(value, original, copied) for name, value in vars(copied).items()})
 
     def of(self, module: nn.Module) -> nn.Module:
         """Return what stands in a module's place: its copy, or the module itself."""
@@ -48,49 +56,36 @@ class SharedCopy:
         if self._is_shared(module):
             return module
         if id(module) not in self._copies:
-            copied = object.__new__(type(module))
-            # Kept with its original, so that no other object gets that one's id.
+            copied = copy.copy(module)
             self._copies[id(module)] = module, copied
-            attributes = {name: self._replaced(value) for name, value in vars(module).items() if name != _OWN_CALL}
+            attributes = {name: self._replaced(value) for name, value in vars(copied).items()}
             children = {name: None if child is None else self._copy(child) for name, child in module._modules.items()}
             # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
-            own = {name: type(value)(value) for name, value in attributes.items() if name in _OWN_DICTS}
+            own = {name: copy.copy(attributes[name]) for name in _OWN_DICTS}
             vars(copied).update({**attributes, **own, "_modules": children})
         return self._copies[id(module)][1]
 
     def _is_shared(self, module: nn.Module) -> bool:
         """Whether no module in this one reads a configuration."""
         if id(module) not in self._shares:
-            reads = any(_is_config(value) for value in vars(module).values())
+            reads = any(map(is_config, vars(module).values()))
             children = [_plain(child) for child in module._modules.values() if child is not None]
             self._shares[id(module)] = not reads and all(map(self._is_shared, children))
         return self._shares[id(module)]
 
     def _replaced(self, value: Any) -> Any:
         """The copy of a configuration, with those inside it; anything else as it is."""
-        if not _is_config(value):
+        if not is_config(value):
             return value
         if id(value) not in self._configs:
-            copied = object.__new__(type(value))
+            copied = copy.copy(value)
             self._configs[id(value)] = value, copied
             settings = {name: self._replaced(each) for name, each in vars(value).items()}
-            vars(copied).update(settings)
-            vars(copied)["_attn_implementation_internal"] = self._attention
             # Nothing but logits comes out of our forwards.
-            vars(copied).update({name: False for name in _OUTPUTS if name in settings})
-            vars(copied)["return_dict"] = True
+            settings |= {name: False for name in _OUTPUTS if name in settings}
+            settings |= {"return_dict": True, "_attn_implementation_internal": self._attention}
+            vars(copied).update(settings)
         return self._configs[id(value)][1]
-
-
-_OWN_DICTS = (
-    "_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
-_OUTPUTS = ("output_attentions", "_output_attentions", "output_hidden_states")
-
-
-def _is_config(value: Any) -> bool:
-    return hasattr(value, "_attn_implementation") and not isinstance(value, (nn.Module, type, Tensor))
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -102,16 +97,9 @@ def _plain(module: nn.Module) -> nn.Module:
     return module
 
 
-def _bind(original: nn.Module, copied: nn.Module) -> None:
-    """Have methods that were put on a module itself (accelerate does so) act on its copy."""
-    for name, value in vars(original).items():
-        bound = _bound(value, original, copied)
-        if bound is not value:
-            vars(copied)[name] = bound
-
-
 def _bound(value: Any, original: nn.Module, copied: nn.Module) -> Any:
-    inner: Callable[..., Any] | None = getattr(value, "_torchdynamo_orig_callable", None)
+    """A method of ``original`` as one of ``copied``, also inside a partial; anything else as it is."""
+    inner = getattr(value, "_torchdynamo_orig_callable", None)
     if callable(value) and inner is not None:
         return _bound(inner, original, copied)
     if isinstance(value, MethodType) and value.__self__ is original:

@@ -56,7 +56,7 @@ class ShortCache:
         layers, slots, kv_heads, capacity, head_dim = self.keys.shape
         total = -(-capacity // BLOCK)
         self.num_blocks = min(num_blocks, total)
-        self.cache = KVCache(target, slots, rows_seen(self.num_blocks) + num_new)
+        self.cache = KVCache.allocate(target, slots, rows_seen(self.num_blocks) + num_new)
         self.offsets = torch.zeros(slots, dtype=torch.int32, device=target.device)
         """int32 [slots]: positions of the first new row, and of all that follow, less its row here."""
         self.lengths = torch.zeros_like(self.offsets)

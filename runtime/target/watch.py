@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from itertools import chain
 from operator import itemgetter
 from types import FunctionType
@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .known import CALLS
+
 _UNREAD = {
     "_parameters", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
     "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -30,7 +32,6 @@ _UNREAD = {
     "_load_state_dict_post_hooks", "_eagle_slim_kept", "generation_config",
 }  # fmt: skip
 """Attributes of a module that no forward reads, and its tensors, which are compared apart."""
-_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 class Watch:
@@ -40,18 +41,16 @@ class Watch:
         self._modules = list(model.modules())
         self._attributes = [vars(module) for module in self._modules]
         self._unread = _UNREAD.union(unread)
-        names = [_names(attributes, self._unread) for attributes in self._attributes]
-        self._names = names
-        getters = {each: itemgetter(*each) for each in set(names)}
-        self._getters = [getters[each] for each in names]
+        self._names = self._read_names()
+        getters = {each: itemgetter(*each) for each in set(self._names)}
+        self._getters = [getters[each] for each in self._names]
         self._values = [_frozen(get(each)) for get, each in zip(self._getters, self._attributes, strict=True)]
         self._sizes = list(map(len, self._attributes))
         self._types = list(map(type, self._modules))
-        found = chain.from_iterable(map(dict.values, self._attributes))
-        self._configs = _configs(found)
+        self._configs = configs_in(chain.from_iterable(map(dict.values, self._attributes)))
         self._settings = [_frozen(vars(config)) for config in self._configs]
         kinds = dict.fromkeys(self._types)
-        self._kinds = [(kind, call) for kind in kinds for call in _CALLS]
+        self._kinds = [(kind, call) for kind in kinds for call in CALLS]
         self._files = [vars(sys.modules[kind.__module__]) for kind in kinds if kind.__module__ in sys.modules]
         self._functions = self._read_functions()
         self._holders: list[dict[str, Any]] = [
@@ -60,10 +59,11 @@ class Watch:
         tensors = self._read_tensors()
         # Weakly, so that weights which were replaced can go; a storage's address is not used again meanwhile.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _is_plain(tensor)]
+        plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in plain]
         self._states = _states(tensors)
         self._place = next((tensor.device.type for tensor in tensors), "cpu")
-        self._mode = self._read_mode()
+        self._mode = autocast_of(self._place)
 
     def has_changed(self) -> bool:
         """Whether anything that a forward depends on is other than it was; waits for no device."""
@@ -73,21 +73,24 @@ class Watch:
                 len(tensors) != len(self._tensors)
                 or not all(tensor is before() for tensor, before in zip(tensors, self._tensors, strict=True))
                 or _states(tensors) != self._states
-                or (list(map(len, self._attributes)) != self._sizes and self._has_other_names())
+                or (list(map(len, self._attributes)) != self._sizes and self._read_names() != self._names)
                 or list(map(type, self._modules)) != self._types
                 or [get(each) for get, each in zip(self._getters, self._attributes, strict=True)] != self._values
                 or list(map(vars, self._configs)) != self._settings
                 or self._read_functions() != self._functions
-                or self._read_mode() != self._mode
+                or autocast_of(self._place) != self._mode
             )
         except (KeyError, RuntimeError, TypeError, ValueError):
             # An attribute went, or values of a kind that cannot be compared took the place of others.
             return True
 
-    def _has_other_names(self) -> bool:
-        """Whether a module has other attributes than it had, beside those that do not matter."""
-        before = zip(self._attributes, self._names, strict=True)
-        return any(_names(attributes, self._unread) != names for attributes, names in before)
+    def _read_names(self) -> list[tuple[str, ...]]:
+        """Attributes of each module that matter."""
+        unread = self._unread
+        return [
+            tuple(name for name, value in each.items() if name not in unread and not isinstance(value, Tensor))
+            for each in self._attributes
+        ]
 
     def _read_tensors(self) -> list[Tensor]:
         return [each for each in chain.from_iterable(map(dict.values, self._holders)) if each is not None]
@@ -100,17 +103,27 @@ class Watch:
         attention = [ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) for config in self._configs]
         return [*functions, *files, *hooks, *attention, F.linear, F.scaled_dot_product_attention, F.silu]
 
-    def _read_mode(self) -> tuple[bool, torch.dtype]:
-        return autocast_of(self._place)
-
 
 def autocast_of(place: str) -> tuple[bool, torch.dtype]:
     """Whether this thread is within ``torch.autocast`` on a kind of device, and in which type."""
     return torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
 
 
-def _names(attributes: dict[str, Any], unread: Set[str]) -> tuple[str, ...]:
-    return tuple(name for name, value in attributes.items() if name not in unread and not isinstance(value, Tensor))
+def is_config(value: Any) -> bool:
+    """Whether a value is a configuration that names an attention function."""
+    return hasattr(value, "_attn_implementation") and not isinstance(value, (nn.Module, type))
+
+
+def configs_in(values: Iterable[Any]) -> list[Any]:
+    """List the configurations among some values, and those inside them."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        each = left.pop()
+        if id(each) not in found and is_config(each):
+            found[id(each)] = each
+            left.extend(vars(each).values())
+    return list(found.values())
 
 
 def _frozen(value: Any) -> Any:
@@ -120,22 +133,6 @@ def _frozen(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(_frozen, value))
     return value
-
-
-def _configs(values: Iterable[Any]) -> list[Any]:
-    """Configurations among some values, and those inside them."""
-    found: dict[int, Any] = {}
-    left = list(values)
-    while left:
-        each = left.pop()
-        if id(each) not in found and hasattr(each, "_attn_implementation") and not isinstance(each, nn.Module):
-            found[id(each)] = each
-            left.extend(vars(each).values())
-    return list(found.values())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _states(tensors: list[Tensor]) -> list[Any]:
@@ -160,5 +157,5 @@ def _state(tensor: Tensor) -> tuple[Any, ...]:
         version = None
     if hasattr(tensor, "__tensor_flatten__"):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return version, id(tensor), *((id(each), *_state(each)) for each in inner)
+        return version, *((id(each), *_state(each)) for each in inner)
     return version, tensor.data_ptr(), tensor.dtype, tensor.shape

@@ -3,20 +3,18 @@
 `TargetModel` wraps a loaded causal LM. It accepts decoder-only models with softmax attention and rotary positions, and
 refuses everything else by class before any forward. It looks at the model before every call (`TargetModel.look`), as
 adapters come and go and weights change between calls; nothing of the model is changed while a forward of ours runs
-(`shared_copy`). Features for the drafter are read by hooks on our copies of its modules: the hidden states entering the
-tap layers (EAGLE-3), or the last hidden state after the final norm (EAGLE-1/2). Whether a model's forward can be held
-by a CUDA graph (no wait, no shape that depends on values) is found out by a trial.
+(`shared_copy`).
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +24,11 @@ from ..errors import PairingError, SpeedWarning, UnsupportedModelError, UsageErr
 from ..ops import current, side_stream
 from . import attention
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .choose import Choice, choose_target_backend
 from .contexts import CacheContext, ShapeProbe
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
-from .lock import lock_of
+from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
 from .shared_copy import SharedCopy
 from .watch import Watch, autocast_of
 
@@ -39,45 +36,28 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _WRAPPED = ("_orig_mod", "base_model", "model")
 """Names that wrappers of a model give to it."""
 _RECURRENT_MARKS = (
-    "ssm_cfg",
-    "state_size",
-    "mamba_d_state",
-    "mamba_d_conv",
-    "conv_L_cache",
-    "rescale_every",
-    "lru_width",
-)
+    "ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "rescale_every", "lru_width",
+)  # fmt: skip
+_LOCKS: WeakKeyDictionary[nn.Module, tuple[threading.RLock, threading.Lock]] = WeakKeyDictionary()
+"""Of each target, shared by all who wrap it: a lock that other threads wait for, and one that a call holds."""
+_LOCKS_LOCK = threading.Lock()
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A model as it was when it was looked at, and what runs it."""
-
-    version: int
-    layers: nn.ModuleList
-    backend: Choice
-    fused: FusedTarget | None
-    copy: SharedCopy | None
-    """Copy that transformers' forward runs on; None where the fused one runs."""
-    autocast: tuple[bool, torch.dtype]
-    sizes: dict[str, object]
-    watch: Watch
-
-    @property
-    def is_built(self) -> bool:
-        """Whether there is something that runs it; not after a change that could not be followed."""
-        return self.fused is not None or self.copy is not None
-
-
-class TargetModel:
+class TargetModel(Target):
     """A transformers causal LM that verifies draft trees.
 
     ``tap_layers``: the features are the hidden states entering these decoder layers (``num_layers`` itself means
     leaving the last one), concatenated; None: the last hidden state after the final norm. ``backend``: "transformers",
-    "fused" or "auto" (`choose_target_backend`, as ``fused_on``).
+    "fused" or "auto": the fused forward on devices of the types ``fused_on``, where `known.unfit_reason` finds nothing.
 
-    Raises `UnsupportedModelError` for a model that cannot verify trees, `PairingError` for tap layers out of range.
+    Raises `UnsupportedModelError` for a model that cannot verify trees or not with the ``backend`` asked for,
+    `PairingError` for tap layers out of range, `UsageError` for an unknown backend.
     """
+
+    layers: nn.ModuleList
+    """The decoder layers."""
+    backend: Choice
+    """The forward that generation uses, and why."""
 
     def __init__(
         self,
@@ -88,13 +68,20 @@ class TargetModel:
     ) -> None:
         attention.register(self)
         self.model = model
-        self.lock = lock_of(model)
+        with _LOCKS_LOCK:
+            self._locks = _LOCKS.setdefault(model, (threading.RLock(), threading.Lock()))
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
         self._asked, self._fused_on = backend, tuple(fused_on)
         self._warned: set[str] = set()
         self.users: WeakSet[Any] = WeakSet()
         """Holders of caches and graphs of this model, each with a method ``drop``."""
-        self._found: _Found = self._take(None)
+        self.version = -1
+        """Counts the changes of the model that were found: caches and graphs belong to one version."""
+        self._sizes: dict[str, object] = {}
+        self._watch: Watch | None = None
+        self._fused: FusedTarget | None = None
+        self._copy: SharedCopy | None = None
+        self.look()
 
     def look(self) -> None:
         """Take the model as it is now; no more than a comparison where nothing has changed.
@@ -102,92 +89,100 @@ class TargetModel:
         To be called with the lock held. Raises `UnsupportedModelError` where a changed model cannot be run as asked,
         and `UsageError` where it is of another type, on another device, or of other sizes.
         """
-        before = self._found
-        if before.is_built and not before.watch.has_changed():
+        if self._watch is not None and not self._watch.has_changed():
             return
         # What holds the old weights goes before the new ones are packed, so that there is room.
+        self._watch = self._fused = self._copy = None
         for each in tuple(self.users):
             each.drop()
-        self._found = replace(before, fused=None, copy=None)
-        self._found = self._take(before)
+        # Parameters that become views of packed storage must stay usable outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self._take()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let this thread alone generate with the model; others wait, whichever `TargetModel` over it they use.
+
+        Forwards that are not ours, as of the model's own ``generate`` in another thread, need not wait. Locks are held
+        by ``with`` statements alone, so that no line is left at which an interrupt keeps one. Raises `UsageError` in
+        the thread that holds it already, which would wait forever.
+        """
+        others, own = self._locks
+        with others:
+            # Other threads wait above, so whoever holds it is this one.
+            if own.locked():
+                raise UsageError(
+                    "generate() was called from its own streamer while the model is generating. Let that answer end "
+                    "first."
+                )
+            with own:
+                yield
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the target for one call, as it is now; outside its own forward without the caller's autocast."""
-        with self.lock.hold():
+        with self.hold():
             self.look()
             with torch.autocast(self.device.type, enabled=False):
                 yield
 
-    def _take(self, before: _Found | None) -> _Found:
-        # Parameters that become views of packed storage must stay usable outside inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._take_as_it_is(before)
-
-    def _take_as_it_is(self, before: _Found | None) -> _Found:
-        model = self.model
-        check_supported(model)
-        layers = find_decoder_layers(model)
+    def _take(self) -> None:
+        check_supported(self.model)
+        self.layers = find_decoder_layers(self.model)
         for layer in self.tap_layers or ():
-            if not 0 <= layer <= len(layers):
+            if not 0 <= layer <= len(self.layers):
                 raise PairingError(
-                    f"The head taps the input of decoder layer {layer}, but {type(model).__name__} has layers 0 to "
-                    f"{len(layers) - 1}. The head was trained for another target; tap layers: {self.tap_layers}."
+                    f"The head taps the input of decoder layer {layer}, but {type(self.model).__name__} has layers 0 "
+                    f"to {len(self.layers) - 1}. The head was trained for another target; tap layers: "
+                    f"{self.tap_layers}."
                 )
-        sizes = self._sizes(layers)
-        for name, value in {} if before is None else before.sizes.items():
+        # What the drafter's weights and buffers were made for.
+        sizes = {
+            "dtype": self.dtype, "device": self.device, "number of layers": len(self.layers),
+            "hidden size": self.hidden_size, "vocabulary": self.vocab_size,
+        }  # fmt: skip
+        for name, value in self._sizes.items():
             if sizes[name] != value:
                 raise UsageError(
                     f"The target's {name} was {value} when this model was built from it, and is {sizes[name]} now. "
                     "Change it back, or build the model again with from_pretrained."
                 )
-        autocast = autocast_of(self.device.type)
-        backend = choose_target_backend(self._asked, model, autocast, self._fused_on)
-        if backend.is_loss and backend.reason not in self._warned:
+        self._sizes = sizes
+        self._autocast = autocast_of(self.device.type)
+        self.backend = self._choose_backend()
+        with current(self.device):
+            if self.backend.name == "fused":
+                self._fused = FusedTarget(self.model, self.tap_layers)
+            else:
+                self._copy = SharedCopy(self.model, attention.ATTENTION_NAME)
+                self._record_features(self._copy)
+        for name in ("layer_shapes", "eager_reason", "weight_bytes"):
+            vars(self).pop(name, None)
+        self.version += 1
+        # Last: it means that all else was taken.
+        self._watch = Watch(self.model)
+
+    def _choose_backend(self) -> Choice:
+        """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
+        is_mixed, dtype = self._autocast
+        mixed = f"torch.autocast in {str(dtype).removeprefix('torch.')} is on" if is_mixed else None
+        backend = choose_forward(
+            self._asked, "transformers", lambda: mixed or unfit_reason(self.model), self.device, self._fused_on
+        )
+        could_be = self._asked == "auto" and self.device.type in self._fused_on and is_of_a_known_family(self.model)
+        if could_be and backend.name != "fused" and backend.reason not in self._warned:
             self._warned.add(backend.reason)
             warnings.warn(
                 f"transformers' own forward runs this target, more slowly than ours could: {backend.reason}.",
                 SpeedWarning,
                 stacklevel=2,
             )
-        fused, copy = None, None
-        with current(self.device):
-            if backend.name == "fused":
-                fused = FusedTarget(model, self.tap_layers)
-            else:
-                copy = SharedCopy(model, attention.ATTENTION_NAME)
-                self._record_features(copy, layers)
-        for name in ("layer_shapes", "eager_reason", "weight_bytes"):
-            vars(self).pop(name, None)
-        version = 0 if before is None else before.version + 1
-        return _Found(version, layers, backend, fused, copy, autocast, sizes, Watch(model))
-
-    def _sizes(self, layers: nn.ModuleList) -> dict[str, object]:
-        """Return the sizes that the drafter's weights and buffers were made for."""
-        return {
-            "dtype": self.dtype, "device": self.device, "number of layers": len(layers),
-            "hidden size": self.hidden_size, "vocabulary": self.vocab_size,
-        }  # fmt: skip
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
-        return self._found.layers
-
-    @property
-    def version(self) -> int:
-        """Counts the changes of the model that were found: caches and graphs belong to one version."""
-        return self._found.version
-
-    @property
-    def backend(self) -> Choice:
-        """The forward that generation uses, and why."""
-        return self._found.backend
+        return backend
 
     @property
     def runs(self) -> Target:
-        """Whose forward that is: the fused one, or this."""
-        return self._found.fused or self
+        """Whose forward generation uses: the fused one, or this."""
+        return self._fused or self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -197,43 +192,14 @@ class TargetModel:
         )
 
     @property
-    def config(self) -> Any:
-        """The model's configuration."""
-        return self.model.config
-
-    @property
     def text_config(self) -> Any:
         """The decoder's configuration."""
-        return self.config.get_text_config()
+        return self.model.config.get_text_config()
 
     @property
     def generation_config(self) -> Any:
         """The model's generation configuration; None where it has none."""
         return getattr(self.model, "generation_config", None)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the input embedding."""
-        return self.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return self.embedding.dtype
-
-    @property
-    def embedding(self) -> Tensor:
-        """Input embedding [target_vocab, hidden]."""
-        weight = self.model.get_input_embeddings().weight  # type: ignore[operator]
-        assert isinstance(weight, Tensor)
-        return weight
-
-    @property
-    def lm_head(self) -> Tensor:
-        """LM-head rows [target_vocab, hidden] (the embedding itself when tied)."""
-        weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
-        assert isinstance(weight, Tensor)
-        return weight
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -242,23 +208,8 @@ class TargetModel:
         return sum(weight.numel() * weight.element_size() for weight in read)
 
     @property
-    def hidden_size(self) -> int:
-        """Width of one hidden state."""
-        return int(self.text_config.hidden_size)
-
-    @property
-    def feature_width(self) -> int:
-        """Width of the features handed to the drafter."""
-        return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
-
-    @property
-    def vocab_size(self) -> int:
-        """Logits per position."""
-        return self.lm_head.shape[0]
-
-    @property
     def has_windows(self) -> bool:
-        """Whether a layer attends within a sliding window."""
+        """See `Target.has_windows`."""
         kinds = getattr(self.text_config, "layer_types", None)
         window = getattr(self.text_config, "sliding_window", None)
         return window is not None if kinds is None else "sliding_attention" in kinds
@@ -278,7 +229,7 @@ class TargetModel:
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """Shapes of the decoder layers that have keys and values of their own, as a forward over one token shows them.
+        """Shapes of the layers that have keys and values of their own, as a forward over one token shows them.
 
         Raises `UnsupportedModelError` for a model that does not attend through our function, leaves out a tapped layer,
         or hands on hidden states of another form.
@@ -295,10 +246,10 @@ class TargetModel:
 
     @cached_property
     def eager_reason(self) -> str | None:
-        """Why the forward that generation uses cannot be held by a CUDA graph; None where it can."""
+        """Why the forward that generation uses cannot be held by a CUDA graph, found by a trial; None where it can."""
         if self.device.type != "cuda":
             return f"the model is on {self.device}"
-        if self.runs is not self:
+        if self._fused is not None:
             return None
         name = type(self.model).__name__
         if self.longrope_limit is not None:
@@ -315,7 +266,7 @@ class TargetModel:
     def _try_capture(self) -> None:
         lengths = torch.zeros(1, dtype=torch.int32, device=self.device)
         rows, bufs = ForwardRows.allocate(1, 1, lengths), self.new_buffers(1, 1, 1, 16)
-        cache, graph = KVCache(self, 1, 16), torch.cuda.CUDAGraph()
+        cache, graph = KVCache.allocate(self, 1, 16), torch.cuda.CUDAGraph()
         with torch.inference_mode(), current(self.device), side_stream() as stream:
             self.forward(rows, cache, bufs)
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -324,17 +275,14 @@ class TargetModel:
     @property
     def exactness(self) -> str | None:
         """Why a row's bits depend on that row alone; None where they do not, or where nothing shows it."""
-        is_exact = isinstance(self.runs, FusedTarget) and self.runs.ops.use_kernels
+        is_exact = self._fused is not None and self._fused.ops.use_kernels
         return f"rows are exact (sums {SUMS_VERSION})" if is_exact else None
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
         if self.device.type != "cuda":
-            return ForwardBuffers.dynamic()
-        return ForwardBuffers(self, places, nodes, logit_rows, capacity)
-
-    def reserve_positions(self, num_positions: int) -> None:
-        """Nothing to do: the model computes its rotation from the positions."""
+            return ForwardBuffers()
+        return ForwardBuffers.allocate(self, places, nodes, logit_rows, capacity, use_kernels=True)
 
     def forward(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
         """See `Target.forward`."""
@@ -356,15 +304,14 @@ class TargetModel:
         self, token_ids: Tensor, positions: Tensor, context: attention.ForwardContext, last_row: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run tokens int64 [places, nodes]: logits [places, nodes or rows, vocab], features [places, nodes, width]."""
-        name, found = type(self.model).__name__, self._found
-        assert found.copy is not None, "the fused forward runs"
-        is_mixed, dtype = found.autocast
-        taps = found.copy.taps
+        assert self._copy is not None, "the fused forward runs"
+        name, taps = type(self.model).__name__, self._copy.taps
+        is_mixed, dtype = self._autocast
         taps.clear()
         # Without the cache of converted weights, which no graph may hold.
         autocast = torch.autocast(self.device.type, dtype=dtype, enabled=is_mixed, cache_enabled=False)
         with autocast, torch.inference_mode():
-            output = found.copy.model(
+            output = self._copy.model(
                 input_ids=token_ids,
                 position_ids=positions,
                 past_key_values=_ContextCache(context),
@@ -378,11 +325,11 @@ class TargetModel:
                 f"{name} did not call the registered attention function {attention.ATTENTION_NAME!r}: its layers "
                 "ignore the attention implementation of the configuration."
             )
-        if len(taps) < len(self.tap_layers or (None,)):
-            skipped = sorted({layer for place, layer in enumerate(self.tap_layers or ()) if place not in taps})
-            raise UnsupportedModelError(
-                f"{name} leaves out decoder layer {skipped[0]} in a forward over text, and the head reads its input."
-            )
+        for place, layer in enumerate(self.tap_layers or ()):
+            if place not in taps:
+                raise UnsupportedModelError(
+                    f"{name} leaves out decoder layer {layer} in a forward over text, and the head reads its input."
+                )
         expected = (*token_ids.shape, self.hidden_size)
         for tap in taps.values():
             if tap.shape != expected:
@@ -394,29 +341,30 @@ class TargetModel:
         taps.clear()
         return output.logits.to(self.dtype), features.to(self.dtype)
 
-    def _record_features(self, copy: SharedCopy, layers: nn.ModuleList) -> None:
+    def _record_features(self, copy: SharedCopy) -> None:
         """Have a copy leave the features of each forward in its ``taps``, by their place among ours."""
-        taps = copy.taps
 
-        def keep_input(place: int) -> Any:
-            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                taps[place] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        def keep_output(place: int) -> Any:
-            def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-                taps[place] = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+        def keep(place: int, read: Callable[[Any, Any], Tensor]) -> Callable[..., None]:
+            def hook(_module: nn.Module, args: tuple[Any, ...], given: Any) -> None:
+                copy.taps[place] = read(args, given)
 
             return hook
 
         if self.tap_layers is None:
-            copy.of(_inner_model(self.model).base_model).register_forward_hook(keep_output(0))
+            copy.of(_inner_model(self.model).base_model).register_forward_hook(keep(0, _output_states))
         for place, layer in enumerate(self.tap_layers or ()):
-            if layer == len(layers):
-                copy.of(layers[-1]).register_forward_hook(keep_output(place))
+            if layer == len(self.layers):
+                copy.of(self.layers[-1]).register_forward_hook(keep(place, _output_states))
             else:
-                copy.of(layers[layer]).register_forward_pre_hook(keep_input(place), with_kwargs=True)
+                copy.of(self.layers[layer]).register_forward_pre_hook(keep(place, _input_states), with_kwargs=True)
+
+
+def _input_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _output_states(_args: tuple[Any, ...], output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
 
 
 class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no types
@@ -439,69 +387,62 @@ class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no typ
 
 def check_supported(model: nn.Module) -> None:
     """Raise `UnsupportedModelError`, naming the class and the reason, unless the model can verify trees."""
-    name = type(model).__name__
-    config: Any = getattr(model, "config", None)
+    for problem in _problems(model):
+        raise UnsupportedModelError(f"{type(model).__name__} {problem}")
+
+
+def _problems(model: Any) -> Iterator[str]:
+    """Say why a model cannot verify trees, as the rest of a sentence that begins with its class."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UnsupportedModelError(f"{name} spreads batches over devices; pass the model in it (its .module).")
+        yield "spreads batches over devices; pass the model in it (its .module)."
+    config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
-        raise UnsupportedModelError(f"{name} is not a transformers model; load the target with AutoModelForCausalLM.")
-    if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
-        raise UnsupportedModelError(
-            f"{name} has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one "
-            "that changes weights, such as LoRA."
+        yield "is not a transformers model; load the target with AutoModelForCausalLM."
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
+        yield (
+            "has an adapter that puts rows of its own before the prompt (prompt or prefix tuning). Use one that "
+            "changes weights, such as LoRA."
         )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"{name} is spread over {', '.join(map(str, sorted(devices, key=str)))}; its KV cache lies on one device. "
-            "Load the target on a single one."
-        )
-    other = next((each for each in _attentions(model) if not attention.is_built_in(each)), None)
-    if other is not None:
-        raise UnsupportedModelError(
-            f"{name} attends by a function of its own ({other!r}), which verifying trees would replace by softmax "
-            "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
-        )
+        places = ", ".join(sorted(map(str, devices)))
+        yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
+    for name in _attentions(model):
+        if not attention.is_built_in(name):
+            yield (
+                f"attends by a function of its own ({name!r}), which verifying trees would replace by softmax "
+                "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
+            )
     text = config.get_text_config()
     can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model. {can}")
-    if model.get_output_embeddings() is None:  # type: ignore[operator]
-        raise UnsupportedModelError(f"{name} has no LM head (an encoder, or a bare decoder). {can}")
+        yield f"is an encoder-decoder model. {can}"
+    if model.get_output_embeddings() is None:
+        yield f"has no LM head (an encoder, or a bare decoder). {can}"
     marks = [mark for mark in _RECURRENT_MARKS if getattr(text, mark, None) is not None]
     if marks or getattr(model, "_is_stateful", False):
         detail = f" (its configuration has {', '.join(marks)})" if marks else ""
-        raise UnsupportedModelError(
-            f"{name} keeps a recurrent state{detail}, which cannot be rolled back to an accepted path. {can}"
-        )
+        yield f"keeps a recurrent state{detail}, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{name} is quantised dynamically: its activations are scaled by the whole forward, so a token's logits "
-            "depend on what is computed beside it. Load it as it was, or with its weights quantised only."
+        yield (
+            "is quantised dynamically: its activations are scaled by the whole forward, so a token's logits depend on "
+            "what is computed beside it. Load it as it was, or with its weights quantised only."
         )
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    if layer_types - _KNOWN_LAYER_TYPES:
-        found = ", ".join(sorted(layer_types - _KNOWN_LAYER_TYPES))
-        raise UnsupportedModelError(f"{name} has layers of type {found}; only full and sliding attention work. {can}")
+    others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if others:
+        yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
-        raise UnsupportedModelError(f"{name} uses ALiBi, a bias over row distances. {can}")
+        yield f"uses ALiBi, a bias over row distances. {can}"
     if not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
-        raise UnsupportedModelError(f"{name} has no rotary positions (its configuration has no rope parameters). {can}")
+        yield f"has no rotary positions (its configuration has no rope parameters). {can}"
     if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
-        raise UnsupportedModelError(
-            f"{name} uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static "
-            "scaling (linear, yarn, llama3)."
+        yield (
+            "uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static scaling "
+            "(linear, yarn, llama3)."
         )
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not take a registered attention function in this version of transformers. {can}"
-        )
-
-
-def _adapters(model: Any) -> Iterator[Any]:
-    """Configurations of the adapters that peft has put around a model."""
-    found = getattr(model, "peft_config", None)
-    yield from found.values() if isinstance(found, dict) else ()
+        yield f"does not take a registered attention function in this version of transformers. {can}"
 
 
 def _attentions(model: nn.Module) -> set[str]:

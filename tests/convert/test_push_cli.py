@@ -62,13 +62,6 @@ def test_a_card_that_links_out_of_the_folder_stays(run, hub, slim, tmp_path):
     assert "README.md: a link that leads out" in err
 
 
-def test_the_name_of_the_repository_is_checked_before_the_audit(run, hub, tmp_path):
-    code, _, err = run(push_command, tmp_path / "nothing", "two words")
-    assert (code, "two words" in err, hub.requests) == (1, True, [])
-    code, _, err = run(push_command, tmp_path / "nothing", "tester/slim")
-    assert (code, "nothing" in err, hub.requests) == (1, True, [])
-
-
 @pytest.mark.parametrize(("token", "name"), [(None, "tester/x"), ("hf_good", "other/x"), ("hf_expired", "tester/x")])
 def test_a_repository_that_may_not_be_written(run, slim, tmp_path, token, name):
     with HubServer() as hub, connected(hub, tmp_path / "home", token=token):

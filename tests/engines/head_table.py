@@ -17,10 +17,8 @@ EAGLE1 = HeadFacts(
     "eagle", _CONFIG | {"architectures": ["LlamaForCausalLM"]}, frozenset({names.FC, names.FC_BIAS}), 320, 2048, 0
 )
 """An ordinary EAGLE-1/2 head with a token map."""
-
-
-DFLASH = HeadFacts("dflash", {"speculators_model_type": "dflash"}, frozenset({names.FC, names.LM_HEAD}), 640, 2048, 0)
-"""A DFlash draft with LM-head rows of its own, in speculators' form."""
+DFLASH = HeadFacts("dflash", {}, frozenset({names.LM_HEAD}), 640, 2048, 0)
+"""A DFlash draft with LM-head rows of its own."""
 
 
 def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
@@ -39,7 +37,6 @@ QWEN3 = with_config(
 HEADS: dict[str, HeadFacts] = {
     "EAGLE-3 with a reduced vocabulary": EAGLE3,
     "… with its full vocabulary (`--draft-vocab full`)": replace(EAGLE3, draft_vocab=2048),
-    "… of fewer than 10 rows": replace(EAGLE3, draft_vocab=8),
     "EAGLE-1/2 with a token map": EAGLE1,
     "… with a non-zero `fc.bias`": replace(EAGLE1, nonzero_fc_bias=True),
     "… with a sliding window": with_config(EAGLE1, **_WINDOW),
@@ -73,11 +70,8 @@ HEADS: dict[str, HeadFacts] = {
     "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
     "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
     "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),
-    "DFlash with a reduced vocabulary, speculators' form": DFLASH,
-    "… z-lab's form": replace(DFLASH, config={"architectures": ["DFlashDraftModel"]}),
-    "DSpark with a reduced vocabulary": replace(
-        DFLASH, config={"architectures": ["Qwen3DSparkModel"]}, tensor_names=DFLASH.tensor_names | {names.MARKOV_OUT}
-    ),
+    "DFlash with a reduced vocabulary": DFLASH,
+    "DSpark with a reduced vocabulary": replace(DFLASH, tensor_names=frozenset({names.LM_HEAD, names.MARKOV_OUT})),
 }
 
 

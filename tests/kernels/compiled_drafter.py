@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import triton
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.kernel_launch import compile_options, kernel_constants
 from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
 from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
+from eagle_slim.runtime.drafter.launch import compile_options, kernel_constants
 from eagle_slim.runtime.drafter.launch_params import Chip, choose_launch
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
 from kernels.chips import KNOWN_CHIPS

@@ -17,7 +17,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from eagle_slim.runtime.drafter import kernel_launch as host
+from eagle_slim.runtime.drafter import launch as host
 from eagle_slim.runtime.drafter.kernels import persistent
 from eagle_slim.runtime.drafter.launch_params import Chip
 from kernels.cases import CASES, draft

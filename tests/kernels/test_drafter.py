@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
 from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
-from eagle_slim.runtime.drafter.launch_params import LaunchParams, choose_launch
+from eagle_slim.runtime.drafter.launch_params import LaunchParams, chip_of, choose_launch
 from eagle_slim.runtime.drafter.tuning.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.errors import UsageError

@@ -10,7 +10,7 @@ import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
-from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     candidates_of,

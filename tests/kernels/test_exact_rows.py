@@ -49,7 +49,7 @@ class Slots:
     def __init__(self, text: Text, lengths: Sequence[int]) -> None:
         self.target, device = text.target, text.target.device
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.cache = KVCache(text.target, len(lengths), text.capacity)
+        self.cache = KVCache.allocate(text.target, len(lengths), text.capacity)
         self.rows_of(text.keys, text.values)
 
     def rows_of(self, keys: Tensor, values: Tensor) -> None:
@@ -97,7 +97,7 @@ def decode(kind: str, dtype: torch.dtype, device: str, length: int, begin: int =
     target.reserve_positions(capacity)
     tokens = random.Random(3).choices(range(VOCAB), k=length)
     slots = Slots.__new__(Slots)
-    slots.target, slots.cache = target, KVCache(target, 1, capacity)
+    slots.target, slots.cache = target, KVCache.allocate(target, 1, capacity)
     slots.lengths = torch.zeros(1, dtype=torch.int32, device=device)
     logits = []
     if begin:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
     StoredLayout,
+    chip_of,
     choose_launch,
     choose_layout,
     chunk_inputs,
@@ -21,7 +20,7 @@ from eagle_slim.runtime.drafter.launch_params import (
     group_rows,
     stage_bytes,
 )
-from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuned_cache import (
     LaunchTable,
     TunedCache,
@@ -131,13 +130,13 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     for length in (512, 1024):  # no key
         longer = replace(cfg, max_positions=length + 100)
         assert table.get(longer) == choose_launch(cfg, chip)
-        assert not table.is_tuned(longer)
+        assert not table.find(longer)[1]
     cache.find(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
     recorded = [replace(shape, max_positions=cfg.max_positions) for _, shape in read_shapes(path)]
     assert recorded == [cfg, replace(cfg, num_slots=8)]
     assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_100"]
     cache.store(cfg, chip, choose_launch(cfg, chip))
-    assert LaunchTable(cache.layout(cfg, chip), cache, chip).is_tuned(cfg)
+    assert LaunchTable(cache.layout(cfg, chip), cache, chip).find(cfg)[1]
     assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, True]
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     assert cache.find(cfg, chip)[1]
@@ -149,15 +148,6 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(tmp_path / "missing" / "shapes.json"))
     with raises(DrafterError):
         cache.find(replace(cfg, num_slots=2), chip)
-
-
-def test_a_process_reads_the_cache_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
-    with caplog.at_level(logging.INFO):
-        assert open_tuned_cache() is open_tuned_cache()
-    assert [record.args[-1] for record in caplog.records] == [tmp_path / "tuned.json"]
 
 
 def test_the_key_holds_what_speed_depends_on() -> None:
@@ -178,12 +168,12 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tree = TreeConfig(1, 2, 5)
     cfg = DrafterConfig.of(head, tree, 1, 20)
     cache = open_tuned_cache()
-    assert not Weights.pack(head, cfg, cache=cache).packed.launches.is_tuned(cfg)
+    assert not Weights.pack(head, cfg, cache=cache).packed.launches.find(cfg)[1]
     cache.store(cfg, chip_of(head.device), choose_launch(cfg, chip_of(head.device)))
     cache.save()
     packed = Weights.pack(head, cfg).packed
-    assert packed.launches.is_tuned(cfg)
-    assert not packed.launches.is_tuned(DrafterConfig.of(head, tree, 2, 20))
+    assert packed.launches.find(cfg)[1]
+    assert not packed.launches.find(DrafterConfig.of(head, tree, 2, 20))[1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])

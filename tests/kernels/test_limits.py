@@ -63,9 +63,9 @@ def test_more_programs_than_can_be_resident(step: Problem) -> None:
     params = replace(params, layout=replace(params.layout, num_programs=1000))
     packed = replace(weights.packed, launches=FixedLaunch(params))
     many = Weights(weights.head, packed)
-    with raises(UsageError):
+    with raises_with(DrafterError, "workspace"):
         launch_drafter(cfg, features, many, bufs)
-    with raises(DrafterError):
+    with raises_with(DrafterError, "1000 programs"):
         launch_drafter(cfg, features, many, allocate_buffers(cfg, many))
 
 
@@ -82,36 +82,19 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
         Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
 
 
-def test_a_workspace_of_another_type_or_shape(step: Problem) -> None:
-    cfg, features, weights, bufs = step
-    for name, other in (("hidden", bufs.workspace["hidden"].half()), ("barrier", torch.zeros(100, dtype=torch.int32))):
-        with raises(UsageError):
-            launch_drafter(cfg, features, weights, replace(bufs, workspace={**bufs.workspace, name: other}))
-
-
-@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0), [1, 2]])
+@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0)])
 def test_orders_of_other_rows(step: Problem, order: torch.Tensor) -> None:
     with raises(UsageError):
         Weights.pack(step[2].head, step[0], order)
 
 
 def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own words, without a GPU and with tensors elsewhere; a fault of the kernel stays what it is."""
     cfg, features, weights, bufs = step
     if bufs.keys.is_cuda:
         pytest.skip("there is a GPU")
-
-    from eagle_slim.runtime.drafter import kernel_launch as host
-
-    bufs.set_step([0], [[1]], [0])
-    for error, raised in (
-        (RuntimeError("0 active drivers ([]). There should only be one."), DrafterError),
-        (ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"), DrafterError),
-        (RuntimeError("device-side assert"), RuntimeError),
-    ):
-        monkeypatch.setattr(host, "launch", lambda *_, error=error: (_ for _ in ()).throw(error))
-        with pytest.raises(raised, match="needs an NVIDIA GPU" if raised is DrafterError else "assert"):
-            launch_drafter(cfg, features, weights, bufs)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.launch.is_interpreted", lambda: False)
+    with raises_with(DrafterError, "NVIDIA GPU"):
+        launch_drafter(cfg, features, weights, bufs)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.drafter import packed_head
+from eagle_slim.runtime.drafter import packing
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import launch_drafter
-from eagle_slim.runtime.drafter.packed_weights import SharedPacking
+from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import problem, random_head
 from support.tiny_models import VOCAB, tiny_target, write_head
@@ -25,13 +25,13 @@ TREE = TreeConfig(2, 3, 8)
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """LM-head rows of each packing."""
     made: list[int] = []
-    pack = packed_head.pack_head
+    pack = packing.pack_head
 
     def counted(head: Any, *arguments: Any) -> Any:
         made.append(head.draft_vocab)
         return pack(head, *arguments)
 
-    monkeypatch.setattr(packed_head, "pack_head", counted)
+    monkeypatch.setattr(packing, "pack_head", counted)
     return made
 
 
@@ -51,7 +51,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
         assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
         packed = decoder.drafter.weights.packed
         assert packed is not None
-        assert not packed.launches.is_tuned(decoder.drafter.cfg)
+        assert not packed.launches.find(decoder.drafter.cfg)[1]
 
     for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
         allocate(model, slots, tokens)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.follow import FollowRows
-from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.kernels.tail_rows import gather_rows, gather_rows_ref
 from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, set_tail
-from eagle_slim.runtime.drafter.launch_params import choose_launch
+from eagle_slim.runtime.drafter.launch_params import chip_of, choose_launch
 from eagle_slim.runtime.drafter.workspace import allocate_tails
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig

@@ -21,7 +21,7 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
-from support.raising import raises
+from support.raising import raises, raises_with
 
 CHIP = KNOWN_CHIPS[90]
 CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
@@ -117,25 +117,8 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     for recorded, (_, cfg) in zip((CFG, replace(CFG, num_slots=4), small), found, strict=True):
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree
-    assert len(tune.recorded_configurations(path, None)) == 4
-    tune.of_this_gpu(["other", CHIP.name], path, CHIP.name)
-    with raises(UsageError) as foreign:
-        tune.of_this_gpu([CHIP.name], path, "other")
-    assert "--any-gpu" in str(foreign.value)
-    with raises(UsageError) as empty:
-        tune.of_this_gpu([], path, CHIP.name)
-    assert str(empty.value).startswith(f"{path} holds no shape. Record")
-
-
-def test_what_other_gpus_have_is_tried_first(tmp_path: Path) -> None:
-    cache, derived = TunedCache(tmp_path / "tuned.json"), tune.trials_of(CFG, CHIP)[0]
-    found = replace(derived, part_keys=256)
-    cache.store(CFG, replace(CHIP, name="NVIDIA/other"), found)
-    half = replace(CHIP, name="half", num_sms=66)
-    cache.store(CFG, half, tune.trials_of(CFG, half)[0])
-    elsewhere = cache.elsewhere(CFG, CHIP)
-    assert elsewhere == {"as on NVIDIA/other": found}
-    assert list(tune.trials_of(CFG, CHIP, most=0, elsewhere=elsewhere)[1].values()) == [found]
+    with raises_with(UsageError, "4 of other GPUs"):
+        tune.recorded_configurations(path, "other")
 
 
 def test_the_command_tunes_once_unless_asked_again(
@@ -168,17 +151,13 @@ def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert min(timer(cfg, derived, changed)) > 0
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = tmp_path / "shapes.json"
-    broken.write_text('{"chip": "sm_90", "hid')
+def test_mistakes_in_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
-        ([str(broken)], "line 1: no configuration of a draft"),
-        ([str(tmp_path / "missing")], "shapes cannot be read"),
-        ([str(broken), "--variants", "-1"], "no whole number from 0 on"),
-        ([str(broken), "--out", str(tmp_path)], "cannot be written"),
+        (["--variants", "-1"], "no whole number from 0 on"),
+        (["--out", str(tmp_path)], "cannot be written"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            tune.main(arguments)
+            tune.main(["shapes.json", *arguments])
         assert stopped.value.code == 2
         assert words in capsys.readouterr().err
 

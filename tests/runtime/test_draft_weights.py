@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.drafter.choose import check_draft_weights, choose_drafter
-from eagle_slim.runtime.drafter.drafter import Drafter
-from eagle_slim.runtime.drafter.packed_weights import SharedPacking
+from eagle_slim.runtime.drafter.drafter import Drafter, check_draft_weights, choose_drafter
+from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, SpeedWarning, UsageError
@@ -85,7 +84,7 @@ def test_kept_by_other_trees_and_named(tmp_path: Path, monkeypatch: pytest.Monke
     # Nor are they lost with another drafter; what cannot hold them is refused.
     with raises(UsageError, option="draft_weights"):
         scaled.with_drafter("reference")
-    monkeypatch.setattr("eagle_slim.runtime.drafter.choose.check_draft_weights", lambda *_: None)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.check_draft_weights", lambda *_: None)
     assert scaled.with_drafter("triton").draft_weights == "fp8"
     plain = SpeculativeModel(model.target, Drafter(head, TREE))
     assert plain.drafting == "drafter reference, fp16 weights"

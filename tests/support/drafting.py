@@ -13,7 +13,7 @@ from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
-from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig

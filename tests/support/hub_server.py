@@ -8,9 +8,9 @@
         assert hub.bytes_sent("model.safetensors") < 1000
         hub.inject("model.safetensors", Fault(break_after=100, times=2))
 
-Large files (`.safetensors`, `.bin`, `.parquet`, or above 10 MB) are redirected, as on the Hub, to a second origin
-without authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be
-gated or private; `hub.tokens` names who may read what. Uploads go through create_repo, preupload, LFS batch and commit.
+Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, to a second origin without
+authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated or
+private. Uploads go through create_repo, preupload and commit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 Content = bytes | str | Path
 
 _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
-_LFS_MIN_BYTES = 10 << 20
 _CHUNK_BYTES = 1 << 18
 
 
@@ -52,8 +51,7 @@ class Blob:
         if isinstance(content, Path):
             content = content.read_bytes()
         sha1 = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        lfs = name.endswith(_LFS_SUFFIXES) or len(content) > _LFS_MIN_BYTES
-        return cls(content, hashlib.sha256(content).hexdigest(), sha1, lfs)
+        return cls(content, hashlib.sha256(content).hexdigest(), sha1, name.endswith(_LFS_SUFFIXES))
 
     @property
     def size(self) -> int:
@@ -78,7 +76,6 @@ class Repo:
     private: bool = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
 
     def commit(self, files: dict[str, Blob], branch: str = "main") -> str:
         listing = json.dumps([self.id, len(self.commits), sorted((name, blob.sha256) for name, blob in files.items())])
@@ -88,10 +85,7 @@ class Repo:
         return oid
 
     def find(self, revision: str) -> str | None:
-        revision = revision.removeprefix("refs/heads/")
-        return (
-            self.branches.get(revision) or self.tags.get(revision) or (revision if revision in self.commits else None)
-        )
+        return self.branches.get(revision) or (revision if revision in self.commits else None)
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -105,35 +99,29 @@ class Fault:
 
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
-    wrong_total: Content-Range speaks of a file of another size.
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
 
     With any request for a path that ends so, HEAD and API included:
 
     unanswered: the connection closes without an answer.
     silent: the connection stays open without an answer, until the server closes.
-    portal: an HTML page with status 200, as the login page of a network.
-    circle: a redirection to the same address.
-    answer: this value as JSON with status 200.
+    answer: these bytes, or this value as JSON, with status 200.
     status: this status and no content.
     """
 
     times: int = -1
     break_after: int | None = None
     ignore_range: bool = False
-    wrong_total: bool = False
     extra_bytes: int = 0
     unanswered: bool = False
     silent: bool = False
-    portal: bool = False
-    circle: bool = False
     answer: Any = None
     status: int | None = None
 
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        return any((self.unanswered, self.silent, self.portal, self.circle, self.answer is not None, self.status))
+        return any((self.unanswered, self.silent, self.answer is not None, self.status))
 
 
 @dataclass
@@ -151,18 +139,16 @@ class HubServer:
     Attributes:
         endpoint: address of the Hub, for HF_ENDPOINT.
         cdn: address of the second origin, from which large files come.
-        tokens: token -> repositories that it may read although they are gated or private ("*" for all); any token
-            listed may write.
+        tokens: token -> whether it may read what is gated or private; any token listed may write.
         requests: every request answered so far.
         leaked_tokens: tokens that were sent to `cdn`.
     """
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
-        self.tokens: dict[str, set[str]] = {"hf_good": {"*"}, "hf_other": set()}
+        self.tokens = {"hf_good": True, "hf_other": False}
         self.requests: list[Request] = []
         self.leaked_tokens: list[str] = []
-        self.uploads: dict[str, bytes] = {}
         self._faults: list[tuple[str, Fault]] = []
         self.closing = threading.Event()
         self._lock = threading.Lock()
@@ -185,7 +171,7 @@ class HubServer:
             server.server_close()
 
     def add_model(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
-        """Add a model, or a commit to it; returns the commit. Options: gated, private, branch, tag."""
+        """Add a model, or a commit to it; returns the commit. Options: gated, private, branch."""
         return self._add("model", repo_id, files, **options)
 
     def add_dataset(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
@@ -229,14 +215,10 @@ class HubServer:
         gated: bool = False,
         private: bool = False,
         branch: str = "main",
-        tag: str | None = None,
     ) -> str:
         repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind))
         repo.gated, repo.private = gated, private
-        oid = repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)
-        if tag:
-            repo.tags[tag] = oid
-        return oid
+        return repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)
 
 
 class _Server(ThreadingHTTPServer):
@@ -308,12 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._count()
                 self.hub.closing.wait()
                 raise _BrokenOffError
-            if early.portal:
-                page = b"<!DOCTYPE html><html><title>Log in to the network</title></html>"
-                self.send(200, page, {"Content-Type": "text/html; charset=utf-8"})
-            elif early.circle:
-                self.send(302, None, {"Location": self.path})
-            elif early.answer is not None:
+            if early.answer is not None:
                 self.send(200, early.answer)
             elif early.status is not None:
                 self.send(early.status, {"error": "as asked for"})
@@ -360,8 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(401, {"error": "Invalid"}, {"X-Error-Message": "Invalid credentials in Authorization header"})
             return None
         repo = self.hub.repos.get((kind, repo_id))
-        granted = self.hub.tokens.get(self.token or "", set())
-        allowed = "*" in granted or repo_id in granted
+        allowed = self.hub.tokens.get(self.token or "", False)
         if repo is None or (repo.private and not allowed):
             self.refuse(404 if self.token else 401, "RepoNotFound", "Repository not found")
             return None
@@ -387,24 +363,9 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return
         entry, oid = found
-        self.send(
-            200,
-            {
-                "_id": oid[:24],
-                "id": repo,
-                "modelId": repo,
-                "sha": oid,
-                "private": entry.private,
-                "gated": "auto" if entry.gated else False,
-                "disabled": False,
-                "downloads": 0,
-                "likes": 0,
-                "tags": [],
-                "lastModified": "2026-01-01T00:00:00.000Z",
-                "createdAt": "2026-01-01T00:00:00.000Z",
-                "siblings": [{"rfilename": name} for name in sorted(entry.commits[oid])],
-            },
-        )
+        siblings = [{"rfilename": name} for name in sorted(entry.commits[oid])]
+        told = {"id": repo, "sha": oid, "private": entry.private, "tags": [], "downloads": 0, "siblings": siblings}
+        self.send(200, told)
 
     def tree(self, kind: str, repo: str, revision: str, path: str | None = None) -> None:
         found = self._tree(kind, repo, revision, content=False)
@@ -437,11 +398,7 @@ class _Handler(BaseHTTPRequestHandler):
         entry, oid = found
         blob = entry.commits[oid].get(name)
         if blob is None:
-            self.send(
-                404,
-                {"error": "Entry not found"},
-                {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found", "X-Repo-Commit": oid},
-            )
+            self.refuse(404, "EntryNotFound", "Entry not found")
             return
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
         if not blob.lfs:
@@ -470,7 +427,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             end = min(blob.size, int(last) + 1) if first and last else blob.size
             status = 206
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size + fault.wrong_total}"
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size}"
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
@@ -520,30 +477,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._may_write():
             return
         files = json.loads(self.body)["files"]
-        modes = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(_LFS_SUFFIXES) else "regular",
-                "shouldIgnore": False,
-            }
-            for file in files
-        ]
+        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
         self.send(200, {"files": modes})
-
-    def lfs_batch(self, repo: str) -> None:
-        objects = [
-            {
-                "oid": item["oid"],
-                "size": item["size"],
-                "actions": {"upload": {"href": f"{self.hub.endpoint}/upload/{item['oid']}", "header": {}}},
-            }
-            for item in json.loads(self.body)["objects"]
-        ]
-        self.send(200, {"transfer": "basic", "objects": objects})
-
-    def upload(self, oid: str) -> None:
-        self.hub.uploads[oid] = self.body
-        self.send(200, {})
 
     def commit(self, kind: str, repo: str, revision: str) -> None:
         if not self._may_write():
@@ -555,8 +490,6 @@ class _Handler(BaseHTTPRequestHandler):
             value = item["value"]
             if item["key"] == "file":
                 files[value["path"]] = Blob.of(value["path"], base64.b64decode(value["content"]))
-            elif item["key"] == "lfsFile":
-                files[value["path"]] = Blob.of(value["path"], self.hub.uploads[value["oid"]])
         oid = entry.commit(files, revision)
         url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
         self.send(200, {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
@@ -581,8 +514,6 @@ _ROUTES = [
         (r"/api/repos/create", _Handler.create),
         (r"/api/whoami-v2", _Handler.whoami),
         (r"/api/validate-yaml", _Handler.validate_yaml),
-        (r"/(?:datasets/)?" + _REPO + r"\.git/info/lfs/objects/batch", _Handler.lfs_batch),
-        (r"/upload/(?P<oid>[0-9a-f]{64})", _Handler.upload),
         (r"/(?P<kinds>datasets/|spaces/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
     )
 ]

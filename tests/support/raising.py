@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from eagle_slim.convert.hub.snapshot import HubError
 from eagle_slim.vocab_tools.errors import EagleSlimError
+from eagle_slim.vocab_tools.hub import HubError
 
 
 @contextmanager
@@ -21,10 +21,10 @@ def raises(kind: type[EagleSlimError], option: str = "") -> Iterator[pytest.Exce
 
 @contextmanager
 def raises_hub_error(reason: str) -> Iterator[pytest.ExceptionInfo[HubError]]:
-    """Pass if the block raises HubError for this reason, as ``HubTrouble`` names them."""
+    """Pass if the block raises HubError for this reason, as it names them."""
     with pytest.raises(HubError) as caught:
         yield caught
-    assert caught.value.trouble.reason == reason, str(caught.value)
+    assert caught.value.reason == reason, str(caught.value)
 
 
 @contextmanager

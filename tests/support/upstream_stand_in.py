@@ -228,6 +228,12 @@ class LlamaForCausalLM(nn.Module):
         )  # fmt: skip
         self.model, self.lm_head = Decoder(), nn.Linear(HIDDEN, VOCAB, bias=False)
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
     def forward(self, input_ids: Tensor, past_key_values: Any) -> Any:
         return SimpleNamespace(logits=self.lm_head(self.model(input_ids, past_key_values)[0]))
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +83,6 @@ def test_merge_keeps_sources_apart_and_adds_up_parts() -> None:
     assert merged.tokenizer_hash == "h"
 
 
-def test_one_text_counted_with_other_settings_is_still_one_text() -> None:
-    def of(**changes: object) -> TokenCounts:
-        told = {"files": [{"name": "a", "bytes": 9}], "column": "text", "text": "all", "seed": 0, "digest": "0f"}
-        return TokenCounts((replace(source([1, 2]), provenance={**told, **changes}),), "h")
-
-    for other in (of(column="answer"), of(digest="f0", max_tokens=5)):
-        assert merge_counts([of(), other]).sources[0].counts.tolist() == [2, 4]
-    assert merge_counts([of(sample=0.1), of(sample=0.1, seed=1)]).sources[0].counts.tolist() == [2, 4]
-    for again in (of(seed=1), of(held_out={"share": 0.0})):
-        with pytest.raises(VocabularyError, match="the same text would be counted twice"):
-            merge_counts([of(), again])
-
-
 def test_a_weight_of_0_leaves_a_source_out_as_in_a_ranking() -> None:
     both = TokenCounts((source([8, 0], name="chat"), source([0, 1], name="code")), None)
     merged = merge_counts([both], {"chat": 0})
@@ -152,15 +138,8 @@ def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
         (lambda tensors, header: header.update(version=3), "format version 3"),
         (lambda tensors, header: header.update(tokenizer_hash="another"), "another checksum"),
         (lambda tensors, header: tensors.update({"counts.0": np.array([4, 7])}), "another checksum"),
-        (lambda tensors, header: tensors.pop("counts.0"), "damaged"),
-        (lambda tensors, header: header.update(tokenizer_hash=5), "tokenizer_hash: expected"),
-        (lambda tensors, header: tensors.pop("held_out.0.token_ids"), "one is missing"),
-        (lambda tensors, header: tensors.update(extra=np.zeros(1)), "belong to no source: extra"),
-        (lambda tensors, header: tensors.update({"counts.0": np.array([-1, 0])}), "the count of id 0 is -1"),
-        (
-            lambda tensors, _: tensors.update({"held_out.0.doc_offsets": np.array([0, 9])}),
-            "expected to rise from 0 to 2",
-        ),
+        (lambda tensors, header: tensors.pop("held_out.0.token_ids"), "another checksum"),
+        (lambda tensors, header: header.pop("checksum"), "damaged"),
     ],
 )
 def test_tampered_files_are_refused(tmp_path: Path, change: Callable[[Any, Any], object], words: str) -> None:
@@ -192,15 +171,6 @@ def test_saved_counts_are_loaded_whole_or_refused(tmp_path: Path) -> None:
         path.write_bytes(bytes(damaged))
         with contextlib.suppress(VocabularyError):
             assert TokenCounts.load(path).to_bytes() == counts.to_bytes(), place
-    # A file of version 1 has no checksum, a later one must have it.
-    path.write_bytes(data)
-    tensors, header = dict(load_file(path)), json.loads(_metadata(path))
-    assert header.pop("checksum")
-    save_file(tensors, path, {"eagle_slim.token_counts": json.dumps({**header, "version": 1})})
-    assert TokenCounts.load(path).to_bytes() == counts.to_bytes()
-    save_file(tensors, path, {"eagle_slim.token_counts": json.dumps(header)})
-    with pytest.raises(VocabularyError, match="checksum"):
-        TokenCounts.load(path)
 
 
 def _metadata(path: Path) -> str:

@@ -22,18 +22,13 @@ def test_interval_of_two_documents_by_hand() -> None:
     # sqrt(2 / 1 * (0.25 + 0.25)) / 20 = 0.05.
     text = measure_coverage(vocab([5]), token_counts([1] * 10, [[5] * 9 + [0], [5] * 8 + [0, 1]])).sources[0]
     assert (text.part, text.documents, text.tokens) == ("held-out", 2, 20)
-    assert text.low is not None
-    assert text.high is not None
+    assert text.interval is not None
     assert text.coverage[-1] == pytest.approx(0.85)
-    assert (text.low[-1], text.high[-1]) == (
-        pytest.approx(0.85 - 1.96 * 0.05, abs=1e-5),
-        pytest.approx(0.948, abs=1e-5),
-    )
+    assert [bound[-1] for bound in text.interval] == pytest.approx([0.85 - 1.96 * 0.05, 0.948], abs=1e-5)
     # Nothing is covered, or all, with certainty beyond the bounds.
     wide = measure_coverage(vocab([5, 7]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]])).sources[0]
-    assert wide.low is not None
-    assert wide.high is not None
-    assert (wide.low[-1], wide.high[-1]) == (0.0, 1.0)
+    assert wide.interval is not None
+    assert [bound[-1] for bound in wide.interval] == [0.0, 1.0]
 
 
 @given(
@@ -62,15 +57,14 @@ def test_sources_and_their_weighted_mean() -> None:
     )
     report = measure_coverage(vocab([0, 1]), counts)
     assert [entry.name for entry in report.sources] == ["chat", "code", MEAN]
-    assert report.at("chat") == pytest.approx(4 / 5)
-    assert report.at("code") == pytest.approx(1 / 4)
-    assert report.at(MEAN) == pytest.approx(0.75 * 4 / 5 + 0.25 * 1 / 4)
+    expected = [4 / 5, 1 / 4, 0.75 * 4 / 5 + 0.25 * 1 / 4]
+    assert [entry.coverage[-1] for entry in report.sources] == pytest.approx(expected)
     chat, code, mean = (entry.error for entry in report.sources)
     assert chat is not None
     assert code is not None
     assert mean == pytest.approx(np.sqrt((0.75 * chat) ** 2 + (0.25 * code) ** 2))
     other = measure_coverage(vocab([0, 1]), counts, weights={"chat": 1})
-    assert other.at(MEAN) == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
+    assert other.sources[-1].coverage[-1] == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
     with pytest.raises(UsageError, match="prose"):
         measure_coverage(vocab([0, 1]), counts, weights={"prose": 1})
 
@@ -101,7 +95,7 @@ def test_the_baseline_is_of_forced_ids_and_of_ids_that_could_be_chosen() -> None
 def test_counted_text_is_named_as_such() -> None:
     report = measure_coverage(vocab([0, 1]), token_counts([6, 2, 2]), sizes=[1, 2])
     text = report.sources[0]
-    assert (text.part, text.documents, text.tokens, text.low) == ("counted", 0, 10, None)
+    assert (text.part, text.documents, text.tokens, text.interval) == ("counted", 0, 10, None)
     assert text.coverage.tolist() == pytest.approx([0.6, 0.8])
     assert "optimistic" in report.warnings[0]
 
@@ -112,7 +106,8 @@ def test_ids_that_the_text_never_holds_are_told() -> None:
     assert measure_coverage(vocab([1, 0, 2, 3, 7], forced=1), counts, [2, 5]).uncounted == 2
     assert measure_coverage(vocab([1, 0, 2, 3, 7], forced=1), counts, [2, 5], draft_vocab=2).uncounted == 0
     # Ids of the text beyond the target are missed.
-    assert measure_coverage(vocab([0, 1], target_vocab=2), token_counts([1] * 4, [[0, 3]])).at("text") == 0.5
+    beyond = measure_coverage(vocab([0, 1], target_vocab=2), token_counts([1] * 4, [[0, 3]]))
+    assert beyond.sources[0].coverage[-1] == 0.5
 
 
 def test_sizes() -> None:

@@ -34,9 +34,8 @@ def rows(encoded: encoding.Encoded) -> list[list[int]]:
 @pytest.mark.parametrize("library", ["tokenizers", "fastokens"])
 def test_both_libraries_give_the_ids_of_tokenizers(library: Any) -> None:
     for tokenizer in (smollm2(), llama3_like()):
-        encoded, cuts = encode_all(build_encoder(replace(spec_of(tokenizer), library=library)), TEXTS)
+        encoded = encode_all(build_encoder(replace(spec_of(tokenizer), library=library)), TEXTS)
         assert rows(encoded) == [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in TEXTS]
-        assert cuts.tolist() == [0] * len(TEXTS)
         assert (encoded.token_ids.dtype, encoded.offsets.dtype) == (np.uint32, np.int64)
 
 
@@ -47,7 +46,7 @@ def test_nothing_is_added_cut_or_padded() -> None:
     backend.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
     backend.enable_truncation(3)
     backend.enable_padding(length=99)
-    encoded, _ = encode_all(build_encoder(encoder_spec(backend, 600)), ["Hello, world! Hello, world!"])
+    encoded = encode_all(build_encoder(encoder_spec(backend, 600)), ["Hello, world! Hello, world!"])
     assert rows(encoded) == [plain]
 
 
@@ -64,10 +63,8 @@ def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoding, "BATCH_CHARS", batch)
         patch.setattr(encoding, "MAX_TEXT_CHARS", longest)
-        encoded, cuts = encode_all(Characters(), texts)
+        encoded = encode_all(Characters(), texts)
     assert rows(encoded) == [[ord(sign) for sign in text] for text in texts]
-    for text, num_cuts in zip(texts, cuts.tolist(), strict=True):
-        assert (num_cuts > 0) == (len(text) > longest)
 
 
 def _wrong_fastokens(ids_of: Any) -> types.ModuleType:

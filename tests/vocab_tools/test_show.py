@@ -55,7 +55,6 @@ def test_listing(tokenizer: LoadedTokenizer) -> None:
     assert [row.token_id for row in listing.held] == [300, 301, 302]
     assert [row.rank for row in listing.held] == [vocab.num_forced, vocab.num_forced + 1, vocab.num_forced + 2]
     assert [row.count for row in listing.held] == [60.0, 59.0, 58.0]
-    assert listing.last[-1].rank == 299
     first_out = 300 + (300 - vocab.num_forced)
     assert [row.token_id for row in listing.left_out] == [first_out, first_out + 1, first_out + 2]
     assert listing.left_out[0].rank is None
@@ -69,7 +68,6 @@ def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
     listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
     assert [row.token_id for row in listing.left_out] == [2, 3, 4, 6]
     assert [(row.token_id, row.count) for row in listing.held] == [(0, None), (5, None), (1, None)]
-    assert listing.last == ()
 
 
 def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:

@@ -182,7 +182,7 @@ class StepInputs(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """`packed_head.PackedHead`."""
+    """`packing.PackedHead`."""
 
     stream: Any
     scales: Any

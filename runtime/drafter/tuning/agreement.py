@@ -27,7 +27,7 @@ from ..buffers import BLANK, Buffers
 from ..dimensions import DrafterConfig
 from ..kernels.packing import quantize_rows
 from ..launch import check_finished, launch_drafter
-from ..packed_weights import Weights
+from ..packing import Weights
 from ..reference import ReferenceDraft
 from ..weights import HeadWeights
 

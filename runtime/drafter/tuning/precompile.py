@@ -18,13 +18,11 @@ from typing import NamedTuple
 import torch
 
 from ..dimensions import DrafterConfig
-from ..kernel_launch import compile_options, kernel_arguments, kernel_constants
 from ..kernels.compile_target import compile_only_for
 from ..kernels.persistent import draft_kernel
-from ..launch import allocate_buffers
+from ..launch import allocate_buffers, compile_options, kernel_arguments, kernel_constants
 from ..launch_params import LaunchParams
-from ..packed_head import pack_head
-from ..packed_weights import Weights
+from ..packing import Weights, pack_head
 from ..tuned_cache import FixedLaunch
 from .problem import Dims, random_head
 

@@ -14,7 +14,7 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.artifact import dflash
-from eagle_slim.convert.engines import HeadFacts, check_engine
+from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.config import AUX_LAYER_KEY, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from support import heads
@@ -405,7 +405,7 @@ def test_a_folder_in_mistrals_own_format_is_called_that(tmp_path, target, kind):
 def test_hunyuans_dynamic_rotation_is_another_than_transformers(tmp_path):
     scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     head = open_head(write_eagle3(tmp_path / "head", rope_scaling=scaling))
-    (found,) = [each for each in check_engine(HeadFacts.of(head), "safeailab") if "rope_scaling" in each.problem]
+    (found,) = [each for each in head_findings(HeadFacts.of(head), "safeailab") if "rope_scaling" in each.problem]
     assert "'dynamic with alpha'" in found.problem
     # Two of four frequencies by hand: the base is 10000 * 1000 ** (8 / 6) = 1e8, and 1e8 ** (-2 / 8) = 0.01.
     frequencies = rotary_embedding(head.config).inverse_frequencies

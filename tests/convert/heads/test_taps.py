@@ -8,7 +8,7 @@ import json
 
 import pytest
 from eagle_slim.convert import MismatchError
-from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine
+from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.pairing import resolve_tap_layers
 from support.conversion import by_map, convert
@@ -113,8 +113,7 @@ def test_given_layers_that_are_none(tmp_path):
 
 def warned(folder, engine):
     facts = HeadFacts.of(open_head(folder), target_layers=8)
-    found = check_engine(facts, engine, version=(ENGINES[engine].proven or ("1",))[0])
-    return [finding for finding in found if "--tap-layers 2,4,7" in finding.alternative]
+    return [finding for finding in head_findings(facts, engine) if "--tap-layers 2,4,7" in finding.alternative]
 
 
 @pytest.mark.parametrize(

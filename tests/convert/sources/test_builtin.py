@@ -15,8 +15,7 @@ from eagle_slim.convert import (
     export_embedded_target,
     verify_artifact,
 )
-from eagle_slim.convert.sources.builtin import unpermute_rows
-from eagle_slim.convert.sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
+from eagle_slim.convert.sources.builtin import embedded_counts_with_held_out, load_embedded_counts, unpermute_rows
 from eagle_slim.vocab_tools.chats import ChatTemplate, chat_spec
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open

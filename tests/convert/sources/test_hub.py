@@ -37,7 +37,8 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
             "optimizer.pt": b"large and useless" * 1000,
             "training/log.txt": "long",
         }
-        hub.add_model("org/head", files, tag="v1")
+        hub.add_model("org/head", files, branch="v1")
+        hub.add_model("org/head", files)
         hub.add_model("org/gated", files, gated=True)
         hub.add_model("org/private", files, private=True)
         hub.add_dataset("org/chats", {"train.jsonl": "{}\n"})
@@ -206,7 +207,7 @@ def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
 
 
 def test_revisions(hub: HubServer, home: Path) -> None:
-    first = hub.repo("org/head").branches["main"]
+    first = hub.repo("org/head").branches["v1"]
     newer = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save({"x": torch.ones(1)})})
     assert open_head_source("org/head").commit == newer
     assert open_head_source("org/head", revision="v1").commit == first
@@ -254,8 +255,7 @@ def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The server has gone; its port refuses.
     with connected(hub, tmp_path):
         assert open_head_source("org/head").commit == commit
-        words = (f"{hub.endpoint} cannot be reached", "org/other: no such folder here", "Check the connection")
-        with raises_with(SourceError, *words):
+        with raises_with(SourceError, "org/other", f"{hub.endpoint} cannot be reached", "Check the connection"):
             open_head_source("org/other")
     said = capsys.readouterr().err
     assert "cannot be reached" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -101,21 +101,21 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     ]
     assert all(row.num_identical == row.num_answers for row in report.rows)
     # The prompt's forward gave the first token of an answer, passes the others and none beyond its end.
-    assert all(row.num_accepted_tokens == row.num_new_tokens - row.num_answers for row in report.rows)
+    assert all(row.stats.num_accepted_tokens == row.stats.num_new_tokens - row.num_answers for row in report.rows)
     assert report.find(FULL, "greedy", "talk").num_answers == 4
     assert report.find("300", "greedy").candidate.draft_vocab == 300
-    assert report.find(PLAIN, "sampled").mean_accepted_length == 1.0
+    assert report.find(PLAIN, "sampled").stats.mean_accepted_length == 1.0
     assert report.find(PLAIN, "sampled").speedup.value == 1.0
     # A conversation's second turn follows its first answer.
     first = model.generate(model.encode_chat("one two"), max_new_tokens=10)
     talk = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": first.text[0] or ""}]
     second = model.generate(model.encode_chat([*talk, {"role": "user", "content": "three"}]), max_new_tokens=10)
     expected = GenerationStats.sum([first.stats, second.stats, first.stats, second.stats])
-    assert report.find(FULL, "greedy", "talk").accepted_lengths == expected.accepted_lengths
-    assert all(sum(len(a.steps) for a in result.answers if a.candidate == label) for label in (PLAIN, FULL))
+    assert report.find(FULL, "greedy", "talk").stats.accepted_lengths == expected.accepted_lengths
+    assert all(sum(len(a.stats.steps) for a in result.answers if a.candidate == label) for label in (PLAIN, FULL))
     assert {each.mode for each in result.recommendations} == {"greedy", "sampled"}
     setup = report.setup
-    assert setup["modes"] == {"greedy": {}, "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 3}}
+    assert setup["modes"] == {"greedy": {}, "sampled": asdict(sampling)}
     assert setup["dtype"] == "float32"
     assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
     assert (setup["heads"], setup["batches"]) == (["head"], [1])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.heads.open import open_head
-from eagle_slim.runtime.drafter.choose import check_computable
-from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, check_computable
 from eagle_slim.runtime.drafter.launch import prefill_drafter
 from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
 from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights

@@ -54,7 +54,7 @@ class TwoKinds:
 
 
 def test_layers_of_one_shape_lie_together() -> None:
-    cache = KVCache(TwoKinds(), num_slots=3, capacity=5)
+    cache = KVCache.allocate(TwoKinds(), num_slots=3, capacity=5)
     assert [tuple(keys.shape) for keys, _ in cache.stacks] == [(2, 3, 2, 5, 8), (1, 3, 2, 5, 12)]
     for layer, (keys, values) in enumerate(cache.layers):
         keys.fill_(layer)

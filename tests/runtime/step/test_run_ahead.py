@@ -154,7 +154,7 @@ LENGTHS = (0, 40, 63, 64, 320, 383, 384, 700, 1000)
 def test_the_part_holds_what_it_should(models: Any) -> None:
     """Sinks, the best blocks of Quest's scores and the recent rows of every slot, each KV head its own, in order."""
     target, num_blocks = models("llama").target.runs, 3
-    whole = KVCache(target, len(LENGTHS), LONGEST)
+    whole = KVCache.allocate(target, len(LENGTHS), LONGEST)
     for tensor in whole.stacks[0]:
         tensor.normal_()
     part = ShortCache(target, whole, num_blocks, num_new=20, num_changed=16)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
+from eagle_slim.convert.sources.builtin import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab

@@ -92,7 +92,7 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
     target = FusedTarget(model, TAPS, Ops(use_kernels=False))
     target.reserve_positions(64)
     lengths = torch.zeros(3, dtype=torch.int32)
-    cache = KVCache(target, 3, 40)
+    cache = KVCache.allocate(target, 3, 40)
     for tensor in cache.stacks[0]:
         tensor.fill_(float("nan"))  # rows that were never written must reach no result
     found = prefill(target, cache, lengths, 1, prompt, chunk=8)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.target import attention, lock, shared_copy, wrapper
+from eagle_slim.runtime.target import attention, shared_copy, wrapper
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 PROMPT = random_prompts([9])[0]
-FILES = {module.__file__ for module in (attention, lock, shared_copy, wrapper)}
+FILES = {module.__file__ for module in (attention, shared_copy, wrapper)}
 INTERFACES = (AttentionInterface, AttentionMaskInterface)
 
 
@@ -126,13 +126,13 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(head: Path) -> None:
         return model.generate(PROMPT, max_new_tokens=4, ignore_eos=True).token_ids[0]
 
     def hold() -> None:
-        with model.target.lock.hold():
+        with model.target.hold():
             pass
 
     own.config.seen = 0
     noted = Interrupt()
     assert not noted.run(generate)
-    assert {line[0] for line in noted.lines} >= {lock.__file__, shared_copy.__file__, wrapper.__file__}
+    assert {line[0] for line in noted.lines} >= {shared_copy.__file__, wrapper.__file__}
     before = state(own)
     for line in noted.lines:
         assert Interrupt(line).run(generate), line

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import Artifact, VocabRequest, open_head
-from eagle_slim.runtime.drafter.joinable import JoinableRows, load_joinable_rows
+from eagle_slim.runtime.drafter.weights import JoinableRows, load_joinable_rows
 from eagle_slim.runtime.errors import NothingToFollowError, UsageError
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file
