@@ -58,13 +58,13 @@ def measure(
         has_phases = tree in (trees[0], None)
         for prefix in prefixes:
             floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
-            row = {"batch": batch, "prefix": prefix, "nodes": decoder.nodes, "floor_ms": floor_ms}
+            row = {"batch": batch, "prefix": prefix, "nodes": decoder.shape.nodes, "floor_ms": floor_ms}
             row |= {} if tree is None else {"top_k": tree.top_k}
             row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
             if is_first and has_phases and prefix == prefixes[0]:
                 set_sampling(decoder, temperature=0.7, top_p=0.9)
                 yield row | {"sampled": True, **phase_times(decoder, batch, prefix, SAMPLED)}
-                yield {"prompt": prefix, "nodes": decoder.nodes, "first_token_ms": prompt_time(decoder, prefix)}
+                yield {"prompt": prefix, "nodes": decoder.shape.nodes, "first_token_ms": prompt_time(decoder, prefix)}
             yield row
 
 

@@ -99,12 +99,12 @@ class RandomModel:
         Packed weights are kept for the next decoder over as many rows.
         """
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
-        return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
+        return Decoder(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
         """Build a drafting decoder that accepts drawn lengths."""
         drafter = self._drafter(cache, tree, draft_vocab)
-        return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
+        return DrawnDecoder(lengths, self.target, cache, drafter, self._waits)
 
     def drawn_partial_decoder(
         self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
@@ -239,9 +239,9 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     assert isinstance(target, FusedTarget)
     tree = decoder.drafter.bufs
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
-    rows, first = ForwardRows.allocate(1, decoder.nodes, lengths), torch.zeros_like(lengths)
+    rows, first = ForwardRows.allocate(1, decoder.shape.nodes, lengths), torch.zeros_like(lengths)
     decoder.ops(tree_rows)(Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids), rows)
-    bufs = target.new_buffers(1, decoder.nodes, decoder.nodes, decoder.cache.capacity)
+    bufs = target.new_buffers(1, decoder.shape.nodes, decoder.shape.nodes, decoder.cache.capacity)
     bufs.query.normal_()
 
     def run() -> None:

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.step.choice import HostChoice
 from eagle_slim.runtime.step.decoder import Decoder
-from eagle_slim.runtime.step.host_choice import HostChoice
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor

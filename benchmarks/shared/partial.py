@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
+from eagle_slim.runtime.step.choice import HostChoice
 from eagle_slim.runtime.step.decoder import Decoder
-from eagle_slim.runtime.step.host_choice import HostChoice
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
-from eagle_slim.runtime.step.run_ahead import PartialDecoder, RunAhead
+from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
@@ -25,15 +25,14 @@ class DrawnPartialDecoder(PartialDecoder):
     """Runs ahead by drawn lengths, of which full passes confirm as many tokens as ``survivals``, in turn."""
 
     def __init__(self, lengths: Sequence[int], survivals: Sequence[int], *args: Any) -> None:
-        class DrawnRunAhead(RunAhead):
-            def _decoder(self, *inner: Any) -> Decoder:
-                target, cache, drafter, slots, waits, pool, offsets = inner
-                return DrawnDecoder(lengths, target, cache, drafter, slots, waits, pool, offsets)
-
-        self.kind = DrawnRunAhead
+        self._lengths = lengths
         super().__init__(*args)
         self.survivals = torch.tensor(survivals, dtype=torch.int32, device=self.target.device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+
+    def new_ahead(self, *args: Any) -> Decoder:
+        """Run ahead by the drawn lengths."""
+        return DrawnDecoder(self._lengths, *args)
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -41,8 +40,8 @@ class DrawnPartialDecoder(PartialDecoder):
         """Choose as ever, then confirm what was drawn."""
         super().choose(logits, trees, rules, host, choices)
         if choices.shape[1] > 1:
-            self.run_ahead.confirm(self.survivals[self.turn % len(self.survivals)])
-            self.run_ahead.take_as_is(choices)
+            self.truncate(self.survivals[self.turn % len(self.survivals)])
+            self.take_as_is(choices)
             self.turn += 1
 
 

@@ -1,4 +1,4 @@
-"""``EAGLE_SLIM_CHECK=1``: what holds after every phase of a step, looked at where it lies, on the device.
+"""``EAGLE_SLIM_CHECK=1``: rules that hold after every phase of a step, checked on the device.
 
 For debugging wrong drafts. Each rule is a comparison of tensors that ends in one small tensor, the first fault: nothing
 waits, so that a graph can hold it. After a fault no slot runs any more, so that later phases read nothing by wrong
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.buffers import Buffers
 from ..errors import CheckError
 from ..target.cache import ForwardBuffers
 from ..target.kernels.tree_rows import ForwardRows
@@ -22,17 +21,76 @@ from .kernels.acceptance import RECORD_HEAD, SlotState
 
 
 class Checks:
-    """The rules of one decoder, and the first fault that was found."""
+    """The rules of one decoder, and the first fault that was found; ``entering``: its state of entering prompts."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, state: SlotState, entering: SlotState) -> None:
         self.fault = torch.zeros(4, dtype=torch.float64, device=device)
         """Number of the rule from 1 on, slot, place within it, and value; all 0 without a fault."""
+        self._state, self._entering = state, entering
+        self._slot = torch.arange(len(state.lengths), device=device)
         self._rules: list[tuple[str, str, str, tuple[int, ...], tuple[str, ...]]] = []
 
-    def require(self, phase: str, slots: Tensor, *rules: Any) -> None:
-        """Keep the first fault of ``rules``: what, what is expected, found [n, ...], where it holds, names of its axes.
+    def check_draft(self, trees: Trees, tree_mask: Tensor, vocab: int) -> None:
+        """Check the trees of the active slots, and the spans of the drafter's cache."""
+        state, tokens, parents, depths = self._state, trees.draft_tokens, trees.parents, trees.positions
+        mask, node = tree_mask[:, 0], torch.arange(tokens.shape[1], device=tokens.device)
+        newest = state.new_tokens.gather(1, (state.num_new[:, None].long() - 1).clamp(min=0))
+        span = state.prefix + state.num_new
+        is_before = torch.where(node == 0, parents == -1, (parents >= 0) & (parents < node))
+        parent = torch.where(is_before, parents, 0).clamp(min=0)
+        depth = torch.where(node == 0, 0, depths.gather(1, parent) + 1)
+        self._require(
+            "draft", torch.where(state.active_inverse >= 0, self._slot, -1),
+            ("prefix + num_new", "the slot's length", span, span == state.lengths),
+            ("the root's token", "the newest token", tokens[:, 0], tokens[:, 0] == newest[:, 0]),
+            ("the token", f"an id below {vocab}", tokens, (tokens >= 0) & (tokens < vocab), "node"),
+            ("the parent", "a node before it, -1 of the root", parents, is_before, "node"),
+            ("the position", "its parent's and 1", depths, depths == depth, "node"),
+            ("the mask", "its parent's and itself", mask, mask == _grown(mask, parent), "node", "seen node"),
+        )  # fmt: skip
 
-        ``slots`` [n]: whose row it is, -1 for rows that no rule holds for. The first axis of n needs no name.
+    def check_verify(self, rows: ForwardRows, bufs: ForwardBuffers, trees: Trees) -> None:
+        """Check the rows of a forward over trees, and that its results are numbers."""
+        attention, (places, nodes) = rows.attention, (rows.places, rows.nodes)
+        slots, node = attention.slots.long(), torch.arange(nodes, device=attention.slots.device)
+        at, unused = slots.clamp(min=0), (node >= attention.counts[:, None])[..., None]
+        first, depths, parent = attention.lengths[at][:, None], trees.positions[at], trees.parents[at].clamp(min=0)
+        positions, kv_rows, mask = rows.positions.view(places, -1), rows.kv_rows.view(places, -1), attention.tree_mask()
+        features, logits = bufs.features.reshape(places, nodes, -1), bufs.logits.view(places, nodes, -1)
+        # Some models leave ids out by a logit of -inf.
+        are_numbers, skip = (logits == logits) & (logits < torch.inf), unused[..., 0]
+        self._require(
+            "verify", slots,
+            ("the cache row", "the length and the node", kv_rows, (kv_rows == first + node) | skip, "node"),
+            ("the position", "the length and the depth", positions, (positions == first + depths) | skip, "node"),
+            ("the mask", "its parent's and itself", mask, (mask == _grown(mask, parent)) | unused, "node", "seen node"),
+            ("the feature", "finite", features, torch.isfinite(features) | unused, "node", "number"),
+            ("the logit", "a number", logits, are_numbers | unused, "node", "id"),
+        )  # fmt: skip
+
+    def check_accept(self, choices: Tensor, trees: Trees) -> None:
+        """Check what a walk has accepted against the choices int32 [places, nodes] and the trees."""
+        state = self._state
+        accepted, path = state.record[:-1, 0], state.path.long()
+        tokens = state.record[:-1, RECORD_HEAD : RECORD_HEAD + path.shape[1]]
+        unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]
+        on_path = path.clamp(0, trees.parents.shape[1] - 1)
+        before = torch.cat((torch.full_like(path[:, :1], -1), path[:, :-1]), 1)
+        follows = (path == on_path) & (trees.parents.gather(1, on_path) == before)
+        chosen = choices[state.active_inverse.long().clamp(0, len(choices) - 1)].gather(1, on_path)
+        span = state.prefix + state.num_new
+        self._require(
+            "accept", torch.where(accepted > 0, self._slot, -1),
+            ("the path's node", "a child of the one before it", path, follows | unused, "step"),
+            ("the token", "the choice at its node", tokens, (tokens == chosen) | unused, "step"),
+            ("prefix + num_new", "the slot's length", span, span == state.lengths),
+        )  # fmt: skip
+
+    def _require(self, phase: str, slots: Tensor, *rules: Any) -> None:
+        """Keep the first fault of ``rules``, and let no slot run any more if there is one.
+
+        A rule: what, what is expected, found [n, ...], where it holds, names of found's axes but the first. ``slots``
+        [n]: whose row it is, -1 for rows that no rule holds for.
         """
         for what, expected, found, holds, *labels in rules:
             rule = (phase, what, expected, tuple(found.shape[1:]), tuple(labels))
@@ -44,11 +102,8 @@ class Checks:
             number = torch.full_like(first, self._rules.index(rule) + 1)
             fault = torch.cat([each.double() for each in (number, slot, first % wrong.shape[1], value)])
             self.fault.copy_(torch.where(wrong.any() & (self.fault[0] == 0), fault, self.fault))
-
-    def stop_(self, *states: SlotState) -> None:
-        """Let no slot of these run any more if there is a fault."""
         is_sound = self.fault[0] == 0
-        for state in states:
+        for state in (self._state, self._entering):
             state.running.mul_(is_sound)
             state.active_count.mul_(is_sound)
             for listed in (state.active_slots, state.active_inverse):
@@ -72,64 +127,6 @@ class Checks:
 def checks_wanted() -> bool:
     """Whether the environment asks for checks."""
     return os.environ.get("EAGLE_SLIM_CHECK", "0") not in ("", "0")
-
-
-def check_draft(checks: Checks, state: SlotState, bufs: Buffers, vocab: int) -> None:
-    """Check the trees of the active slots, and the spans of the drafter's cache."""
-    tokens, parents, depths, mask = bufs.draft_tokens, bufs.parents, bufs.tree_position_ids, bufs.tree_mask[:, 0]
-    node = torch.arange(tokens.shape[1], device=tokens.device)
-    newest = state.new_tokens.gather(1, (state.num_new[:, None].long() - 1).clamp(min=0))
-    span = state.prefix + state.num_new
-    is_before = torch.where(node == 0, parents == -1, (parents >= 0) & (parents < node))
-    parent = torch.where(is_before, parents, 0).clamp(min=0)
-    depth = torch.where(node == 0, 0, depths.gather(1, parent) + 1)
-    checks.require(
-        "draft", torch.where(state.active_inverse >= 0, torch.arange(len(span), device=span.device), -1),
-        ("prefix + num_new", "the slot's length", span, span == state.lengths),
-        ("the root's token", "the newest token", tokens[:, 0], tokens[:, 0] == newest[:, 0]),
-        ("the token", f"an id below {vocab}", tokens, (tokens >= 0) & (tokens < vocab), "node"),
-        ("the parent", "a node before it, -1 of the root", parents, is_before, "node"),
-        ("the position", "its parent's and 1", depths, depths == depth, "node"),
-        ("the mask", "its parent's and itself", mask, mask == _grown(mask, parent), "node", "seen node"),
-    )  # fmt: skip
-
-
-def check_verify(checks: Checks, rows: ForwardRows, bufs: ForwardBuffers, trees: Trees) -> None:
-    """Check the rows of a forward over trees, and that its results are numbers."""
-    attention, (places, nodes) = rows.attention, (rows.places, rows.nodes)
-    slots, node = attention.slots.long(), torch.arange(nodes, device=attention.slots.device)
-    at, unused = slots.clamp(min=0), (node >= attention.counts[:, None])[..., None]
-    first, depths, parent = attention.lengths[at][:, None], trees.positions[at], trees.parents[at].clamp(min=0)
-    positions, kv_rows, mask = rows.positions.view(places, -1), rows.kv_rows.view(places, -1), attention.tree_mask()
-    features, logits = bufs.features.reshape(places, nodes, -1), bufs.logits.view(places, nodes, -1)
-    # Some models leave ids out by a logit of -inf.
-    are_numbers = (logits == logits) & (logits < torch.inf)
-    checks.require(
-        "verify", slots,
-        ("the cache row", "the length and the node", kv_rows, (kv_rows == first + node) | unused[..., 0], "node"),
-        ("the position", "the length and the depth", positions, (positions == first + depths) | unused[..., 0], "node"),
-        ("the mask", "its parent's and itself", mask, (mask == _grown(mask, parent)) | unused, "node", "seen node"),
-        ("the feature", "finite", features, torch.isfinite(features) | unused, "node", "number"),
-        ("the logit", "a number", logits, are_numbers | unused, "node", "id"),
-    )  # fmt: skip
-
-
-def check_accept(checks: Checks, state: SlotState, choices: Tensor, trees: Trees) -> None:
-    """Check what a walk has accepted against the choices int32 [places, nodes] and the trees."""
-    accepted, path = state.record[:-1, 0], state.path.long()
-    tokens = state.record[:-1, RECORD_HEAD : RECORD_HEAD + path.shape[1]]
-    unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]
-    on_path = path.clamp(0, trees.parents.shape[1] - 1)
-    before = torch.cat((torch.full_like(path[:, :1], -1), path[:, :-1]), 1)
-    follows = (path == on_path) & (trees.parents.gather(1, on_path) == before)
-    chosen = choices[state.active_inverse.long().clamp(0, len(choices) - 1)].gather(1, on_path)
-    span = state.prefix + state.num_new
-    checks.require(
-        "accept", torch.where(accepted > 0, torch.arange(len(span), device=span.device), -1),
-        ("the path's node", "a child of the one before it", path, follows | unused, "step"),
-        ("the token", "the choice at its node", tokens, (tokens == chosen) | unused, "step"),
-        ("prefix + num_new", "the slot's length", span, span == state.lengths),
-    )  # fmt: skip
 
 
 def _grown(mask: Tensor, parent: Tensor) -> Tensor:

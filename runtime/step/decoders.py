@@ -36,10 +36,6 @@ class Decoders:
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         self.model, self.drafter, self.tree = target, drafter, drafter.tree
-        self._version = -1
-        """Version of the model that cache and decoders belong to."""
-        self.eager_reason: str | None = None
-        """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None, bool], Decoder] = {}
@@ -49,21 +45,18 @@ class Decoders:
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""
         target.users.add(self)
-        self._follow_model()
+        # A target that cannot run is refused now, not in the first call.
+        _ = self.eager_reason
 
     @property
     def target(self) -> Target:
         """The target that runs the forwards."""
         return self.model.runs
 
-    def _follow_model(self) -> None:
-        """Drop what belongs to the model as it was before it changed: rows and graphs."""
-        if self._version == self.model.version:
-            return
-        self.drop()
-        self.acceptance, self.costs = Acceptance(), Costs(self.model.weight_bytes, row_bytes(self.target))
-        self.eager_reason = "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else self.model.eager_reason
-        self._version = self.model.version
+    @property
+    def eager_reason(self) -> str | None:
+        """Why the target's forward is not in the graphs; None where it is."""
+        return "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else self.model.eager_reason
 
     def drop(self) -> None:
         """Free the caches and all decoders with their graphs."""
@@ -104,14 +97,6 @@ class Decoders:
         return BUCKETS[-1] if self.target.device.type == "cuda" or self.drafter.packing is not None else None
 
     @property
-    def words(self) -> str:
-        """How steps run."""
-        if not self.has_graphs:
-            return f"eager steps ({self.eager_reason})"
-        whole = self.eager_reason is None
-        return "steps from CUDA graphs" if whole else f"steps from CUDA graphs but for the target ({self.eager_reason})"
-
-    @property
     def cache_bytes(self) -> int:
         """Memory of the keys and values, the target's and the drafter's."""
         drafter = sum(tensor.numel() * tensor.element_size() for tensor in self._draft_cache or ())
@@ -136,9 +121,7 @@ class Decoders:
         have any tree up to the drafter's, or none. The model must be held. A cache that has to grow takes all decoders
         with it: their graphs hold its addresses.
         """
-        self._follow_model()
         shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
-        widest = max(shape.new_tokens_width for shape in shapes)
         # Each number of slots has graphs of its own: few sizes shall occur.
         num_slots = bucket_of(num_sequences) if self.has_graphs else num_sequences
         nodes = max(max(shape.total_tokens, shape.path_width) for shape in shapes)
@@ -148,56 +131,50 @@ class Decoders:
             slots = num_slots if cache is None else max(num_slots, cache.num_slots)
             capacity = capacity_for(max(needed, 0 if cache is None else cache.capacity))
             # The old one goes before the new one comes, so that there is room.
-            self._decoders.clear()
-            self._cache = cache = self._draft_cache = None
-            # The cache is set last: it means that setup finished.
+            cache = None
+            self.drop()
             self.kept = [KeptRows()] * slots
             cache = KVCache.allocate(self.target, slots, capacity)
-            self.target.reserve_positions(capacity + widest)
+            self.target.reserve_positions(capacity + max(shape.new_tokens_width for shape in shapes))
+            # Set last: a cache means that setup finished.
             self._cache = cache
-        # The smallest shape, as the others are built when a step first has them.
+        # Begun with the smallest, as the others are built when a step first has them.
         tree = CHAIN if any_shape else tree
-        build = partial(self._build, num_slots, tree, cache, ahead, any_shape)
+        build = partial(self._build, cache.first(num_slots), tree, ahead, cache, any_shape)
         return recall(self._decoders, (num_slots, tree, ahead, any_shape), MOST_DECODERS, build)
+
+    def _build(
+        self, slots: KVCache, tree: TreeConfig | None, ahead: PartialVerification | None, whole: KVCache,
+        any_shape: bool,
+    ) -> Decoder:  # fmt: skip
+        """Build a decoder over ``slots``, the first of the ``whole`` cache."""
+        waits = self.eager_reason is not None
+        if tree is None:
+            return Decoder(self.target, slots, None, waits, self._pool)
+        if self._draft_cache is None:
+            self._draft_cache = self.drafter.allocate_cache(whole.num_slots, whole.capacity)
+        first = self._buffered(tree, slots)
+        if ahead is not None:
+            return PartialDecoder(self.target, slots, first, ahead, waits, self._pool)
+        another = partial(self._buffered, slots=slots, beside=first) if any_shape else None
+        return Decoder(self.target, slots, first, waits, self._pool, another=another)
+
+    def _buffered(self, tree: TreeConfig, slots: KVCache, beside: BufferedDrafter | None = None) -> BufferedDrafter:
+        drafter = self.drafter.like(self.drafter.weights, tree)
+        return drafter.on_slots(slots.num_slots, slots.capacity, self._draft_cache, beside)
 
     @torch.inference_mode()
     def warm_up(
-        self, num_sequences: int, max_tokens: int, shapes: Sequence[TreeConfig | None], rules: ChoiceRules,
+        self, num_sequences: int, max_tokens: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
         """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held.
 
-        ``shapes`` that steps may have.
+        ``trees``: the shapes that steps may have.
         """
-        device = self.target.device
-        with current(device):
+        with current(self.target.device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
-            decoder = self.get(num_slots, max_tokens, shapes[0], ahead, len(shapes) > 1)
+            decoder = self.get(num_slots, max_tokens, trees[0], ahead, len(trees) > 1)
             decoder.clear_()
-            found = decoder.warm_up(rules, num_slots, shapes)
+            found = decoder.warm_up(rules, num_slots, trees)
         return replace(found, cache_bytes=self.cache_bytes)
-
-    def _build(
-        self, num_slots: int, tree: TreeConfig | None, cache: KVCache, ahead: PartialVerification | None,
-        any_shape: bool,
-    ) -> Decoder:  # fmt: skip
-        drafter = None if tree is None else self._drafter(tree, num_slots, cache)
-        waits = self.eager_reason is not None
-        if ahead is not None and drafter is not None:
-            return PartialDecoder(self.target, cache.first(num_slots), drafter, ahead, waits, self._pool)
-
-        def another(shape: TreeConfig) -> BufferedDrafter:
-            return self._drafter(shape, num_slots, cache, drafter)
-
-        return Decoder(
-            self.target, cache.first(num_slots), drafter, num_slots, waits, self._pool,
-            another=another if any_shape else None,
-        )  # fmt: skip
-
-    def _drafter(
-        self, tree: TreeConfig, num_slots: int, cache: KVCache, beside: BufferedDrafter | None = None
-    ) -> BufferedDrafter:
-        if self._draft_cache is None:
-            self._draft_cache = self.drafter.allocate_cache(cache.num_slots, cache.capacity)
-        drafter = self.drafter.like(self.drafter.weights, tree)
-        return drafter.on_slots(num_slots, cache.capacity, self._draft_cache, beside)

@@ -21,8 +21,8 @@ from ..api.stats import GenerationStats, PhaseTimer
 from ..launches import counted_apart
 from ..ops import current, named_range
 from ..settings import TreeConfig
+from .choice import HostChoice
 from .decoders import Decoders
-from .host_choice import HostChoice
 from .kept_rows import HeldRow, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
@@ -61,9 +61,8 @@ class GenerationLoop:
         self.chooser = ShapeChooser(decoders.acceptance, decoders.costs, plan.shapes) if is_chosen else None
         """Chooses the shape of each step; None where all have the plan's."""
         self._free: list[Tensor] = []
-        numbers = torch.tensor(plan.rules.numbers, dtype=torch.float32)
         chooses_on_host = plan.rules.host_reason is not None
-        self.host = HostChoice(self.running, self.rules, numbers) if chooses_on_host else None
+        self.host = HostChoice(self.running, self.rules, plan.rules.numbers) if chooses_on_host else None
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -181,10 +180,6 @@ class GenerationLoop:
         num_active, decoder = len(self.running), self.decoder
         shape = self._choose_shape()
         if self.plan.time_phases:
-            if shape is None:
-                # A step's times begin with its draft, empty or not.
-                with self.timer.phase("draft"):
-                    pass
             for phase in decoder.timed_step(num_active, self.rules, shape, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
                 with self.timer.phase(name), named_range(phase.name):

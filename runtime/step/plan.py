@@ -13,7 +13,7 @@ from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
-from .choice_rules import CallRules
+from .choice import CallRules
 from .decoder import bucket_of
 from .decoders import Decoders
 from .shapes import first_shape, shape_by_size, shapes_up_to
@@ -101,9 +101,13 @@ def describe(
 
     ``drafting``: the drafter in words; ``steps`` that each shape had, where they chose it.
     """
-    how = decoders.words
+    how = "steps from CUDA graphs"
+    if not decoders.has_graphs:
+        how = f"eager steps ({decoders.eager_reason})"
+    elif decoders.eager_reason is not None:
+        how += f" but for the target ({decoders.eager_reason})"
     if plan.rules.host_reason is not None and decoders.has_graphs:
-        how = f"{how}, tokens chosen on the host ({plan.rules.host_reason})"
+        how += f", tokens chosen on the host ({plan.rules.host_reason})"
     rows = target.exactness or "rows exact in float32 alone"
     trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in sorted(steps.items(), key=_by_count))
     path = f"{how}; target {target.backend}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
@@ -148,8 +152,7 @@ def _run_ahead(
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")
-    processed = any(request.process is not None for request in requests)
-    if mode == "lossy" and rules.host_reason is not None and processed:
+    if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
             'host. Leave these out, or take "exact".')  # fmt: skip

@@ -32,4 +32,3 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("verify_ms" in row) == (row["nodes"] != 4)
     assert "draft_ms" in rows[1]
     assert [row.get("top_k") for row in rows] == [4, 4, 4, 4, 4, None, None, None]
-    assert "draft_ms" not in rows[-1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.step.choice_rules import CallRules
+from eagle_slim.runtime.step.choice import CallRules
 from eagle_slim.runtime.step.kept_rows import KeptRows, capacity_for, match_slots
 from support.tiny_models import random_prompts, tiny_target, write_head
 

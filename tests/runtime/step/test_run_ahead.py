@@ -208,4 +208,4 @@ def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
         query, _ = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), cos, sin)
     # Two heads share a KV head.
     expected = query[0].unflatten(0, (2, 2)).transpose(1, 2).flatten(1, 2)
-    torch.testing.assert_close(decoder.run_ahead.part.queries[0, 0], expected)
+    torch.testing.assert_close(decoder.part.queries[0, 0], expected)

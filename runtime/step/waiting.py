@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..drafter.buffers import Buffers
 from ..drafter.drafter import BufferedDrafter
+from .kernels.acceptance import SlotState
 
 
-def take_pairs(drafter: BufferedDrafter, waiting: Buffers, features: Tensor) -> None:
+def take_pairs(drafter: BufferedDrafter, waiting: SlotState, features: Tensor) -> None:
     """Put the waiting pairs of the active slots but the last of each, which a draft begins with, into the cache.
 
-    ``waiting``: inputs of a draft, whose ``prefix``, ``num_new`` and ``new_tokens`` belong to ``features`` [slots,
-    width, feature_width]. They become those of ``drafter``, which may be the same tensors. Waits for nothing.
+    ``waiting``: a state whose ``prefix``, ``num_new`` and ``new_tokens`` belong to ``features`` [slots, width,
+    feature_width]. They become the inputs of ``drafter``, which may be the same tensors. Waits for nothing.
     """
     slots, width = waiting.new_tokens.shape
     step = torch.arange(width, dtype=torch.int32, device=waiting.prefix.device)
