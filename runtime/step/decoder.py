@@ -28,8 +28,7 @@ from torch import Tensor
 from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
-from ..drafter.launch import timed_out
-from ..errors import DrafterError, UsageError
+from ..errors import UsageError
 from ..launches import count_launches, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
@@ -202,10 +201,6 @@ class Decoder:
             drafter.clear_error_()
         if self.checks is not None:
             self.checks.fault.zero_()
-
-    def timed_out(self) -> DrafterError:
-        """Return the error to raise after a draft that did not finish; the next one may run."""
-        return [timed_out(drafter.bufs) for drafter in self._drafters()][0]
 
     @property
     def has_graphs(self) -> bool:
@@ -413,11 +408,9 @@ class Decoder:
         ops, state, shape, checks = self.ops, self.state, self.shape_of(tree), self.checks
         trees, nodes, rows = shape.trees, shape.nodes, shape.rows(places)
         bufs, choices = shape.bufs.first(places * nodes), shape.choices[:places]
+        error = None if shape.drafter is None else shape.drafter.error
         # The drafter takes what plain steps add once a step drafts again.
-        error, waiting = (
-            None if shape.drafter is None else shape.drafter.error,
-            tree is None and self.drafter is not None,
-        )
+        is_ahead_of_drafter = tree is None and self.drafter is not None
 
         def draft() -> None:
             self.draft(shape, places, rules)
@@ -435,7 +428,7 @@ class Decoder:
 
         def accept() -> None:
             self.choose(bufs.logits, trees, rules, host, choices)
-            ops(walk)(choices, trees, shape.longest, state, error, waiting)
+            ops(walk)(choices, trees, shape.longest, state, error, is_ahead_of_drafter)
             if checks is not None:
                 checks.check_accept(choices, trees)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..api.request import RequestOutput, RunningRequest, collect
 from ..api.stats import GenerationStats, PhaseTimer
+from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
 from ..settings import TreeConfig
@@ -231,7 +232,8 @@ class GenerationLoop:
         self._free.append(record.values)
         if rows[-1][0]:
             self.decoder.clear_()
-            raise self.decoder.timed_out()
+            assert self.decoder.drafter is not None
+            raise timed_out(self.decoder.drafter.bufs)
         if self.decoder.checks is not None:
             self.decoder.checks.raise_fault()
         if not record.is_step and rows[-1][1]:
