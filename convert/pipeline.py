@@ -24,6 +24,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact import dflash, eagle1, eagle3
 from .artifact.card import model_card
+from .artifact.checksums import row_checksums
 from .artifact.format import (
     CARD_NAME,
     METADATA,
@@ -48,8 +49,8 @@ from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions, DraftVocabSize
 from .rows.dtypes import item_size
-from .rows.gather import GatheredRows
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
+from .rows.safetensors_file import SafetensorsFile
 from .rows.target import open_target_lm_head
 from .rows.writer import TensorPlan, write_safetensors
 from .sources import target as targets
@@ -100,9 +101,8 @@ class Conversion:
     Attributes:
         folder: where it goes.
         title: its name on the model card.
-        head, lm_head: what the tensors are read from, each with a record of reads of its own, so that a manifest lists
-            what was read for this artifact alone.
-        tensors: of the weights file, in its order; `rows` are the LM-head rows among them (None for EAGLE-1/2).
+        lm_head: whose rows are gathered; None for EAGLE-1/2.
+        tensors: of the weights file.
         config: config.json.
         findings: what engines make of it.
         manifest: complete once the artifact is written; until then without checksums, `files` and records of reads.
@@ -111,13 +111,16 @@ class Conversion:
     folder: Path
     title: str
     inputs: Inputs
-    head: DraftHead
     lm_head: LmHead | None
     tensors: Sequence[TensorPlan]
-    rows: GatheredRows | None
     config: dict[str, Any]
     findings: Sequence[Finding]
     manifest: Manifest
+
+    @property
+    def head(self) -> DraftHead:
+        """The head that is converted."""
+        return self.inputs.head
 
     @property
     def draft_vocab(self) -> int:
@@ -164,7 +167,7 @@ class Conversion:
     def check(self) -> None:
         """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
         for plan in self.tensors:
-            deque(plan.chunks(), maxlen=0)
+            deque(plan.pieces(), maxlen=0)
         if self.inputs.gguf is not None:
             from .artifact import gguf
 
@@ -178,15 +181,19 @@ class Conversion:
             OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
-            files = {WEIGHTS_NAME: asdict(write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA))}
+            written = write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA)
+            files = {WEIGHTS_NAME: asdict(written)}
             small = {
                 CONFIG_NAME: (json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
             }
             if self.manifest.rank_order_ids is not None:
                 small[freq_name(self.draft_vocab)] = freq_bytes(self.manifest.rank_order_ids)
-            checksums = None if self.rows is None else self.rows.checksums
-            reads = describe_reads(self.manifest, self.head, self.lm_head)
-            manifest = replace(self.manifest, row_checksums=checksums, **reads)
+            manifest = replace(
+                self.manifest, **describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written.tensors)
+            )
+            if self.lm_head is not None:
+                rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
+                manifest = replace(manifest, row_checksums=row_checksums(rows))
             small[CARD_NAME] = self._card(manifest).encode()
             for name, data in small.items():
                 (folder / name).write_bytes(data)
@@ -404,32 +411,31 @@ def _plan(
     inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str
 ) -> Conversion:
     """Plan one artifact; without a vocabulary, one of all ids."""
-    head = inputs.head.forked()
+    head = inputs.head
     rows = head.target_vocab if vocab is None else len(vocab)
     ids = None if vocab is None else vocab.ascending_ids
-    lm_head, gathered = None, None
+    lm_head = None
     tensors: Sequence[TensorPlan]
     if head.kind == "eagle":
         tensors, config = eagle1.plan_tensors(head), eagle1.repaired_config(head, options.flavour)
     else:
-        lm_head = own_lm_head(head) if inputs.lm_head is None else inputs.lm_head.forked()
+        lm_head = own_lm_head(head) if inputs.lm_head is None else inputs.lm_head
         if head.kind == "eagle3":
-            tensors, gathered = eagle3.plan_tensors(head, lm_head, ids)
+            tensors = eagle3.plan_tensors(head, lm_head, ids)
             config = eagle3.slim_config(head, rows, options.flavour)
         else:
             assert ids is not None, "a full vocabulary is refused before"
-            tensors, gathered = dflash.plan_tensors(head, lm_head, ids)
+            tensors = dflash.plan_tensors(head, lm_head, ids)
             config = dflash.slim_config(head, rows)
     facts = HeadFacts.of(
-        # What is read to judge the head is no part of what the artifact is made from.
-        inputs.head.forked(),
+        head,
         config=config,
         draft_vocab=rows,
         target_layers=None if inputs.target is None else inputs.target.num_layers,
     )
     findings = conversion_findings(facts)
     manifest = _manifest(inputs, options, head, lm_head, ranking, vocab, in_words(findings))
-    return Conversion(folder, title, inputs, head, lm_head, tensors, gathered, config, findings, manifest)
+    return Conversion(folder, title, inputs, lm_head, tensors, config, findings, manifest)
 
 
 def _manifest(
@@ -446,7 +452,7 @@ def _manifest(
     if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
         tokenizer = dict(ranking.recorded_tokenizer)
     measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
-    warnings = [*head.warnings, *(lm_head.warnings if lm_head is not None else ())]
+    warnings = [*head.warnings]
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from .artifact.format import CARD_NAME
 from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import ArtifactError
 from .hub.push import upload_files
-from .rows.paths import path_inside
 from .verify.verify import verify_artifact
 
 
-@dataclass(frozen=True)
-class Upload:
-    """Files of an artifact to upload, and the other files of its folder; both sorted."""
-
-    folder: Path
-    names: tuple[str, ...]
-    left: tuple[str, ...]
-
-
-def plan_upload(folder: Path | str) -> Upload:
-    """Audit an artifact as `eagle-verify` does, offline, and choose the files that an upload takes.
+def files_to_upload(folder: Path | str) -> list[str]:
+    """Audit an artifact as `eagle-verify` does, offline, and return the names of its own files, sorted.
 
     Raises:
-        ArtifactError: no artifact, or the audit fails.
-        CheckpointError: a file of it is a link that leads out of the folder.
+        ArtifactError: no artifact, the audit fails, or its card is a link.
     """
     folder = Path(folder)
     own = {MANIFEST_NAME, CARD_NAME, *Manifest.load(folder).files}
@@ -39,13 +27,10 @@ def plan_upload(folder: Path | str) -> Upload:
             f"not uploaded, as the audit fails: {failed[0].name}: {failed[0].detail}\n"
             "Convert the head again; eagle-verify shows every check.",
         )
-    present = sorted(path.name for path in folder.iterdir())
-    for name in own.intersection(present):
-        # The card has no checksum: as a link out of the folder it would carry any file of this machine along.
-        path_inside(folder, name)
-    return Upload(
-        folder, tuple(name for name in present if name in own), tuple(name for name in present if name not in own)
-    )
+    if (folder / CARD_NAME).is_symlink():
+        # It has no checksum: as a link it would carry any file of this machine along.
+        raise ArtifactError.at(folder / CARD_NAME, "not uploaded: it is a link.\nPut the file itself there.")
+    return sorted(name for name in own if (folder / name).exists())
 
 
 def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
@@ -57,8 +42,7 @@ def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -
         private: visibility of a new repository; the account's default if None.
 
     Raises:
-        ArtifactError: no artifact, or the audit fails; the Hub was not asked.
+        ArtifactError: as `files_to_upload`; the Hub was not asked.
         SourceError: no token, no right to write, no connection, or not a repository id.
     """
-    upload = plan_upload(folder)
-    return upload_files(upload.folder, upload.names, repo_id, private)
+    return upload_files(Path(folder), files_to_upload(folder), repo_id, private)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -28,20 +29,21 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
     from .hub.push import check_push, upload_files
-    from .push import plan_upload
+    from .push import files_to_upload
 
-    upload = plan_upload(folder)
+    names, artifact = files_to_upload(folder), Path(folder)
     check_push(repo_id)
-    warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in upload.left)
+    left = sorted({path.name for path in artifact.iterdir()} - set(names))
+    warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in left)
     pushed = None
     if not dry_run:
         note(f"uploading {folder} to {repo_id}")
-        pushed = upload_files(upload.folder, upload.names, repo_id, private)
+        pushed = upload_files(artifact, names, repo_id, private)
     if as_json:
-        emit_json({"uploads": upload.names, "left": upload.left, "pushed_to": pushed})
+        emit_json({"uploads": names, "left": left, "pushed_to": pushed})
         return
-    for name in upload.names:
-        click.echo(f"  {name:<22}{(upload.folder / name).stat().st_size:>15,} bytes")
+    for name in names:
+        click.echo(f"  {name:<22}{(artifact / name).stat().st_size:>15,} bytes")
     click.echo(f"would upload {folder} to {repo_id}" if pushed is None else f"uploaded to {pushed}")
 
 

@@ -15,29 +15,23 @@ from numpy.typing import NDArray
 
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..rows.gather import GatheredRows
 from ..rows.lm_head import LmHead, rows_of_ids
-from ..rows.writer import TensorPlan
+from ..rows.writer import SourceRows, TensorPlan
 from .eagle3 import copy_plan, plan_map
 
 # Paths of the machine that trained the draft, code that is not in the artifact, a quantisation of nothing.
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "quantization_config")
 
 
-def plan_tensors(
-    head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None
-) -> tuple[list[TensorPlan], GatheredRows]:
-    """The tensors of the slim draft, and the gathered LM-head rows among them; as `eagle3.plan_tensors`."""
-    assert target_ids is not None, "a full vocabulary is refused before"
-    gathered = lm_head.gather(head, target_ids)
-    rows = {names.LM_HEAD: gathered}
+def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
+    """Plan the tensors of the slim draft for `target_ids` int64 [draft_vocab], ascending."""
+    rows = {names.LM_HEAD: lm_head.gather(head, target_ids)}
     for name in head.row_tensors:
+        own, dtype = rows_of_ids(head, target_ids), head.tensors.info(name).dtype
         source, stored = head.tensors.source, head.tensors.stored[name]
-        own = rows_of_ids(head, target_ids)
-        rows[name] = GatheredRows(source, stored, own, source.info(stored).dtype, head.location, target_ids)
+        rows[name] = SourceRows(source, stored, dtype, head.location, own, target_ids)
     plans = [copy_plan(head, name) for name in head.tensors if name not in rows]
-    plans += [TensorPlan(name, found.dtype, found.shape, found.chunks) for name, found in rows.items()]
-    return plans + plan_map(head, target_ids), gathered
+    return plans + [found.plan(name) for name, found in rows.items()] + plan_map(head, target_ids)
 
 
 def slim_config(head: DraftHead, draft_vocab: int) -> dict[str, Any]:

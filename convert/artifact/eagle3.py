@@ -7,7 +7,6 @@ rows 1, 2 and 3; and in both cases d2t is (1, 3, 3).
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,15 @@ from ..engines import flavoured_architecture
 from ..heads import config as head_config
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..rows.checkpoint import Hashed
 from ..rows.dtypes import LONG_NAMES
-from ..rows.gather import GatheredRows, refuse_nonfinite
 from ..rows.lm_head import LmHead, all_ids
-from ..rows.safetensors_file import Bytes
-from ..rows.writer import TensorPlan, array_plan, zeros_plan
+from ..rows.writer import SourceRows, TensorPlan, array_plan, zeros_plan
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-def plan_tensors(
-    head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None
-) -> tuple[list[TensorPlan], GatheredRows]:
-    """The tensors of the slim EAGLE-3 head, and the gathered rows among them (for their checksums afterwards).
+def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None) -> list[TensorPlan]:
+    """Plan the tensors of the slim EAGLE-3 head.
 
     `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
     """
@@ -39,8 +33,8 @@ def plan_tensors(
     left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
     plans = [copy_plan(head, name) for name in head.tensors if name not in left_out]
     plans += zero_output_bias(head)
-    plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
-    return plans + ([] if target_ids is None else plan_map(head, target_ids)), gathered
+    plans.append(gathered.plan(names.LM_HEAD))
+    return plans + ([] if target_ids is None else plan_map(head, target_ids))
 
 
 def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
@@ -79,21 +73,6 @@ def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
 
 
 def copy_plan(head: DraftHead, name: str) -> TensorPlan:
-    """A tensor of the head as it is, checked for NaN on the way."""
-    info, source = head.tensors.info(name), head.tensors.source
-
-    def checked(reading: Hashed) -> Generator[Bytes, None, str]:
-        row = 0
-        for piece in reading:
-            refuse_nonfinite(piece, info.dtype, head.location, name, first_row=row)
-            row += len(piece)
-            yield piece
-        return reading.sha256
-
-    return TensorPlan(
-        name,
-        info.dtype,
-        info.shape,
-        chunks=lambda: checked(Hashed(source.pieces(info.name))),
-        array=source.array(info.name),
-    )
+    """Plan a tensor of the head as it is."""
+    rows = SourceRows(head.tensors.source, head.tensors.stored[name], head.tensors.info(name).dtype, head.location)
+    return rows.plan(name)

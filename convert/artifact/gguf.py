@@ -116,7 +116,7 @@ def write_gguf(folder: Path, choice: GgufChoice, name: str) -> dict[str, dict[st
 def check_values(plans: Sequence[TensorPlan], kinds: Sequence[GgufType]) -> None:
     """Raise MismatchError where a value of the slim head's tensors is too large for one of the types."""
     for plan in plans:
-        for piece in plan.chunks() if len(plan.shape) == 2 else ():
+        for piece in plan.pieces() if len(plan.shape) == 2 else ():
             for kind in kinds:
                 _encoded(rounded(piece, plan.dtype, "F32").view(np.float32), kind, plan.name)
 

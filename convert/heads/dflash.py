@@ -13,20 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..errors import MismatchError, UnsupportedHeadError
-from ..rows.checkpoint import Checkpoint
 from ..sources.source import ResolvedSource
 from . import config as head_config
 from . import names
-from .check import check_dtypes, settle_dflash
-from .draft_head import DraftHead, LazyTensors
-from .map import D2tForm, read_map
+from .check import check_shapes, layer_shapes
+from .draft_head import LazyTensors
 
 _KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "draft_vocab_size", "target_hidden_size", "hidden_act", "rms_norm_eps", "quantization_config",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", "hidden_act", "rms_norm_eps",
 )  # fmt: skip
 # speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
 QWEN3_DEFAULTS = {
@@ -36,23 +32,38 @@ QWEN3_DEFAULTS = {
 _MASK_EMBEDDING = "mask_embedding.pt"
 
 
-def open_dflash(
-    checkpoint: Checkpoint,
+def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a draft in one level; RoPE and windows, which each layer may have of its own, are copied unread."""
+    merged = _in_one_level(source_config)
+    return {key: merged[key] for key in _KEYS if key in merged}
+
+
+def refuse_mask_embedding(source: ResolvedSource) -> None:
+    """Raise UnsupportedHeadError where a file beside the draft replaces a row of the target's embedding."""
+    if _MASK_EMBEDDING in source.files or (source.folder / _MASK_EMBEDDING).exists():
+        problem = f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over."
+        raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
+
+
+def settle_dflash(
+    tensors: LazyTensors,
+    config: Mapping[str, Any],
     source_config: Mapping[str, Any],
     where: str,
-    source: ResolvedSource | None,
-    d2t_form: D2tForm,
     given_taps: Sequence[int] | None,
-) -> DraftHead:
-    """A DFlash draft as a `DraftHead`; arguments and errors as `head_from_checkpoint`."""
-    _refuse_others(source_config, where, source)
-    table = names.dflash_names(checkpoint.names, where)
-    tensors = LazyTensors(checkpoint, table.stored)
-    check_dtypes(tensors, where)
-    merged = whole_config(source_config)
-    # Only what is checked here; RoPE and windows, which each layer may have of its own, are copied unread.
-    config = head_config.normalise_config({key: merged[key] for key in _KEYS if key in merged}, where)
-    ids = read_map(tensors, config, where, d2t_form)
+) -> tuple[Mapping[str, Any], tuple[int, ...]]:
+    """Check a draft's tensors and mask token, and find the layers of the target whose inputs it reads.
+
+    `config` is what `checked_part` gave, with both vocabularies settled.
+
+    Returns:
+        `source_config`, with the layers named where they were `given_taps`; and the layers.
+
+    Raises:
+        MismatchError: shapes, widths or numbers of layers disagree, the layers are not known, or a mask token is
+            outside the vocabulary.
+    """
+    merged = _in_one_level(source_config)
     taps = head_config.tap_layers(merged, where)
     if taps is None:
         if given_taps is None:
@@ -64,47 +75,45 @@ def open_dflash(
         taps = head_config.given_tap_layers(given_taps, where)
         source_config = _with_tap_layers(source_config, taps)
     elif given_taps is not None and tuple(given_taps) != taps:
-        raise MismatchError.at(
-            where,
-            f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}.\nLeave the option out.",
-        )
-    _check_mask(merged, config["vocab_size"], where)
-    settle_dflash(tensors, config, len(taps), where)
-    is_sorted = ids is None or bool(np.all(np.diff(ids) > 0))
-    kept = {name: stored for name, stored in table.stored.items() if name not in names.MAPS}
-    return DraftHead(
-        kind="dflash",
-        config=config,
-        tensors=LazyTensors(checkpoint, kept),
-        draft_ids_to_target=ids,
-        tap_layers=taps,
-        warnings=() if is_sorted else ("the map was not in ascending order; rows and map are sorted together",),
-        location=where,
-        source_config=dict(source_config),
-        source=source,
-        target_name=head_config.metadata_target(source_config),
-        dropped=table.dropped,
-    )
+        problem = f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}."
+        raise MismatchError.at(where, f"{problem}\nLeave the option out.")
+
+    hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
+    own = merged.get("dflash_config")
+    for key, part in (("dflash_config.mask_token_id", own), ("mask_token_id", merged)):
+        mask = part.get("mask_token_id") if isinstance(part, Mapping) else None
+        if mask is not None and not (type(mask) is int and 0 <= mask < vocab):
+            raise MismatchError.at(where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.")
+
+    layers, columns = names.dflash_layers(tensors.names), len(taps) * (config.get("target_hidden_size") or hidden)
+    for key in ("num_hidden_layers", "intermediate_size"):
+        if config.get(key) is None:
+            raise MismatchError.at(where, f"{key}: expected a positive integer, found none.\nCorrect config.json.")
+    if config["num_hidden_layers"] != layers:
+        problem = f"num_hidden_layers is {config['num_hidden_layers']}, the file has {layers} layers."
+        raise MismatchError.at(where, f"{problem}\nCorrect config.json, or fetch the draft again.")
+    rank = tensors.shape(names.MARKOV_OUT)[-1] if names.MARKOV_OUT in tensors else 0
+    expected = {
+        names.FC: (hidden, columns),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        names.LM_HEAD: (rows, hidden),
+        names.EMBEDDING: (vocab, hidden),
+        names.MARKOV_IN: (vocab, rank),
+        names.MARKOV_OUT: (rows, rank),
+    }
+    for layer in range(layers):
+        expected |= layer_shapes(config, f"layers.{layer}.", hidden)
+    check_shapes(tensors, expected, where)
+    return source_config, taps
 
 
-def whole_config(source_config: Mapping[str, Any]) -> dict[str, Any]:
+def _in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of either form in one level, with the defaults that speculators leaves out."""
     nested = source_config.get("transformer_layer_config")
     nested = nested if isinstance(nested, Mapping) else {}
     is_brief = bool(nested) and nested.get("model_type") in (None, "qwen3")
     return {**(QWEN3_DEFAULTS if is_brief else {}), **nested, **source_config}
-
-
-def _refuse_others(config: Mapping[str, Any], where: str, source: ResolvedSource | None) -> None:
-    head_config.refuse_foreign(config, where)
-    if not head_config.is_dflash(config):
-        raise names.other_draft("dflash", where)
-    if source is not None and (_MASK_EMBEDDING in source.files or (source.folder / _MASK_EMBEDDING).exists()):
-        raise UnsupportedHeadError.at(
-            where,
-            f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over.\n"
-            "Serve the draft as it is.",
-        )
 
 
 def _with_tap_layers(source_config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
@@ -114,12 +123,3 @@ def _with_tap_layers(source_config: Mapping[str, Any], layers: tuple[int, ...]) 
     own = source_config.get("dflash_config")
     named = {**(own if isinstance(own, Mapping) else {}), "target_layer_ids": [layer - 1 for layer in layers]}
     return {**source_config, "dflash_config": named}
-
-
-def _check_mask(config: Mapping[str, Any], vocab: int, where: str) -> None:
-    """Refuse a mask token, in `dflash_config` or beside it, that the vocabulary does not have."""
-    own = config.get("dflash_config")
-    for key, part in (("dflash_config.mask_token_id", own), ("mask_token_id", config)):
-        mask = part.get("mask_token_id") if isinstance(part, Mapping) else None
-        if mask is not None and not (type(mask) is int and 0 <= mask < vocab):
-            raise MismatchError.at(where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.")

@@ -13,7 +13,7 @@ from ..artifact.manifest import Manifest
 from ..errors import MismatchError
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import item_size
-from ..rows.types import TensorInfo
+from ..rows.safetensors_file import TensorInfo
 from ..sources.source import ResolvedSource
 from . import names
 from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
@@ -33,9 +33,9 @@ def has_padding_of(rows: int, vocab: int) -> bool:
 
 @dataclass(frozen=True)
 class LazyTensors:
-    """The tensors of a head under their canonical names, read from the checkpoint when asked for.
+    """The tensors of a head, read from the checkpoint on demand; `stored`: name there by canonical name.
 
-    `stored` has the name there by the canonical one.
+    All methods but `is_nonzero` raise KeyError for a name that the head has not.
     """
 
     source: Checkpoint
@@ -53,23 +53,19 @@ class LazyTensors:
         return iter(self.names)
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype, shape and size of a tensor, from the header. KeyError where it is absent."""
+        """Dtype, shape and size of a tensor, from the header."""
         return self.source.info(self.stored[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header. KeyError where it is absent."""
+        """Shape of a tensor, from the header."""
         return self.info(name).shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, from the header. KeyError where it is absent."""
-        return self.source.dtype(self.stored[name])
-
     def get(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU, as stored. KeyError where it is absent."""
+        """The whole tensor, on the CPU, as stored."""
         return self.source.tensor(self.stored[name])
 
     def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
-        """Rows `ids` [n] of a matrix, [n, columns], bit for bit as stored. KeyError where the matrix is absent."""
+        """Rows `ids` [n] of a matrix, [n, columns], bit for bit as stored."""
         return self.source.rows(self.stored[name], ids)
 
     def is_nonzero(self, name: str) -> bool:
@@ -88,16 +84,15 @@ class DraftHead:
     Attributes:
         kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
         config: flat config.json; `vocab_size` is the target's V, `draft_vocab_size` the rows of the LM head.
-        tensors: canonical names: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2: [hidden, 2 * hidden]),
-            `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file has them
-            `lm_head.weight` [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden], `input_norm.weight`,
-            `fc_norm.N.weight`; those of a DFlash draft as stored. The maps are not among them: `draft_ids_to_target`.
+        tensors: by canonical name, without the maps: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2:
+            [hidden, 2 * hidden]), `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file
+            has them `lm_head.weight` [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden],
+            `input_norm.weight`, `fc_norm.N.weight`; those of a DFlash draft as stored.
         draft_ids_to_target: int64 [draft_vocab], absolute target id of each `lm_head` row in stored order; None where
             row i is target id i (a full vocabulary, or an LM head that is the target's).
-        tap_layers: the head reads the inputs of these decoder layers of the target, as far as that is known without the
-            target (`taps`); None is every engine's default, (2, n // 2, n - 3) for n layers; () is the target's last
-            hidden state alone.
-        warnings: what a user of the head should know.
+        tap_layers: layers of the target whose inputs the head reads, as far as known without the target (`taps`); None
+            is every engine's default, (2, n // 2, n - 3) for n layers; () the target's last hidden state alone.
+        warnings: doubts and losses to tell a user of the head.
         location: the repository or folder, for messages.
         source_config: config.json as it was found.
         source: where the files came from, and their manifest and card; None for a head made of an open checkpoint.
@@ -154,22 +149,15 @@ class DraftHead:
 
     @property
     def has_own_embedding(self) -> bool:
-        """Whether it reads tokens through an embedding of its own: of another width than the target's, or trained.
-
-        All others hold a copy of the target's. That it was trained only speculators' format says.
-        """
+        """Whether its embedding is no copy of the target's: of another width, or trained (speculators' format)."""
         is_other = self.target_hidden_size != self.hidden_size or bool(self.config.get(EMBEDDING_TRAINED_KEY))
         return is_other and names.EMBEDDING in self.tensors
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the head's matrices."""
-        return self.tensors.dtype(self._matrix)
-
-    @property
     def dtype_name(self) -> str:
-        """Dtype of the head's matrices as safetensors spells it: one of `weights.dtypes.FLOATS`."""
-        return self.tensors.info(self._matrix).dtype
+        """Dtype of the head's matrices as safetensors spells it: one of `rows.dtypes.FLOATS`."""
+        matrix = "midlayer.mlp.down_proj.weight" if self.kind == "eagle3" else names.FC
+        return self.tensors.info(matrix).dtype
 
     def without_padding(self, vocab: int) -> DraftHead:
         """The same head for a vocabulary of `vocab` ids, where its own is padded beyond them."""
@@ -187,25 +175,15 @@ class DraftHead:
         if num_layers is not None and taps != () and self.kind != "eagle":
             found = default_taps(num_layers) if taps is None else taps
             if not all(0 <= layer <= num_layers for layer in found):
-                raise MismatchError.at(
-                    self.location,
-                    f"the head reads the inputs of layers {list(found)}, and the target has {num_layers} layers.\n"
-                    "Name the right target with --target, or the layers with --tap-layers.",
-                )
+                problem = f"the head reads the inputs of layers {list(found)}, and the target has {num_layers} layers."
+                advice = "Name the right target with --target, or the layers with --tap-layers."
+                raise MismatchError.at(self.location, f"{problem}\n{advice}")
         return taps
-
-    @property
-    def _matrix(self) -> str:
-        return "midlayer.mlp.down_proj.weight" if self.kind == "eagle3" else names.FC
 
     @property
     def manifest(self) -> Manifest | None:
         """The manifest of a head that eagle-convert wrote, else None."""
         return self.source.manifest if self.source else None
-
-    def forked(self) -> DraftHead:
-        """The same open head with a record of reads of its own (`Checkpoint.fork`)."""
-        return replace(self, tensors=replace(self.tensors, source=self.tensors.source.fork()))
 
     @property
     def trained_ids(self) -> NDArray[np.int64] | None:

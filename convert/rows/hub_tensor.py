@@ -13,7 +13,6 @@ The cache folder of one content (`HF_HOME/assets/eagle-slim/tensors/REPO/ETAG`) 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import tempfile
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from eagle_slim.vocab_tools.hub import LIBRARY_NAME, HubError, explained
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained
 
 from ..atomic import require_space
 from ..errors import CheckpointError, SourceError
-from .safetensors_file import SafetensorsFile
-from .types import TensorInfo, damaged
+from .safetensors_file import SafetensorsFile, TensorInfo, damaged, header_bytes
 
 PIECE_BYTES = 16 << 20
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB.
@@ -59,7 +57,7 @@ class HubFile:
         """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
 
         Raises:
-            SourceError: they cannot be had, or what came is not of the file that was opened.
+            SourceError: they cannot be had, or something else came.
         """
         # Public, not in __all__.
         from huggingface_hub import constants
@@ -70,19 +68,13 @@ class HubFile:
         with explained(self.repo_id):
             response = http_backoff("GET", self.url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
             hf_raise_for_status(response)
-        answers = (*response.history, response)
-        etags = [answer.headers.get("X-Linked-ETag") or answer.headers.get("ETag") or "" for answer in answers]
-        if self.etag not in (etag.removeprefix("W/").strip('"') for etag in etags):
-            raise SourceError.at(self.label, "changed on the Hub while it was read.\nRun the same command again.")
         is_whole = response.status_code == 200 and (start, end) == (0, self.size_bytes)
         expected = f"bytes {start}-{end - 1}/{self.size_bytes}"
         found = response.headers.get("Content-Range")
         if len(response.content) != end - start or not (is_whole or found == expected):
-            raise SourceError.at(
-                self.label,
-                f"asked for {expected}, the server answered {response.status_code} with {found or 'no range'}.\n"
-                f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target.",
-            )
+            problem = f"asked for {expected}, the server answered {response.status_code} with {found or 'no range'}"
+            advice = f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target."
+            raise SourceError.at(self.label, f"{problem}.\n{advice}")
         return bytes(response.content)
 
     def read_header(self) -> SafetensorsFile:
@@ -138,7 +130,7 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -
     """Fetch what a small file lacks; begin anew where it does not begin as it should."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, not in __all__
 
-    prefix = _small_header(info, file.etag)
+    prefix = header_bytes([info], {"etag": file.etag})
     total = len(prefix) + info.size_bytes
     done = partial.seek(0, os.SEEK_END)
     partial.seek(0)
@@ -147,31 +139,12 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -
         done = partial.write(prefix)
     require_space(partial.name, total - done)
     # In huggingface_hub's style, so that its switches hold.
-    bar = tqdm(
-        desc=info.name, total=info.size_bytes, initial=done - len(prefix), unit="B", unit_scale=True, disable=None
-    )  # type: ignore[no-untyped-call]
+    bar = tqdm(desc=info.name, total=total, initial=done, unit="B", unit_scale=True, disable=None)  # type: ignore[no-untyped-call]
     with bar:
         while done < total:
             start = offset + done - len(prefix)
-            try:
-                piece = file.read(start, min(start + PIECE_BYTES, offset + info.size_bytes))
-            except HubError as error:
-                came = f"{done - len(prefix):,} of {info.size_bytes:,} bytes came"
-                headline = f"{file.label}: {error.headline}; {came}"
-                advice = f"What has come is kept: the same command goes on from there. {error.advice}"
-                raise HubError(headline, advice, error.reason) from error
-            except SourceError:
-                partial.truncate(0)
-                raise
+            piece = file.read(start, min(start + PIECE_BYTES, offset + info.size_bytes))
             done += partial.write(piece)
             partial.flush()
             bar.update(len(piece))
     os.fsync(partial.fileno())
-
-
-def _small_header(info: TensorInfo, etag: str) -> bytes:
-    """Return the bytes before the data of a safetensors file of one tensor, padded as the library pads them."""
-    described = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.size_bytes]}
-    text = json.dumps({"__metadata__": {"etag": etag}, info.name: described}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -16,7 +16,7 @@ from ..errors import MismatchError
 from ..heads import names
 from ..heads.draft_head import MOST_PADDING, DraftHead
 from .checkpoint import Checkpoint
-from .gather import GatheredRows
+from .writer import SourceRows
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class LmHead:
         name: of the tensor, [rows, hidden], as it is stored.
         where: in words, for messages.
         origin: whose it is.
-        unused: name of an LM head that is stored beside a tied embedding, if the two differ or were not compared.
         file: name of the target's weights file that holds it.
     """
 
@@ -36,7 +35,6 @@ class LmHead:
     name: str
     where: str
     origin: Literal["head", "target"]
-    unused: str | None = None
     file: str = ""
 
     @property
@@ -53,30 +51,19 @@ class LmHead:
         """Dtype of the rows in the slim head: the head's own keep theirs, the target's become the head's."""
         return head.dtype_name if self.origin == "target" else self.dtype_name
 
-    def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> GatheredRows:
-        """The rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
+    def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:
+        """The rows of `target_ids`, in that order, in the head's dtype.
+
+        Raises:
+            MismatchError: as `rows_of_ids`, or an id beyond the rows of a target whose vocabulary is padded less.
+        """
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         if len(rows) and int(rows.max()) >= self.shape[0]:
             raise MismatchError(
                 f"{self.where}: {self.name} has {self.shape[0]} rows, none for id {int(rows.max())} of the head's "
                 f"{head.target_vocab}.\nGive a number of rows with --draft-vocab."
             )
-        return GatheredRows(self.checkpoint, self.name, rows, self.dtype_written(head), self.where, target_ids)
-
-    def forked(self) -> LmHead:
-        """The same open matrix with a record of reads of its own (`Checkpoint.fork`)."""
-        return replace(self, checkpoint=self.checkpoint.fork())
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings for the user."""
-        if self.unused is None:
-            return []
-        return [
-            f"{self.where} stores {self.unused} beside an embedding that its config.json ties: the rows are the "
-            f"embedding's, as in vLLM and SGLang (transformers 5 takes {self.unused} where the two differ). If that is "
-            "the right one, set tie_word_embeddings to false in a copy of the target"
-        ]
+        return SourceRows(self.checkpoint, self.name, self.dtype_written(head), self.where, rows, target_ids)
 
 
 def own_lm_head(head: DraftHead) -> LmHead:
@@ -92,15 +79,12 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
     """
     where = f"target {target}"
     rows, columns = lm_head.shape
-    for found, wanted, fits, what in (
-        (rows, head.target_vocab, abs(rows - head.target_vocab) <= MOST_PADDING, "rows"),
-        (columns, head.hidden_size, columns == head.hidden_size, "columns"),
-    ):
-        if not fits:
-            raise MismatchError(
-                f"{where}: {lm_head.name} has {found} {what}, the head {head.location} needs {wanted}.\n"
-                "This is not the target that the head was trained for: give that one with --target."
-            )
+    if abs(rows - head.target_vocab) > MOST_PADDING or columns != head.hidden_size:
+        raise MismatchError(
+            f"{where}: {lm_head.name} is [{rows}, {columns}], the head {head.location} needs "
+            f"[{head.target_vocab}, {head.hidden_size}].\n"
+            "This is not the target that the head was trained for: give that one with --target."
+        )
     return replace(lm_head, where=where)
 
 
@@ -112,20 +96,17 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
     """
     if head.draft_ids_to_target is None:
         return target_ids
-    order = np.argsort(head.draft_ids_to_target, kind="stable")
+    order = np.argsort(head.draft_ids_to_target, kind="stable").astype(np.int64)
     trained = head.draft_ids_to_target[order]
-    place = np.searchsorted(trained, target_ids)
-    place = np.minimum(place, len(trained) - 1)
+    place = np.minimum(np.searchsorted(trained, target_ids), len(trained) - 1)
     missing = target_ids[trained[place] != target_ids]
     if len(missing):
         raise MismatchError.at(
             head.location,
-            f"{len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
-            f"first is {int(missing[0])}.\nIt was trained on {len(trained)} ids, and a draft vocabulary must be among "
-            "them.",
+            f"{len(missing)} of the {len(target_ids)} wanted ids have no row, the first is {missing[0]}.\n"
+            f"The head was trained on {len(trained)} ids, and a draft vocabulary must be among them.",
         )
-    rows: NDArray[np.int64] = order[place].astype(np.int64)
-    return rows
+    return order[place]
 
 
 def all_ids(head: DraftHead) -> NDArray[np.int64]:

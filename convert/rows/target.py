@@ -23,9 +23,8 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS
 from .hub_tensor import HubFile, cache_folder, cached_tensor, fetch_tensor
 from .lm_head import LmHead
-from .paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
-from .safetensors_file import SafetensorsFile
-from .types import shorten
+from .paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
+from .safetensors_file import SafetensorsFile, shorten
 
 LM_HEAD_NAMES = (
     "lm_head.weight",
@@ -60,26 +59,14 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
             is none.
     """
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
-        raise CheckpointError.at(
-            where,
-            f"no LM head: config.json says {_TIE}: false, and the weights hold none.\n"
-            f"Fetch all of the target's weights, or correct {_TIE} in a copy of it.",
-        )
+        problem = f"no LM head: config.json says {_TIE}: false, and the weights hold none"
+        raise CheckpointError.at(where, f"{problem}.\nFetch all of the target's weights, or correct a copy of it.")
     spellings = EMBEDDING_NAMES + LM_HEAD_NAMES if tied else LM_HEAD_NAMES + EMBEDDING_NAMES
     if (found := next((name for name in spellings if name in names), None)) is not None:
         return found
     near = sorted(name for name in names if "head" in name or "embed" in name)[:8]
-    raise CheckpointError.at(
-        where,
-        f"no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
-        f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
-        "Expected a causal language model in the Hugging Face layout.",
-    )
-
-
-def unused_lm_head(names: Collection[str], chosen: str) -> str | None:
-    """Name of an LM head that is stored beside `chosen`, the tied embedding; None without one."""
-    return next((name for name in LM_HEAD_NAMES if name in names), None) if chosen in EMBEDDING_NAMES else None
+    problem = f"no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, found {shorten(near, 300)}"
+    raise CheckpointError.at(where, f"{problem}.\nExpected a causal language model in the Hugging Face layout.")
 
 
 def ties_embedding(folder: Path) -> bool | None:
@@ -121,37 +108,21 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
     """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
     chosen = choose_weights(list_names(folder), str(folder))
-    shards = read_index(path_inside(folder, chosen)) if chosen.endswith(".index.json") else None
-    checkpoint = open_checkpoint(folder) if shards is None else None
-    stored = checkpoint.names if checkpoint is not None else tuple(shards or ())
-    name = find_lm_head(stored, label, ties_embedding(folder))
-    if checkpoint is None:
+    if chosen.endswith(".index.json"):
+        name = find_lm_head(read_index(folder / chosen), label, ties_embedding(folder))
         checkpoint = open_checkpoint(folder, {name})
-    unused = unused_lm_head(stored, name)
-    if unused is not None and (shards is None or (folder / shards[unused]).is_file()):
-        # Opened anew: what is read for this comparison is not what the conversion read.
-        both = open_checkpoint(folder, {name, unused})
-        unused = None if _same(both, name, unused) else unused
-    file = checkpoint.file_of(name).path.name
-    return _checked(LmHead(checkpoint, name, label, "target", unused, file))
-
-
-def _same(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
-    infos = [checkpoint.info(each) for each in (name, other)]
-    is_alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
-    return is_alike and checkpoint.sha256(name) == checkpoint.sha256(other)
+    else:
+        checkpoint = open_checkpoint(folder)
+        name = find_lm_head(checkpoint.names, label, ties_embedding(folder))
+    return _checked(LmHead(checkpoint, name, label, "target", checkpoint.file_of(name).path.name))
 
 
 def _checked(lm_head: LmHead) -> LmHead:
     """The LM head, if it is a matrix of floating-point numbers (and not quantised to integers, say)."""
     info = lm_head.checkpoint.info(lm_head.name)
     if len(info.shape) != 2 or info.dtype not in FLOATS:
-        raise CheckpointError.at(
-            lm_head.where,
-            f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} "
-            f"{list(info.shape)}.\nGive the unquantised target with --target.",
-        )
+        problem = f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}"
+        raise CheckpointError.at(lm_head.where, f"{problem}.\nGive the unquantised target with --target.")
     return lm_head
 
 
@@ -171,16 +142,12 @@ def _fetch(target: ResolvedSource) -> LmHead:
         return open_local_lm_head(target.folder, target.label)
     file = HubFile.open(snapshot.repo_id, snapshot.commit, chosen, f"{target.label}/{chosen}")
     header = file.read_header()
-    stored: Collection[str] = shard_of or header.tensors
-    name = find_lm_head(stored, target.label, tied)
+    name = find_lm_head(shard_of or header.tensors, target.label, tied)
     if name not in header.tensors:
-        raise CheckpointError.at(
-            target.label,
-            f"the index says that {chosen} holds {name}, but it does not.\n"
-            "Index and shards come from different versions: give another --revision, or tell the author.",
-        )
+        problem = f"the index says that {chosen} holds {name}, but it does not.\nGive another --revision."
+        raise CheckpointError.at(target.label, problem)
     fetch_tensor(file, header, name)
-    note = {"etag": file.etag, "file": chosen, "tensor": name, "unused": unused_lm_head(stored, name)}
+    note = {"etag": file.etag, "file": chosen, "tensor": name}
     write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
     return _noted(target, note)
 
@@ -199,7 +166,7 @@ def _noted(target: ResolvedSource, note: Mapping[str, Any]) -> LmHead:
     """Open the LM head that was fetched, as it was noted then."""
     file = SafetensorsFile(cached_tensor(target.snapshot.repo_id, note["etag"], note["tensor"]))
     checkpoint = Checkpoint.of(file, target.label)
-    return _checked(LmHead(checkpoint, note["tensor"], target.label, "target", note["unused"], note["file"]))
+    return _checked(LmHead(checkpoint, note["tensor"], target.label, "target", note["file"]))
 
 
 def _commit_note(target: ResolvedSource) -> Path:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +30,7 @@ from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
 from ..rows.dtypes import rounded
 from ..rows.safetensors_file import Bytes
-from ..rows.writer import TensorPlan, whole, write_safetensors
+from ..rows.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -223,14 +224,12 @@ def _plans(source: _Gguf) -> Iterator[TensorPlan]:
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
 
     def plan(gguf_name: str, name: str, num_heads: int | None = None) -> TensorPlan:
-        def chunks() -> Generator[Bytes, None, str]:
+        def pieces() -> Iterator[Bytes]:
             weight = source.weight(gguf_name)
-            if num_heads is not None:
-                weight = unpermute_rows(weight, num_heads)
-            return (yield from whole(weight)())
+            yield weight if num_heads is None else unpermute_rows(weight, num_heads)
 
         shape = tuple(int(size) for size in reversed(source.tensors[gguf_name].shape))
-        return TensorPlan(name, "BF16", shape, chunks)
+        return TensorPlan(name, "BF16", shape, 2 * math.prod(shape), pieces)
 
     yield plan("token_embd.weight", "model.embed_tokens.weight")
     yield plan("output_norm.weight", "model.norm.weight")

@@ -57,12 +57,6 @@ class ResolvedSource:
         return without(self.folder, self.subfolder)
 
     @property
-    def beside(self) -> list[str]:
-        """Names of the files in the head's own folder, those in the repository that were not asked for among them."""
-        folder = self.subfolder if self.repo_id else ""
-        return [name.rpartition("/")[2] for name in self.files if name.rpartition("/")[0] == folder]
-
-    @property
     def label(self) -> str:
         """Name in messages: the repository, its commit and the sub-folder, or the folder."""
         if self.repo_id is None:

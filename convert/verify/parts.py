@@ -93,7 +93,7 @@ class Parts:
 
     def head(self, location: str) -> DraftHead:
         """Open the artifact as any head is opened; `location` names it in messages."""
-        return head_from_checkpoint(self.checkpoint, self.config, location=location)
+        return head_from_checkpoint(self.checkpoint, self.config, location)
 
     def digest(self, name: str) -> str:
         """SHA-256 of a tensor of the weights file, read once for all checks."""

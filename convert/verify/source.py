@@ -88,7 +88,7 @@ class SourceChecks:
             lm_head = self._target_lm_head(source)
         gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
         start, different = 0, []
-        for chunk in gathered.chunks():
+        for chunk in gathered.pieces():
             mine = row_checksums(mine_raw[start : start + len(chunk)])
             different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
             start += len(chunk)

@@ -53,13 +53,13 @@ def test_a_damaged_artifact_is_not_uploaded(run, hub, slim):
     assert (hub.repos, hub.requests) == ({}, [])
 
 
-def test_a_card_that_links_out_of_the_folder_stays(run, hub, slim, tmp_path):
+def test_a_card_that_is_a_link_is_not_uploaded(run, hub, slim, tmp_path):
     (tmp_path / "token").write_text("hf_secret")
     (slim / "README.md").unlink()
     (slim / "README.md").symlink_to(tmp_path / "token")
     code, _, err = run(push_command, "slim", "tester/slim")
     assert (code, hub.requests) == (1, [])
-    assert "README.md: a link that leads out" in err
+    assert "README.md" in err
 
 
 @pytest.mark.parametrize(("token", "name"), [(None, "tester/x"), ("hf_good", "other/x"), ("hf_expired", "tester/x")])

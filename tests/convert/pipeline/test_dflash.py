@@ -126,7 +126,7 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
     for flag in ({"projector_type": "domino"}, {"conv_kernel_size": 4}, {"selector_rank": 8}):
         config = {"target_layer_ids": [1, 3, 5], **flag}
         refuses(UnsupportedHeadError, f"dflash_config.{next(iter(flag))} is", dflash_config=config)
-    refuses(MismatchError, "captured layers", dflash_config={"target_layer_ids": [1, 2]})
+    refuses(MismatchError, "fc.weight", dflash_config={"target_layer_ids": [1, 2]})
     refuses(MismatchError, "target_layer_ids", dflash_config={"target_layer_ids": "all"})
     refuses(MismatchError, "q_proj", num_attention_heads=8)
     folder = write_dflash(tmp_path / "draft")
@@ -143,7 +143,7 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
     del tensors["layers.1.self_attn.k_norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     (folder / "mask_embedding.pt").unlink()
-    with raises_with(CheckpointError, "incomplete DFlash draft", "layers.1.self_attn.k_norm.weight"):
+    with raises_with(CheckpointError, "a DFlash draft needs", "layers.1.self_attn.k_norm.weight"):
         open_head(folder)
 
 

