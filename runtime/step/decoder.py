@@ -247,6 +247,11 @@ class Decoder:
         for phase in self.phases(places, rules, tree, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
+    def is_ready(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
+        """Whether such a step need not be captured first."""
+        is_whole = self.has_graphs and not self.waits and not self.draft_waits
+        return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
+
     def _make_room(self, tree: TreeConfig | None) -> None:
         """Have the drafter take waiting pairs before a plain step adds one for which there is no place."""
         if tree is not None:

@@ -39,7 +39,7 @@ class _Record:
     ready: torch.cuda.Event | None
     sequences: dict[int, RunningRequest]
     is_step: bool
-    shape: TreeConfig | None
+    tree: TreeConfig | None
     context: float
     """Tokens of a sequence in the mean, where shapes are chosen."""
     num_pauses: int
@@ -96,10 +96,6 @@ class GenerationLoop:
         self._upload(decoder.choice.numbers, self.plan.rules.numbers, torch.float32)
         if self.plan.rules.suppressed is not None:
             self._upload(decoder.choice.suppressed, self.plan.rules.suppressed)
-        if self.host is None:
-            # Where steps choose their shape, the others are got ready when they are first wanted.
-            ready = (self.plan.tree,) if self.chooser is None else (self.plan.tree, None)
-            decoder.warm_up(self.rules, self.num_slots, ready)
         self.timer = PhaseTimer(decoder.target.device)
         while self.waiting or self.running or self.flying:
             self._fill_slots()
@@ -178,33 +174,44 @@ class GenerationLoop:
         to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
     def _step(self) -> None:
-        num_active, decoder = len(self.running), self.decoder
-        shape = self._choose_shape()
+        decoder, tree = self.decoder, self._choose_tree()
+        if not decoder.is_ready(len(self.running), self.rules, tree):
+            # Compiling takes seconds: what has been generated is delivered before.
+            self._read_all_but(0)
+        num_active = len(self.running)
+        if num_active == 0:
+            return
         if self.plan.time_phases:
-            for phase in decoder.timed_step(num_active, self.rules, shape, self.host):
+            for phase in decoder.timed_step(num_active, self.rules, tree, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
                 with self.timer.phase(name), named_range(phase.name):
                     phase.run()
         else:
             with self.timer.phase("step"):
-                decoder.step(num_active, self.rules, shape, self.host)
-        self._keep_record(decoder.state.record, dict(self.running), is_step=True, shape=shape)
+                decoder.step(num_active, self.rules, tree, self.host)
+        if self.chooser is not None:
+            self.chooser.steps[tree] += 1
+        self._keep_record(decoder.state.record, dict(self.running), is_step=True, tree=tree)
 
-    def _choose_shape(self) -> TreeConfig | None:
+    def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; one that no step of as many sequences had yet is timed first."""
         if self.chooser is None:
             return self.plan.tree
-        places, context = self.decoder.places_for(len(self.running)), self._mean_context()
+        tree = self.plan.tree
         for _ in self.plan.shapes:
-            shape = self.chooser.next(places, context)
-            missing = [each for each in (shape, None) if self.chooser.is_unmeasured(each, places)]
+            places, context = self.decoder.places_for(len(self.running)), self._mean_context()
+            tree = self.chooser.next(places, context)
+            missing = [each for each in dict.fromkeys((tree, None)) if self.chooser.is_unmeasured(each, places)]
+            if not missing:
+                break
+            self._read_all_but(0)
+            if not self.running:
+                break
+            places = self.decoder.places_for(len(self.running))
             for each in missing:
                 ms = self.decoder.time_step(len(self.running), self.rules, each)
                 self.chooser.time(each, places, context, ms)
-            if not missing:
-                break
-        self.chooser.steps[shape] += 1
-        return shape
+        return tree
 
     def _mean_context(self) -> float:
         """Tokens of a running sequence in the mean, as far as the host knows them."""
@@ -212,7 +219,7 @@ class GenerationLoop:
         return sum(lengths) / len(lengths)
 
     def _keep_record(
-        self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool, shape: TreeConfig | None = None
+        self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool, tree: TreeConfig | None = None
     ) -> None:
         on_gpu = record.is_cuda
         values = self._free.pop() if self._free else torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
@@ -222,7 +229,7 @@ class GenerationLoop:
             ready.record()
         context = 0.0 if self.chooser is None else self._mean_context()
         pauses = self.decoder.num_pauses
-        self.flying.append(_Record(values, ready, sequences, is_step, shape, context, pauses))
+        self.flying.append(_Record(values, ready, sequences, is_step, tree, context, pauses))
 
     def _read(self) -> None:
         record = self.flying.popleft()
@@ -280,11 +287,11 @@ class GenerationLoop:
         first = RECORD_HEAD + width + 1
         for slot in record.sequences:
             if rows[slot][0] > 0:
-                chooser.see(record.shape, rows[slot][first : first + rows[slot][0] - 1])
+                chooser.see(record.tree, rows[slot][first : first + rows[slot][0] - 1])
         before = self._last
         if before is None or before.ready is None or record.ready is None or self.plan.time_phases:
             return
         # Nothing else ran between the ends of two steps of the same sequences.
         if before.is_step and before.num_pauses == record.num_pauses and before.sequences == record.sequences:
             places = self.decoder.places_for(len(record.sequences))
-            chooser.time(record.shape, places, record.context, before.ready.elapsed_time(record.ready))
+            chooser.time(record.tree, places, record.context, before.ready.elapsed_time(record.ready))
