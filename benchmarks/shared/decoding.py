@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder, Phase
-from eagle_slim.runtime.step.kernels.acceptance import list_active
+from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD, list_active
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
+from eagle_slim.runtime.step.shapes import CHAIN, LARGE, ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target, row_bytes
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
@@ -36,6 +38,7 @@ from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
 
+from benchmarks.shared.drawn_nodes import NodeDrawnDecoder
 from benchmarks.shared.drawn_verdicts import DrawnDecoder
 from benchmarks.shared.timing import time_queued_us
 
@@ -106,6 +109,21 @@ class RandomModel:
         drafter = self._drafter(cache, tree, draft_vocab)
         return DrawnDecoder(lengths, self.target, cache, drafter, self._waits)
 
+    def any_shape_decoder(self, cache: KVCache, draft_vocab: int, ranks: Tensor) -> NodeDrawnDecoder:
+        """Build a decoder whose steps may have any shape, and whose acceptance is drawn by node."""
+        drafter = self._drafter_of(LARGE, draft_vocab)
+        keys = drafter.allocate_cache(cache.num_slots, cache.capacity)
+        for tensor in keys:
+            tensor.normal_()
+
+        def another(tree: TreeConfig, beside: BufferedDrafter | None = None) -> BufferedDrafter:
+            return drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity, keys, beside)
+
+        first = another(CHAIN)
+        return NodeDrawnDecoder(
+            ranks, self.target, cache, first, self._waits, another=lambda tree: another(tree, first)
+        )  # fmt: skip
+
     def drawn_partial_decoder(
         self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
     ) -> Decoder:
@@ -114,12 +132,14 @@ class RandomModel:
         *lists, option = drawn
         return kind(*lists, self.target, cache, drafter, option, self._waits)
 
-    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
+    def _drafter_of(self, tree: TreeConfig, draft_vocab: int) -> Drafter:
         if draft_vocab not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
             self._drafters[draft_vocab] = Drafter(self.head.of_rows(slice(draft_vocab)), tree, backend)
-        drafter = self._drafters[draft_vocab]
-        found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
+        return self._drafters[draft_vocab].like(self._drafters[draft_vocab].weights, tree)
+
+    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
+        found = self._drafter_of(tree, draft_vocab).on_slots(cache.num_slots, cache.capacity)
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
@@ -283,6 +303,74 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
             tokens += sum(row[0] for row in values[step - 1].tolist()[:-1])
     synchronize(device)
     return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
+
+
+class FixedShape:
+    """Stands in a `ShapeChooser`'s place for one shape."""
+
+    def __init__(self, shape: TreeConfig | None) -> None:
+        self.shape = shape
+        self.steps: Counter[TreeConfig | None] = Counter()
+
+    def next(self, places: int, context: float) -> TreeConfig | None:
+        """Return the shape."""
+        return self.shape
+
+    def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
+        """Return False."""
+        return False
+
+    def time(self, shape: TreeConfig | None, places: int, context: float, ms: float) -> None:
+        """Take the time of a step."""
+
+    def see(self, shape: TreeConfig | None, ranks: Sequence[int]) -> None:
+        """Take what was accepted."""
+
+
+def run_chosen(
+    decoder: Decoder, chooser: FixedShape | ShapeChooser, num_active: int, context: int, steps: int
+) -> StepsRun:
+    """Run greedy steps of the shapes that are chosen, as generation does; timing a shape first is not counted."""
+    record, width = decoder.state.record, decoder.state.new_tokens.shape[1]
+    values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=True)
+    shapes: list[TreeConfig | None] = []
+    events, pauses = [torch.cuda.Event(enable_timing=True)], [decoder.num_pauses]
+    tokens, places, apart_s = 0, decoder.places_for(num_active), 0.0
+    synchronize(decoder.target.device)
+    begun = time.perf_counter()
+    events[0].record()
+
+    def read(step: int) -> int:
+        events[step + 1].synchronize()
+        found = 0
+        for row in values[step].tolist()[:-1]:
+            if row[0] > 0:
+                found += row[0]
+                first = RECORD_HEAD + width + 1
+                chooser.see(shapes[step], row[first : first + row[0] - 1])
+        if pauses[step] == pauses[step + 1]:
+            chooser.time(shapes[step], places, context, events[step].elapsed_time(events[step + 1]))
+        return found
+
+    for step in range(steps):
+        shape = chooser.next(places, context)
+        while missing := [each for each in (shape, None) if chooser.is_unmeasured(each, places)]:
+            started = time.perf_counter()
+            for each in missing:
+                chooser.time(each, places, context, decoder.time_step(num_active, GREEDY, each))
+            apart_s += time.perf_counter() - started
+            shape = chooser.next(places, context)
+        shapes.append(shape)
+        chooser.steps[shape] += 1
+        decoder.step(num_active, GREEDY, shape)
+        values[step].copy_(record, non_blocking=True)
+        pauses.append(decoder.num_pauses)
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        if step > 0:
+            tokens += read(step - 1)
+    tokens += read(steps - 1)
+    return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
 
 
 def take_turns(
