@@ -30,7 +30,6 @@ from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.shapes import SHAPES, Acceptance, Costs, ShapeChooser, first_shape
-from eagle_slim.runtime.target.cache import row_bytes
 from eagle_slim.runtime.tune import whole_from
 
 from benchmarks.shared.command import Command, show, write
@@ -119,7 +118,7 @@ def measure_drawn(model: RandomModel, law: str, slots: int, steps: int, rounds: 
     def choosing() -> float:
         shapes = [first_shape(slots, SHAPES)]
         shapes += [shape for shape in SHAPES if shape not in shapes]
-        chooser = ShapeChooser(Acceptance(), Costs(model.weight_bytes, row_bytes(model.target)), shapes)
+        chooser = ShapeChooser(Acceptance(), Costs(model.weight_bytes, model.kv_bytes(1)), shapes)
         found = run(chooser, steps)
         print({name_of(shape): count for shape, count in chooser.steps.items()}, flush=True)
         return found

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
-from eagle_slim.vocab_tools.common_cli import (
-    EagleCommand,
-    emit_json,
-    json_option,
-    run_cli,
-    version_option,
-)
+from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, run_cli, version_option
 from eagle_slim.vocab_tools.errors import printable
 
 
@@ -24,14 +18,10 @@ Examples:
   eagle-verify ./slim-head --engine vllm --engine-version 0.32.0""",
 )
 @click.argument("folder", metavar="DIR")
-@click.option(
-    "--head",
-    metavar="H",
-    help="Original head: Hub id or folder. Default: as recorded, beside DIR or in the cache.",
-)
-@click.option(
-    "--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, beside DIR or in the cache."
-)
+@click.option("--head", metavar="H",
+              help="Original head: Hub id or folder. Default: as recorded, beside DIR or in the cache.")  # fmt: skip
+@click.option("--target", metavar="T",
+              help="Target model: Hub id or folder. Default: as recorded, beside DIR or in the cache.")  # fmt: skip
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--engine", "--for", "engines", multiple=True, metavar="E",
               help="Engine to serve it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
@@ -39,31 +29,14 @@ Examples:
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
 @json_option
 @version_option()
-def verify(
-    folder: str,
-    head: str | None,
-    target: str | None,
-    tokenizer: str | None,
-    engines: tuple[str, ...],
-    engine_version: str | None,
-    offline: bool,
-    as_json: bool,
-) -> int:
+def verify(folder: str, as_json: bool, **options: Any) -> int:
     """Check a converted head against its manifest, its source, its target and its tokenizer.
 
     Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 if any check failed.
     """
     from .verify.verify import verify_artifact
 
-    result = verify_artifact(
-        folder,
-        head=head,
-        target=target,
-        tokenizer=tokenizer,
-        offline=offline,
-        engines=engines,
-        engine_version=engine_version,
-    )
+    result = verify_artifact(folder, **options)
     if as_json:
         emit_json(result.to_json())
     else:

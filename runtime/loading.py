@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,11 +77,8 @@ class OpenedHead:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
         if isinstance(draft_vocab, np.integer):
             draft_vocab = int(draft_vocab)
-        most = self.head.draft_vocab
-        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != most:
-            if not 0 < draft_vocab < most:
-                raise UsageError(f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).")
-            draft_vocab = self._rank_by_builtin_counts(draft_vocab)
+        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab:
+            return choose_draft_ids(self.head, draft_vocab, self._builtin.target_ids, self._builtin.num_forced)
         return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
 
     def rank_rows(
@@ -90,21 +88,20 @@ class OpenedHead:
 
         The first N of them are what `choose` gives for N. Ids that were never ranked come last. None without a ranking.
         """
+        ranked = self._builtin.target_ids if self.is_embedded else self.rank_order
         if not (draft_vocab is None or isinstance(draft_vocab, (int, np.integer))):
             ranked = draft_vocab.target_ids if draft_vocab.ranked else None
-        elif self.is_embedded:
-            ranked = self._rank_by_builtin_counts().target_ids
-        else:
-            ranked = self.rank_order
         if ranked is None:
             return None
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
         place[ranked] = np.arange(len(ranked))
         return np.argsort(place[draft_ids], kind="stable")
 
-    def _rank_by_builtin_counts(self, size: int | None = None) -> DraftVocab:
+    @cached_property
+    def _builtin(self) -> DraftVocab:
+        """Ranking of the built-in head by its own counts."""
         tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
-        return rank_vocabulary(load_embedded_counts(), size, tokenizer=tokenizer, target_vocab=self.head.target_vocab)
+        return rank_vocabulary(load_embedded_counts(), tokenizer=tokenizer, target_vocab=self.head.target_vocab)
 
     def rows_to_follow(
         self, target: TargetModel, weights: HeadWeights, follow_rows: int, rank_order: NDArray[np.int64] | None = None
@@ -121,7 +118,7 @@ class OpenedHead:
         if rank_order is None:
             rank_order = known.rank_order
         if rank_order is None and self.is_embedded:
-            rank_order = np.argsort(-load_embedded_counts().weighted(), kind="stable")
+            rank_order = self._builtin.target_ids
         return FollowRows.of(follow_rows, base, known.rows, known.row_of_id, rank_order)
 
 
@@ -138,24 +135,31 @@ def open_any_head(
     Raises the errors of `open_head` and `Artifact.load`, and `UsageError` when ``tap_layers`` or ``d2t_form`` is given
     for an artifact, whose manifest settles both.
     """
-    if isinstance(head, Artifact):
-        return _from_artifact(head, offline)
-    if isinstance(head, DraftHead):
-        return OpenedHead(head, target_name=_target_of(head), offline=offline)
-    source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
-    if source.manifest is not None:
-        if tap_layers is not None or d2t_form != "auto":
+    is_embedded = head is None
+    if not isinstance(head, (Artifact, DraftHead)):
+        source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
+        if source.manifest is None:
+            head = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
+        elif tap_layers is not None or d2t_form != "auto":
             raise UsageError(
                 f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
                 "tap_layers and d2t_form out."
             )
-        return _from_artifact(Artifact.load(source), offline)
-    opened = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
-    if head is not None:
-        return OpenedHead(opened, target_name=_target_of(opened), offline=offline)
-    made_for = load_embedded_counts().tokenizer_hash
-    name = _target_of(opened, True)
-    return OpenedHead(opened, tokenizer_hash=made_for, target_name=name, is_embedded=True, offline=offline)
+        else:
+            head = Artifact.load(source)
+    if isinstance(head, Artifact):
+        target = head.manifest.target
+        return OpenedHead(
+            head.head, head.rank_order_ids, head.num_forced, head.tokenizer_hash,
+            target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
+            coverage=head.manifest.coverage, target_folder=target.get("name"), folder=head.folder, offline=offline,
+        )  # fmt: skip
+    choice = choose_target(None, head, is_embedded)
+    return OpenedHead(
+        head, tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
+        target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO, is_embedded=is_embedded,
+        offline=offline,
+    )  # fmt: skip
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -165,21 +169,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    place = _device(device)
-    if place.type == "cuda":
-        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (place.index or 0) >= there:
-            found = f"GPUs 0 to {there - 1}" if there else "no NVIDIA GPU, or a build of torch without CUDA"
-            raise UsageError(
-                f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out."
-            )
-    elif place.type != "cpu":
-        try:
-            torch.zeros(1, device=place).item()
-        except (RuntimeError, NotImplementedError) as error:
-            raise UsageError(
-                f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out."
-            ) from error
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place).item()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"device = {str(device)!r} cannot be computed on ({reason}). Use cpu, cuda or cuda:1, or leave it out."
+        ) from error
     return place
 
 
@@ -195,13 +192,6 @@ def read_device_map(device_map: Any, device: str | torch.device | None) -> str |
             "spread over several."
         )
     return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
-
-
-def _device(name: str | torch.device) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device = {name!r} is unknown; expected cpu, cuda, cuda:1 and so on.") from error
 
 
 @contextmanager
@@ -230,21 +220,21 @@ def _naming(target: str | Path) -> Iterator[None]:
 
 
 def load_target(
-    target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
+    target: str | Path, dtype: torch.dtype | None, device: torch.device, revision: str | None, offline: bool
 ) -> nn.Module:
     """Load a causal LM with transformers, in evaluation mode on a device.
 
-    Raises `TargetError`, and `DeviceMemoryError` where it does not fit.
-
-    ``dtype`` "auto": that of the files; on a CPU see `dtype_on_cpu`.
+    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. Raises `TargetError`, and `DeviceMemoryError` where
+    it does not fit.
     """
     from transformers import AutoModelForCausalLM
 
     with _naming(target):
-        if dtype in (None, "auto") and device.type == "cpu":
-            dtype = dtype_on_cpu(load_target_config(target, revision, offline))
+        wanted = dtype or "auto"
+        if dtype is None and device.type == "cpu":
+            wanted = dtype_on_cpu(load_target_config(target, revision, offline))
         model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=dtype, revision=revision, local_files_only=offline, trust_remote_code=False
+            target, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False
         )
     try:
         moved: nn.Module = model.to(device).eval()
@@ -296,53 +286,34 @@ def hash_of_source(tokenizer: Any) -> str | None:
         return None
 
 
-def check_dtype(dtype: torch.dtype | str) -> None:
-    """Raise `UsageError` unless ``dtype`` is "auto", or (the name of) a float type that transformers loads in."""
-    if dtype not in (None, "auto") and named_dtype(dtype) not in _DTYPES:
+def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the float type that ``dtype`` is or names; None for "auto". Raises `UsageError` for any other."""
+    if dtype in (None, "auto"):
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES:
         raise UsageError(
             f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}."
         )
+    return found
 
 
-def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """The type that ``dtype`` names; None for "auto"."""
-    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-
-
-def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
+def check_loaded(target: nn.Module, dtype: torch.dtype | None, device: str | torch.device | None) -> None:
     """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for.
 
     Raises `UnsupportedModelError` for what cannot be a target at all, such as a single layer (`check_supported`).
     """
     check_supported(target)
     weight = next(target.parameters())
-    if isinstance(dtype, str):
-        dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)
-    if dtype != weight.dtype:
+    if dtype not in (None, weight.dtype):
         raise UsageError(
             f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Convert it, or leave dtype out."
         )
-    place = weight.device if device is None else _device(device)
+    place = weight.device if device is None else choose_device(device)
     if place.type != weight.device.type or place.index not in (None, weight.device.index):
         raise UsageError(
             f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out."
         )
-
-
-def _from_artifact(artifact: Artifact, offline: bool) -> OpenedHead:
-    target = artifact.manifest.target
-    return OpenedHead(
-        artifact.head, artifact.rank_order_ids, artifact.num_forced, artifact.tokenizer_hash,
-        target_name=EMBEDDED_TARGET_REPO if "wheel" in target else artifact.target,
-        coverage=artifact.manifest.coverage, target_folder=target.get("name"), folder=artifact.folder, offline=offline,
-    )  # fmt: skip
-
-
-def _target_of(head: DraftHead, is_builtin: bool = False) -> str | None:
-    choice = choose_target(None, head, is_builtin)
-    if choice is None:
-        return None
-    return EMBEDDED_TARGET_REPO if choice.name is None else choice.name
 
 
 def target_location(

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
-from .api.output import DictOutput, GenerationOutput, RowsOutput
+from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import start
-from .api.streaming import Streamer, send_tokens
+from .api.streaming import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -40,21 +41,6 @@ from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError, brief, did_you_mean, misfit
-from .loading import (
-    MapForm,
-    OpenedHead,
-    check_dtype,
-    check_loaded,
-    choose_device,
-    hash_of_source,
-    load_target,
-    load_target_config,
-    load_tokenizer_and_hash,
-    named_dtype,
-    open_any_head,
-    read_device_map,
-    target_location,
-)
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .settings import TreeConfig
 from .step.decoder import WarmUp
@@ -78,24 +64,22 @@ _WARN_BELOW = 1.05
 
 
 class Loading(TypedDict, total=False):
-    """Further options of `SpeculativeModel.from_pretrained`."""
+    """Further options of `SpeculativeModel.from_pretrained`.
+
+    ``device_map``: a device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None.
+    ``max_model_len``: most tokens of prompt and answer together; None is the model's own limit. ``revision``,
+    ``head_revision``: of the Hub repositories; ``head_subfolder``: of the head. ``tap_layers``, ``d2t_form``: for
+    unconverted heads whose files do not say (`convert.head.open_head`). ``offline``: use only what is on this machine.
+    """
 
     device_map: Any
-    """A device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None."""
     max_model_len: int | None
-    """Most tokens of prompt and answer together; None is the model's own limit."""
     revision: str | None
-    """Revision of the target's Hub repository."""
     head_revision: str | None
-    """Revision of the head's."""
     head_subfolder: str | None
-    """Folder of the head within its folder or repository."""
     tap_layers: Sequence[int] | None
-    """For unconverted heads whose files do not say (`convert.head.open_head`)."""
-    d2t_form: MapForm
-    """Likewise."""
+    d2t_form: loading.MapForm
     offline: bool
-    """Use only what is on this machine."""
 
 
 class SpeculativeModel:
@@ -110,15 +94,13 @@ class SpeculativeModel:
         drafter: Drafter,
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
-        opened: OpenedHead | None = None,
+        opened: loading.OpenedHead | None = None,
         tokenizer_source: str | None = None,
         tokenizer_hash: str | None = None,
         is_tree_sized: bool = False,
+        drafter_reason: str = "asked for",
     ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.tokenizer = tokenizer
-        self.opened = opened
+        self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_source = tokenizer_source
         """Hub id or folder that the tokenizer was loaded from; None if it was given as an object, or there is none."""
         self.tokenizer_hash = tokenizer_hash
@@ -128,7 +110,7 @@ class SpeculativeModel:
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
-        self.drafter_reason = "asked for"
+        self.drafter_reason = drafter_reason
         """Why this drafter."""
         self.is_tree_sized = is_tree_sized
         """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
@@ -152,25 +134,24 @@ class SpeculativeModel:
         draft_weights: str = "auto",
         target_backend: str = "auto",
         tokenizer: Any | None = None,
-        **loading: Unpack[Loading],
+        **more: Unpack[Loading],
     ) -> SpeculativeModel:
         """Load a head with its target.
 
         Args:
             target: Hub id, folder, or a loaded transformers model; None takes the one that the head names.
             head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
-            draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
-                converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
-            follow: "prompt" lets ids of each prompt join its draft vocabulary: those that ``draft_vocab`` leaves out
-                and the head was trained on. Needs their rows: a head with more rows than ``draft_vocab``, or one
-                that drafts with the target's LM head.
+            draft_vocab: rows to draft over, from the forced ids up to the converted head's, without converting again;
+                or a `DraftVocab`; None takes all.
+            follow: "prompt" lets ids of each prompt join its draft vocabulary, those that ``draft_vocab`` leaves out.
+                Needs a head with more rows than ``draft_vocab``, or one that drafts with the target's LM head.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses it for each
                 step, by the times and the acceptance that are measured meanwhile (`step.shapes`): up to 60 nodes,
                 down to plain decoding; before the call, by sizes alone, where rows are not exact. A number is kept.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
                 instructions for it (`target.cpu`). A loaded target's stays as it is.
-            device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
+            device: None is the first GPU, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
@@ -178,17 +159,17 @@ class SpeculativeModel:
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
-            loading: see `Loading`.
+            more: see `Loading`.
 
         Raises:
             PairingError: head and target do not belong together; no weights were loaded.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
+            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
-        unknown = sorted(set(loading) - set(Loading.__annotations__))
+        unknown = sorted(set(more) - set(Loading.__annotations__))
         if unknown:
             known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
             near = did_you_mean(unknown[0], known)
@@ -196,54 +177,54 @@ class SpeculativeModel:
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
-        offline, revision = read_flag("offline", loading.get("offline", False)), loading.get("revision")
+        offline, revision = read_flag("offline", more.get("offline", False)), more.get("revision")
         if tokenizer is not None:
             read_tokenizer(tokenizer)
-        device_map = loading.get("device_map")
-        device = device if device_map is None else read_device_map(device_map, device)
-        if isinstance(target, nn.Module):
-            check_loaded(target, dtype, device)
-            place = next(target.parameters()).device
+        device_map = more.get("device_map")
+        device = device if device_map is None else loading.read_device_map(device_map, device)
+        wanted = loading.read_dtype(dtype)
+        model = target if isinstance(target, nn.Module) else None
+        if model is not None:
+            loading.check_loaded(model, wanted, device)
+            place = next(model.parameters()).device
         else:
-            check_dtype(dtype)
-            place = choose_device(device)
+            place = loading.choose_device(device)
         check_drafter(drafter, place)
-        check_draft_weights(draft_weights, drafter, place, named_dtype(dtype))
-        opened = open_any_head(
-            head, loading.get("head_revision"), offline, loading.get("d2t_form", "auto"), loading.get("tap_layers"),
-            loading.get("head_subfolder"),
+        check_draft_weights(draft_weights, drafter, place, wanted)
+        opened = loading.open_any_head(
+            head, more.get("head_revision"), offline, more.get("d2t_form", "auto"), more.get("tap_layers"),
+            more.get("head_subfolder"),
         )  # fmt: skip
         draft_ids = opened.choose(draft_vocab)
         check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
+        config: Any
         if isinstance(target, nn.Module):
-            name, model, tokenizer_hash = type(target).__name__, target, None
-            text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
+            name, config = type(target).__name__, target.config
         else:
-            location = target_location(opened, target, offline, revision)
-            name, model = str(location), None
+            location = loading.target_location(opened, target, offline, revision)
+            name, config = str(location), loading.load_target_config(location, revision, offline)
             if target is not None:
                 named = Path(target).resolve().name if Path(target).is_dir() else str(target)
                 opened = replace(opened, target_name=named)
-            text_config = load_target_config(location, revision, offline).get_text_config()
+        text_config = config.get_text_config()
         check_pairing(opened.head, text_config, name)
         if opened.head.target_vocab != text_config.vocab_size:
             # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
             opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
             draft_ids = opened.choose(draft_vocab)
-        loaded_tokenizer, tokenizer_source = None, None
+        loaded_tokenizer = tokenizer_source = tokenizer_hash = None
         if model is None:
-            loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
+            loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
             tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
         if tokenizer is not None:
-            tokenizer_hash = hash_of_source(tokenizer) or tokenizer_hash
+            tokenizer_hash = loading.hash_of_source(tokenizer) or tokenizer_hash
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
         check_vocabulary(draft_vocab, tokenizer_hash, name)
-        tokenizer = tokenizer or loaded_tokenizer
         if model is None:
-            model = load_target(location, dtype, place, revision, offline)
+            model = loading.load_target(location, wanted, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
@@ -252,12 +233,10 @@ class SpeculativeModel:
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
-        whole = cls(
-            wrapped, built, tokenizer, loading.get("max_model_len"), opened, tokenizer_source, tokenizer_hash,
-            is_tree_sized=total_tokens is None,
+        return cls(
+            wrapped, built, tokenizer or loaded_tokenizer, more.get("max_model_len"), opened, tokenizer_source,
+            tokenizer_hash, total_tokens is None, reason,
         )  # fmt: skip
-        whole.drafter_reason = reason
-        return whole
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -280,10 +259,7 @@ class SpeculativeModel:
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
     def with_follow(
-        self,
-        follow: str | None,
-        follow_rows: int = DEFAULT_FOLLOW_ROWS,
-        rank_order: NDArray[np.int64] | None = None,
+        self, follow: str | None, follow_rows: int = DEFAULT_FOLLOW_ROWS, rank_order: NDArray[np.int64] | None = None
     ) -> SpeculativeModel:
         """Return a model whose draft vocabulary follows the prompt, or stays as it is (None).
 
@@ -302,8 +278,7 @@ class SpeculativeModel:
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
 
-        Raises `UsageError` for a tree that needs more children than the draft vocabulary has, and for anything that is
-        no `TreeConfig`.
+        Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
         """
         if not isinstance(tree, TreeConfig):
             raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
@@ -325,17 +300,15 @@ class SpeculativeModel:
         if built.packing is not None and own.packing is not None:
             is_same = built.stored_dtype == own.stored_dtype
             built = replace(built, packing=own.packing) if is_same else built
-        other = self._with_drafter(built, self.is_tree_sized)
-        other.drafter_reason = reason
-        return other
+        return self._with_drafter(built, self.is_tree_sized, reason)
 
-    def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
-        other = SpeculativeModel(
+    def _with_drafter(
+        self, drafter: Drafter, is_tree_sized: bool, drafter_reason: str | None = None
+    ) -> SpeculativeModel:
+        return SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
-            self.tokenizer_hash, is_tree_sized,
+            self.tokenizer_hash, is_tree_sized, drafter_reason or self.drafter_reason,
         )  # fmt: skip
-        other.drafter_reason = self.drafter_reason
-        return other
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location
@@ -344,10 +317,7 @@ class SpeculativeModel:
         return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
 
     def can_generate(self) -> bool:
-        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``.
-
-        Those of transformers 4 need ``framework="pt"`` too.
-        """
+        """Return True, for ``pipeline("text-generation", model, tokenizer=model.tokenizer)`` of transformers."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         # Else a pipeline logs that it does not know this class; the key is of no configuration.
@@ -407,13 +377,11 @@ class SpeculativeModel:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or the
                 output of a transformers tokenizer, which brings its attention mask along.
             streamer: a transformers streamer, for one prompt; its ``end`` is called where the call fails too.
-            max_slots: how many prompts run at a time (on a GPU 16 at most), each with KV memory of its own; the rest
-                wait for a free slot.
+            max_slots: most prompts at a time (on a GPU 16), each with KV memory of its own; the rest wait.
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
-            reuse_prefix: take over what the slots still hold of earlier calls: tokens that a prompt shares with such a
-                sequence from the beginning on, as the next turn of a chat does, are not run again
-                (``stats.num_reused_tokens``). The answer is the same in float32 and where ``stats.exactness`` says so;
-                elsewhere a prompt cut differently can round a near-tie differently.
+            reuse_prefix: do not run tokens again that a prompt shares with a sequence of an earlier call from the
+                beginning on, as the next turn of a chat does (``stats.num_reused_tokens``). The answer is the same in
+                float32 and where ``stats.exactness`` says so; elsewhere a near-tie can round differently.
             time_phases: on a GPU, run a step phase by phase, so that ``stats.steps`` tells draft and verify apart and
                 a profiler sees their names, a little slower than whole steps.
             partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
@@ -424,11 +392,10 @@ class SpeculativeModel:
                     in a tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
                 max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
                 do_sample, temperature, top_p, top_k, min_p: as in transformers; greedy unless ``do_sample`` or a
-                    temperature above 0 asks for sampling. Sampling defaults of the target's own generation
-                    configuration are not used.
-                seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
-                    generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it. A
-                    list holds a seed for each prompt, whose draws then depend on nothing else in the call.
+                    temperature above 0 asks for sampling, whatever the target's own generation configuration says.
+                seed: fixes every draw, together with the prompt's place in the call; the output tells it. None draws
+                    one from PyTorch's generator (`torch.manual_seed`, transformers' `set_seed`). A list holds a seed
+                    for each prompt, whose draws then depend on nothing else in the call.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
                     without padding, and with None for scores.
@@ -439,8 +406,8 @@ class SpeculativeModel:
                     arguments too: ``max_length`` and ``min_length`` (prompt, with its padding, and answer),
                     ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``,
                     ``bad_words_ids``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
-                    ``return_dict_in_generate``. The target's own generation configuration gives the defaults of those
-                    that act on greedy decoding too (`api.sampling.PENALTIES`), as in transformers.
+                    ``return_dict_in_generate``. The target's own configuration gives the defaults of those that act
+                    on greedy decoding too (`api.sampling.PENALTIES`).
                 inputs: another name for ``input_ids``.
                 tokenizer: for text and stop strings, instead of the model's own.
 
@@ -460,7 +427,7 @@ class SpeculativeModel:
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
-            states = start(call.requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
+            states = start(call.requests, call.sampling, streamer, head)
             loop = GenerationLoop(self._decoders, states, plan)
             results, stats = loop.run()
         finally:
@@ -477,8 +444,9 @@ class SpeculativeModel:
             accepted = stats.num_accepted_tokens + stats.num_cut_tokens
             _warn_if_nothing_is_accepted(stats.num_passes, accepted, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
-        rows = tuple(call.prompts.rows)
-        return kind(tuple(results), stats, call.fill, call.seed, rows, call.prompts.device)
+        answers = [result.token_ids for result in results]
+        sequences = join_sequences(call.prompts.rows, answers, call.fill, call.prompts.device)
+        return kind(sequences, tuple(results), stats, call.seed)
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any
@@ -539,7 +507,7 @@ class SpeculativeModel:
 
 
 def _rank_rows(
-    opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
+    opened: loading.OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
     """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
     ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None

@@ -55,22 +55,16 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
         )
 
 
-def check_tokenizer(head_hash: str | None, target_hash: str | None, location: str, target_name: str) -> None:
-    """Raise `PairingError` when both tokenizer hashes are known and differ."""
-    if head_hash is not None and target_hash is not None and head_hash != target_hash:
+def check_tokenizer(made_with: str | None, target_hash: str | None, what: str, target_name: str) -> None:
+    """Raise `PairingError` when both tokenizer hashes are known and differ; ``what`` was made with the first."""
+    if made_with is not None and target_hash is not None and made_with != target_hash:
         raise PairingError(
-            f"Head {location} was converted with another tokenizer than that of target {target_name}: expected "
-            f"{head_hash[:23]}…, found {target_hash[:23]}…. The ids of its draft vocabulary are other tokens there. "
-            "Convert the head for this target."
+            f"{what} was made with another tokenizer than that of target {target_name}: expected {target_hash[:23]}…, "
+            f"found {made_with[:23]}…. Its ids are other tokens there. Convert or rank for this target."
         )
 
 
 def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -> None:
     """Raise `PairingError` when a `DraftVocab` says that it was made with another tokenizer than the target's."""
     made_with = getattr(vocab, "provenance", {}).get("tokenizer_hash")
-    if made_with is not None and target_hash is not None and made_with != target_hash:
-        raise PairingError(
-            f"The draft vocabulary was made with another tokenizer than that of target {target_name}: expected "
-            f"{target_hash[:23]}…, found {made_with[:23]}…. Its ids are other tokens there. Rank with the target's "
-            "tokenizer."
-        )
+    check_tokenizer(made_with, target_hash, "The draft vocabulary", target_name)

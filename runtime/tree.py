@@ -82,22 +82,15 @@ class DraftTree:
 
         ``draft_tokens`` int64 [1, nodes], ``retrieve_indices`` int64 [leaves, longest path], ``tree_mask`` float32
         [1, 1, nodes, nodes], ``tree_position_ids`` int64 [nodes]. With ``sampling`` the retrieve rows are sorted as
-        upstream sorts them when a logits processor is given: lexicographically, padding last.
+        upstream sorts them when a logits processor is given: lexicographically, padding last. A node's children are
+        then tried in the order of the rows.
         """
         width = int(self.tree_position_ids[slot].max()) + 1
         paths = self.retrieve_indices[slot, : int(self.num_leaves[slot]), :width]
-        paths = sort_paths(paths) if sampling else paths
+        if sampling:
+            rows = [[math.inf if node < 0 else node for node in row] for row in paths.tolist()]
+            paths = paths[sorted(range(len(rows)), key=rows.__getitem__)]
         return self.draft_tokens[slot][None], paths, self.tree_mask[slot][None].float(), self.tree_position_ids[slot]
-
-
-def sort_paths(paths: Tensor) -> Tensor:
-    """Sort retrieve rows int64 [rows, width] as upstream does for sampling: lexicographically, -1 last (this waits).
-
-    Children of a node are tried in the order in which rows have them.
-    """
-    rows = paths.tolist()
-    order = sorted(range(len(rows)), key=lambda row: [math.inf if node < 0 else node for node in rows[row]])
-    return paths[order]
 
 
 class Trees(NamedTuple):
@@ -116,10 +109,10 @@ class Trees(NamedTuple):
 
 
 def ranked_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of the last axis by (fp32 value descending, index ascending), exactly.
+    """Return the k best of the last axis by (fp32 value descending, index ascending): fp32 and int64 [..., k].
 
-    ``scores``: float [..., n], no NaN; -0.0 counts as 0.0 and -inf is allowed. Returns values fp32 [..., k] and indices
-    int64 [..., k]. `torch.topk` leaves the order of equal values open; here value and index share one integer key.
+    ``scores``: float [..., n], no NaN; -0.0 counts as 0.0. `torch.topk` leaves the order of equal values open; here
+    value and index share one integer key.
     """
     values = scores.float() + 0.0
     bits = values.view(torch.int32)
@@ -132,10 +125,9 @@ def ranked_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def rank_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Rank each node's children: ``logits`` float [..., draft_vocab] to (log-probability fp32, draft row int64).
+    """Rank each node's children by (logit descending, draft row ascending): ``logits`` float [..., draft_vocab].
 
-    Both results are [..., top_k], by (logit descending, draft row ascending). The log-probability is over the whole
-    draft vocabulary: logit minus log-sum-exp, in fp32.
+    Returns log-probabilities over the whole draft vocabulary, fp32 [..., top_k], and draft rows, int64 [..., top_k].
     """
     values, rows = ranked_topk(logits, top_k)
     log_sum_exp = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
@@ -143,10 +135,7 @@ def rank_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def select_frontier(level_scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Choose the nodes to expand next: fp32 [batch, candidates of one level] to (scores, index within the level).
-
-    Both results are [batch, top_k], best first.
-    """
+    """Choose the nodes to expand next of a level's fp32 [batch, candidates]: scores and indices, best first."""
     return ranked_topk(level_scores, top_k)
 
 

@@ -221,7 +221,7 @@ class GraphTimer:
             head, packed = self._packed
             known = (packed.launches.layout, packed.draft_vocab, packed.stream.dtype)
             if known == (params.layout, cfg.draft_vocab, cfg.weight_dtype):
-                return Weights(head, replace(packed, launches=launches)).with_positions(cfg.max_positions)
+                return Weights(head, replace(packed, launches=launches))
         self._packed = None  # before the next one, so that there is room
         head = self._head.of_rows(slice(cfg.draft_vocab))
         packed = pack_head(head, cfg, launches)

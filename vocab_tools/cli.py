@@ -9,6 +9,7 @@ import click
 from .common_cli import (
     EagleGroup,
     emit_json,
+    example,
     force_option,
     json_option,
     note,
@@ -31,31 +32,25 @@ if TYPE_CHECKING:
 _TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_revision", "offline")
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
+_vocabulary_argument = click.argument("vocabulary", metavar="VOCAB")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
-
-
 _weight_option = click.option(
-    "--weights",
-    "-w",
-    multiple=True,
-    metavar="NAME=SHARE",
+    "--weights", "-w", multiple=True, metavar="NAME=SHARE",
     help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
-)
+)  # fmt: skip
 _target_vocab_option = click.option(
-    "--target-vocab",
-    type=click.IntRange(1),
-    metavar="V",
+    "--target-vocab", type=click.IntRange(1), metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
-)
+)  # fmt: skip
 
 
 @click.group(
     cls=EagleGroup,
-    epilog="""\b
-Example:
-  eagle-vocab count chats.jsonl.gz --tokenizer Qwen/Qwen3-8B --out chat.counts.safetensors
-  eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --size 32000 --out vocab.json
-  eagle-vocab export vocab.json freq_32000.pt""",
+    epilog=example(
+        "eagle-vocab count chats.jsonl.gz --tokenizer Qwen/Qwen3-8B --out chat.counts.safetensors",
+        "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --size 32000 --out vocab.json",
+        "eagle-vocab export vocab.json freq_32000.pt",
+    ),
 )
 @version_option()
 def vocab() -> None:
@@ -66,9 +61,9 @@ vocab.add_command(count)
 
 
 @vocab.command(
-    epilog="""\b
-Example:
-  eagle-vocab merge chat.counts.safetensors code.counts.safetensors -w chat=3 -w code=2 --out mix.counts.safetensors"""
+    epilog=example(
+        "eagle-vocab merge chat.counts.safetensors code.counts.safetensors -w chat=3 --out mix.counts.safetensors"
+    )
 )
 @_counts_argument
 @_weight_option
@@ -92,33 +87,23 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 
 
 @vocab.command(
-    epilog="""\b
-Example:
-  eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"""
+    epilog=example(
+        "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"
+    )
 )
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
 @tokenizer_options
-@click.option(
-    "--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids to keep; default: all ranked ids."
-)
+@click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids; default: all ranked ids.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
-    "--order",
-    type=click.Choice(["counts", "ids"]),
-    default="counts",
-    show_default=True,
+    "--order", type=click.Choice(["counts", "ids"]), default="counts", show_default=True,
     help="`ids` takes the first ids, without any counts.",
-)
+)  # fmt: skip
 @click.option(
-    "--force-added",
-    type=click.Choice(["chat", "all"]),
-    default="chat",
-    show_default=True,
+    "--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
     help="Added tokens to include: those of the chat template, or all, with reserved ones.",
-)
-@click.option(
-    "--force-id", "force_ids", type=click.IntRange(0), multiple=True, metavar="ID", help="Another id to include."
-)
+)  # fmt: skip
+@click.option("--force-id", type=click.IntRange(0), multiple=True, metavar="ID", help="Another id to include.")
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
@@ -137,25 +122,23 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     if not by_ids and not counts:
         raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
     tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
-    candidates, target_vocab = options["candidates"], options["target_vocab"]
+    target_vocab = options["target_vocab"]
     common: dict[str, Any] = {
         "size": options["size"],
         "tokenizer": tokenizer,
-        "forced": forced_ids(tokenizer, options["force_added"], options["force_ids"]),
+        "forced": forced_ids(tokenizer, options["force_added"], options["force_id"]),
         "target_vocab": target_vocab,
-        "candidates": None if candidates is None else _import(candidates, target_vocab),
+        "candidates": None if options["candidates"] is None else _import(options["candidates"], target_vocab),
     }
-    if by_ids:
-        ranked = rank_by_order(**common)
-    else:
-        weights = parse_weights(options["weights"])
-        ranked = rank_vocabulary(_load_counts(counts), coverage=options["coverage"], weights=weights, **common)
+    if not by_ids:
+        common |= {"coverage": options["coverage"], "weights": parse_weights(options["weights"])}
+    ranked = rank_by_order(**common) if by_ids else rank_vocabulary(_load_counts(counts), **common)
     ranked.save(path)
     warn(ranked.warnings)
     found = ranked.provenance.get("size_from_coverage")
     if as_json:
-        account = {} if found is None else {"size_from_coverage": found}
-        emit_json({"out": str(path), **_summary(ranked), **account, "warnings": list(ranked.warnings)})
+        account = {"warnings": list(ranked.warnings)} | ({} if found is None else {"size_from_coverage": found})
+        emit_json({"out": str(path), **_summary(ranked), **account})
         return
     if found is not None:
         click.echo(
@@ -167,52 +150,43 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 
 
 @vocab.command(
-    epilog="""\b
-Example:
-  eagle-vocab coverage vocab.json chat.counts.safetensors code.counts.safetensors --plot coverage.png"""
+    epilog=example(
+        "eagle-vocab coverage vocab.json chat.counts.safetensors code.counts.safetensors --plot coverage.png"
+    )
 )
-@click.argument("vocabulary", metavar="VOCAB")
+@_vocabulary_argument
 @_counts_argument
 @click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
 @_weight_option
 @force_option
 @json_option
-def coverage(
-    vocabulary: str,
-    counts: tuple[str, ...],
-    sizes: tuple[int, ...] | None,
-    plot: str | None,
-    weights: tuple[str, ...],
-    force: bool,
-    as_json: bool,
-) -> None:
+def coverage(vocabulary: str, counts: tuple[str, ...], force: bool, as_json: bool, **options: Any) -> None:
     """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
     from .coverage import measure_coverage, plot_coverage
 
+    plot = options["plot"]
     if plot is not None and not refuse_existing(plot, force).name.lower().endswith(".png"):
         raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
-    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), sizes, parse_weights(weights))
+    weights = parse_weights(options["weights"])
+    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), options["sizes"], weights)
     if plot is not None:
         plot_coverage(report, plot)
+        note(f"wrote {plot}")
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
-    else:
-        click.echo(report.table())
-        click.echo(
-            f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
-        )
-    if plot is not None:
-        note(f"wrote {plot}")
+        return
+    click.echo(report.table())
+    click.echo(
+        f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
+    )
 
 
 @vocab.command(
-    epilog="""\b
-Example:
-  eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors --limit 40"""
+    epilog=example("eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors --limit 40")
 )
-@click.argument("vocabulary", metavar="VOCAB")
+@_vocabulary_argument
 @tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to sort the left-out ids by.")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
@@ -230,12 +204,7 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
         click.echo(listing.text())
 
 
-@vocab.command(
-    name="import",
-    epilog="""\b
-Example:
-  eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json""",
-)
+@vocab.command(name="import", epilog=example("eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json"))
 @click.argument("token_map", metavar="MAP")
 @_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="Form of a d2t, if it is ambiguous.")
@@ -261,19 +230,13 @@ def import_command(
         click.echo(f"{read.size} of {read.target_vocab} ids ({read.provenance.get('form', 'own form')}); wrote {path}")
 
 
-@vocab.command(
-    epilog="""\b
-Example:
-  eagle-vocab export vocab.json freq_16384.pt --size 16384"""
-)
-@click.argument("vocabulary", metavar="VOCAB")
+@vocab.command(epilog=example("eagle-vocab export vocab.json freq_16384.pt --size 16384"))
+@_vocabulary_argument
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--format",
-    "map_format",
-    type=click.Choice(FORMATS),
+    "--format", "map_format", type=click.Choice(FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. safetensors: d2t and t2d. Default: by the file's ending.",
-)
+)  # fmt: skip
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @_target_vocab_option
 @force_option
@@ -295,12 +258,8 @@ def export(
         warn(uncounted_warning(held))
     export_token_map(held, path, map_format)
     if TARGET_VOCAB_FROM in held.provenance and map_format == "safetensors":
-        warn(
-            [
-                f"t2d has {held.target_vocab} entries, but the target's LM head may have more (padding rows); give its "
-                "vocab_size with --target-vocab"
-            ]
-        )
+        doubt = "but the target's LM head may have more (padding rows); give its vocab_size with --target-vocab"
+        warn([f"t2d has {held.target_vocab} entries, {doubt}"])
     if as_json:
         emit_json({"out": str(path), **_summary(held)})
     else:

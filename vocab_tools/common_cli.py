@@ -11,8 +11,7 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
 
@@ -35,11 +34,11 @@ class _Debuggable:
 
 
 class EagleCommand(_Debuggable, click.Command):
-    """A command that keeps the line breaks of its help's examples and knows --debug."""
+    """A command that knows --debug."""
 
 
 class EagleGroup(_Debuggable, click.Group):
-    """A group of commands in the order they were added, which is the order of work."""
+    """A group of commands, listed in the order of work, in which they were added."""
 
     command_class = EagleCommand
 
@@ -51,6 +50,11 @@ class EagleGroup(_Debuggable, click.Group):
 def version_option() -> Callable[[_Decorated], _Decorated]:
     """Return the decorator that adds --version."""
     return click.version_option(version("eagle-slim"), prog_name="eagle-slim")
+
+
+def example(*lines: str) -> str:
+    """Return the epilog of a help text that shows these command lines."""
+    return "\n  ".join(["\b\nExample:", *lines])
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -106,36 +110,24 @@ def warn(messages: Iterable[str]) -> None:
 
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
     """Run a command and leave the process with its exit code; the body of every console script."""
-    arguments = list(sys.argv[1:] if args is None else args)
     limit_silence()
-    with _signals_interrupt():
-        code = _run(command, arguments, prog_name)
-    sys.exit(code)
+    _end_on_signals()
+    sys.exit(_run(command, list(sys.argv[1:] if args is None else args), prog_name))
 
 
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def _end_on_signals() -> None:
     """Let SIGTERM and SIGHUP end a command with the same cleaning up as Ctrl-C; an ignored signal stays ignored."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        changed = []
-    for number in changed:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, interrupt)
 
 
 def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
-    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    debug = "--debug" in options
+    debug = "--debug" in arguments
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
         if sys.stdout is not None:  # Closed by whoever started the command, as with `>&-`.

@@ -42,9 +42,9 @@ def rank_vocabulary(
     Args:
         counts: counts by target id, with or without a held-out part.
         size: number of ids N, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
-        coverage: find the size instead: the smallest one that covers this share of the held-out tokens (of the
-            counted ones where nothing was held out; the provenance says which), sources weighted as in the ranking,
-            rounded up to a multiple of 64 and capped at what can be chosen.
+        coverage: take instead the smallest size that covers this share of the held-out tokens (of the counted ones
+            where nothing was held out), sources weighted, rounded up to a multiple of 64, at most all that can be
+            chosen.
         tokenizer: the target's tokenizer; gives the real ids and, unless `forced` is given, the forced ones.
         forced: ids that must be in, overriding the tokenizer's; a plain sequence of ids has no reasons.
         target_vocab: rows of the target's LM head; ids from there on are never chosen. Default: `counts.vocab_size`.
@@ -53,8 +53,7 @@ def rank_vocabulary(
         weights: share of each source by name, overriding the counts' own weights.
 
     Raises:
-        UsageError: size and coverage together, N below the forced ids or not below the
-            real tokens, a coverage that no allowed size reaches.
+        UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches.
         TokenizerError: the counts or the candidates were made with another tokenizer.
         VocabularyError: candidate ids break a rule.
     """
@@ -102,16 +101,14 @@ def rank_by_order(
     """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
 
     Forced ids come first, in that order. Those that the order lacks are added, displacing its last ids, with a
-    warning. `order=None` is `--order ids`: id order, which for BPE is merge order and needs no corpus.
+    warning.
 
     Args:
         order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
-            real ids ascending.
-        size: number of ids N, kept exactly; default all of the order (all rankable ids for None).
-        tokenizer: as in `rank_vocabulary`.
-        forced: as in `rank_vocabulary`.
+            real ids ascending (`--order ids`), which for BPE is merge order and needs no corpus.
+        size: number of ids N, kept exactly; default all of the order.
+        tokenizer, forced, candidates: as in `rank_vocabulary`.
         target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
-        candidates: as in `rank_vocabulary`.
         provenance: where the order came from.
 
     Raises:
@@ -190,10 +187,10 @@ class _Pool:
         ids: may be chosen, int64 [pool], ascending: the tokenizer's ids that the target has rows for, and that the
             head was trained on.
         forced: must be, int64 [forced], ascending, all in `ids`.
-        reasons: why, by id.
+        reasons: why an id is forced.
         target_vocab: rows of the target's LM head.
-        trained: how many ids the head was trained on, None for a head without a map.
-        untrained: forced ids that the head never trained.
+        trained: number of ids the head was trained on, None for a head without a map.
+        untrained: ids that would be forced, but that the head never trained.
         warnings: for the user; more are added on the way.
     """
 
@@ -217,9 +214,7 @@ class _Pool:
     ) -> _Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
         if target_vocab < 1:
-            raise UsageError(
-                f"--target-vocab: expected the number of rows of the target's LM head, found {target_vocab}."
-            )
+            raise UsageError(f"--target-vocab {target_vocab}: expected the number of rows of the target's LM head.")
         real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
         real = real[real < target_vocab]
         if forced is None:
@@ -230,15 +225,13 @@ class _Pool:
             warnings.extend(forced.warnings)
         else:
             wanted = np.unique(np.array([index(token_id) for token_id in forced], np.int64))
-        outside = wanted[~np.isin(wanted, real)]
-        if len(outside) and not isinstance(forced, ForcedIds):
-            raise UsageError(f"--force-id {outside[0]} is not a token of the target's vocabulary of {target_vocab}.")
-        if len(outside):
-            warnings.append(
-                f"{len(outside)} forced ids are outside the target's vocabulary of {target_vocab} and left out: "
-                f"{_some(outside)}"
-            )
-            wanted = wanted[np.isin(wanted, real)]
+        is_real = np.isin(wanted, real)
+        if not is_real.all():
+            outside = f"outside the target's vocabulary of {target_vocab}"
+            if not isinstance(forced, ForcedIds):
+                raise UsageError(f"--force-id {wanted[~is_real][0]} is {outside}.")
+            warnings.append(f"forced ids {outside} are left out: {_some(wanted[~is_real])}")
+            wanted = wanted[is_real]
         if candidates is None:
             return cls(real, wanted, reasons, target_vocab, None, [], warnings)
         if isinstance(candidates, DraftVocab):
@@ -250,13 +243,11 @@ class _Pool:
             warnings.append(
                 f"{len(trained) - len(pool)} of the {len(trained)} ids that the head was trained on belong to no token"
             )
-        untrained = wanted[~np.isin(wanted, pool)]
+        is_trained = np.isin(wanted, pool)
+        untrained = wanted[~is_trained]
         if len(untrained):
-            warnings.append(
-                f"{len(untrained)} forced ids were never trained in this head and are not added: {_some(untrained)}"
-            )
-        kept = wanted[np.isin(wanted, pool)]
-        return cls(pool, kept, reasons, target_vocab, len(trained), untrained.tolist(), warnings)
+            warnings.append(f"forced ids that this head was never trained on are not added: {_some(untrained)}")
+        return cls(pool, wanted[is_trained], reasons, target_vocab, len(trained), untrained.tolist(), warnings)
 
     def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return all ids of the pool: forced first, then by score descending, ties by id."""
@@ -294,20 +285,13 @@ class _Pool:
         if size < 1:
             problem = "is too small: at least one id is needed."
         elif size < len(self.forced):
-            problem = (
-                f"is smaller than the {len(self.forced)} forced ids (end of turn, chat markers, single bytes). "
-                f"Ask for at least {len(self.forced)}."
-            )
+            problem = f"is smaller than the {len(self.forced)} forced ids (end of turn, chat markers, single bytes)."
         elif self.trained is not None and size > len(self.ids):
             problem = (
-                f"was asked for, but the head has rows for {self.trained} ids only ({len(self.ids)} of them usable), "
-                f"and others cannot be made up. Ask for at most {len(self.ids)}."
+                f"was asked for, but the head has rows for {self.trained} ids only, {len(self.ids)} of them usable."
             )
         elif self.trained is None and size >= len(self.ids):
-            problem = (
-                f"is not smaller than the {len(self.ids)} real tokens of the target. Ask for fewer, or convert with "
-                "`--draft-vocab full`, which writes the whole head without a map."
-            )
+            problem = f"is not smaller than the {len(self.ids)} real tokens: `--draft-vocab full` converts them all."
         else:
             return
         raise UsageError(f"A draft vocabulary of {size} {problem}")
@@ -359,8 +343,7 @@ def _follow(
         pool.check_size(size)
         why = f" ({'; '.join(warnings)})" if warnings else ""
         raise UsageError(
-            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}. Ask for "
-            f"at most {len(ranked)}."
+            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}."
         )
     elif size < len(usable):
         warnings.extend(doubts_of_rank(order, size))
@@ -384,12 +367,13 @@ def _some(ids: NDArray[np.int64]) -> str:
 
 
 def _describe(counts: TokenCounts, weights: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    shares = counts.source_weights(weights)
     return [
         {
             "name": source.name,
-            "weight": weight,
-            "tokens": int(source.counts.sum()),
+            "weight": shares[source.name],
+            "tokens": source.num_tokens,
             "provenance": dict(source.provenance),
         }
-        for source, weight in zip(counts.sources, counts.source_weights(weights).values(), strict=True)
+        for source in counts.sources
     ]

@@ -31,7 +31,7 @@ import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,7 +42,6 @@ from .vocabulary import TARGET_VOCAB_FROM, DraftVocab, check_ids, is_native, who
 
 D2TForm = Literal["offset", "absolute"]
 MapFormat = Literal["freq", "vllm", "safetensors", "json"]
-FORMATS: tuple[MapFormat, ...] = get_args(MapFormat)
 
 _PICKLES = (".pt", ".pth", ".bin")
 _ENDINGS: dict[MapFormat, tuple[str, ...]] = {
@@ -51,10 +50,8 @@ _ENDINGS: dict[MapFormat, tuple[str, ...]] = {
     "safetensors": (".safetensors",),
     "json": (".json",),
 }
+FORMATS = tuple(_ENDINGS)
 _MANIFEST_NAME = "eagle_slim.json"
-
-# The option of eagle-convert is about the head's own map.
-_OF_A_FILE = " (where this is a token map's own file, of eagle-vocab import)"
 
 
 def d2t_from_ids(target_ids: ArrayLike) -> NDArray[np.int64]:
@@ -81,9 +78,7 @@ def ids_from_d2t(
     """Return the target id of each row, int64 [draft_vocab], in row order.
 
     `t2d` shows which form a map has. Without it, repeated or negative values mean offsets; values that are all distinct
-    and valid as ids look absolute, and are refused unless `form` says which it is. (Offsets of
-    ascending ids never fall, so without a repeat every step must skip an id; a map such as (0, 1, 2, ...) reads
-    either way.)
+    and valid as ids may be either, such as (0, 1, 2, ...), and are refused unless `form` says which it is.
 
     Args:
         d2t: integers [draft_vocab].
@@ -102,9 +97,8 @@ def ids_from_d2t(
         form = _form_by_mask(values, ids, _mask(t2d, target_vocab), form)
     elif form is None and len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < target_vocab:
         raise VocabularyError(
-            f"d2t: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
-            "engines expect offsets (target_id = row + d2t[row]), and there is no t2d to decide. "
-            f"Say which it is with --d2t-form absolute or --d2t-form offset{_OF_A_FILE}."
+            f"d2t: all {len(values)} values are distinct and valid as ids, so they may be ids or offsets (target_id = "
+            "row + d2t[row]), and there is no t2d to decide. Say which with --d2t-form absolute or --d2t-form offset."
         )
     return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
 
@@ -134,8 +128,8 @@ def _form_by_mask(
         raise VocabularyError(f"--d2t-form {form} was given, but t2d shows the {fitting[0]} form.")
     if fitting == ["absolute"] and form is None:
         raise VocabularyError(
-            "d2t holds absolute ids (t2d shows it), where engines expect offsets "
-            f"(target_id = row + d2t[row]). Accept it with --d2t-form absolute{_OF_A_FILE}."
+            "d2t holds absolute ids (t2d shows it), where engines expect offsets (target_id = row + d2t[row]). "
+            "Accept it with --d2t-form absolute."
         )
     return form or fitting[0]
 
@@ -179,11 +173,10 @@ def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict
 
 
 def _without_appended(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """Drop what FR-Spec's script repeats, and say so.
+    """Drop the one or two ids that FR-Spec's script repeats at the end, with a warning.
 
-    For a tokenizer that puts a BOS before what it encodes, the script takes [BOS, EOS] for the EOS and appends both to
-    a list that holds BOS, and perhaps EOS, already: asked for r ids, it writes r + 1 entries, at most r of them
-    different.
+    For a tokenizer that adds a BOS, the script takes [BOS, EOS] for the EOS and appends both to a list that may hold
+    them already.
     """
     _, first = np.unique(ids, return_index=True)
     repeated = np.setdiff1d(np.arange(len(ids)), first)
@@ -368,39 +361,29 @@ def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | No
     """
     path = Path(path)
     format = format or format_of(path)
-    if format not in FORMATS:
-        raise UsageError(f"--format {format!r}: expected one of {', '.join(FORMATS)}.")
     if path.suffix not in _ENDINGS[format]:
-        found = f"{path.suffix!r}" if path.suffix else "a name without ending"
-        raise UsageError(
-            f"{path}: --format {format} is written to a file ending in {' or '.join(_ENDINGS[format])}, not {found}."
-        )
+        raise UsageError(f"{path}: a file of --format {format} ends in {' or '.join(_ENDINGS[format])}.")
     if format in ("freq", "vllm") and not vocab.ranked:
         raise UsageError(
             f"--format {format} lists ids in rank order, but these come from a map in ascending order, which has none. "
             "Rank them with counts first (`eagle-vocab rank --candidates`)."
         )
-    write_file(path, _encode(vocab, format, path.suffix))
+    if format == "json":
+        vocab.save(path)
+    else:
+        write_file(path, _encode(vocab, format, path.suffix))
 
 
 def format_of(path: str | Path) -> MapFormat:
-    """Return the format that a file's ending stands for.
-
-    Raises:
-        UsageError: it stands for none.
-    """
+    """Return the format that a file's ending stands for; UsageError for none."""
+    found: dict[str, MapFormat] = {".json": "json", ".safetensors": "safetensors", **dict.fromkeys(_PICKLES, "freq")}
     suffix = Path(path).suffix
-    if suffix in _PICKLES:
-        return "freq"
-    for format in ("json", "safetensors"):
-        if suffix == f".{format}":
-            return format
-    raise UsageError(f"{path}: this name tells no token map format. Give one with --format.")
+    if suffix not in found:
+        raise UsageError(f"{path}: this name tells no token map format. Give one with --format.")
+    return found[suffix]
 
 
 def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> bytes:
-    if format == "json":
-        return vocab.to_bytes()
     if format == "safetensors":
         from safetensors.numpy import save
 

@@ -92,18 +92,15 @@ class DraftVocab:
         """
         if size == self.size:
             return self
-        if size > self.size:
-            reason = f"only {self.size} ids are ranked."
-        elif not self.ranked:
-            reason = (
-                f"these {self.size} ids come from a map in ascending order, which does not tell which matter most. "
-                "Rank them with counts (`eagle-vocab rank --candidates`)."
+        if size > self.size or size < max(self.num_forced, 1):
+            expected = f"{max(self.num_forced, 1)} to {self.size} ids, {self.num_forced} of them forced"
+            raise UsageError(f"A draft vocabulary of {size} was asked for: expected {expected}.")
+        if not self.ranked:
+            raise UsageError(
+                f"A draft vocabulary of {size} was asked for: the {self.size} ids come from a map in ascending order, "
+                "which does not tell which matter most. Rank them with counts (`eagle-vocab rank --candidates`)."
             )
-        elif size < max(self.num_forced, 1):
-            reason = f"{self.num_forced} ids are forced."
-        else:
-            return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
-        raise UsageError(f"A draft vocabulary of {size} was asked for, but {reason}")
+        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
 
     def for_target(self, target_vocab: int) -> DraftVocab:
         """Return the vocabulary for a target of that many rows.
@@ -124,15 +121,11 @@ class DraftVocab:
         return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
 
     def save(self, path: str | Path) -> None:
-        """Write the vocabulary as JSON, whole or not at all."""
-        write_file(path, self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """Return the bytes of the JSON file: readable account, then all ids on one line."""
+        """Write the vocabulary as JSON, whole or not at all: a readable account, then all ids on one line."""
         account = self.to_json()
         ids = account.pop("target_ids")
         head = json.dumps(account, indent=1, ensure_ascii=False).removesuffix("\n}")
-        return f'{head},\n "target_ids": {json.dumps(ids)}\n}}\n'.encode()
+        write_file(path, f'{head},\n "target_ids": {json.dumps(ids)}\n}}\n'.encode())
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form that `load` reads."""
@@ -180,7 +173,7 @@ def is_native(value: Any) -> bool:
 
 
 def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
-    """Turn a flat list or array of integers into int64 [n]; floats, booleans and nested lists are refused.
+    """Return a flat list or array of integers as int64 [n]; floats, booleans and nested lists are refused.
 
     Raises:
         VocabularyError: it is none, or an integer does not fit 64 bits.
@@ -219,7 +212,7 @@ def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
 
 
 def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.int64]:
-    """Return ids as int64 [n]; refuse what is no list of integers, an empty one, duplicates, and ids out of range.
+    """Return ids as int64 [n], if they are integers of the vocabulary, at least one, and no duplicates.
 
     Raises:
         VocabularyError: naming the first offender.

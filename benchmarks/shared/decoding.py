@@ -30,7 +30,7 @@ from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD, list_active
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, ShapeChooser
-from eagle_slim.runtime.target.cache import KVCache, Target, row_bytes
+from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
@@ -85,7 +85,8 @@ class RandomModel:
 
     def kv_bytes(self, rows: int) -> int:
         """Bytes of the target's keys and values of ``rows`` tokens."""
-        return rows * row_bytes(self.target)
+        numbers = sum(each.kv_heads * (each.key_dim + each.value_dim) for each in self.target.layer_shapes)
+        return rows * numbers * self.target.dtype.itemsize
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Allocate a cache of random keys and values, as if every row had been written."""

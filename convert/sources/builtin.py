@@ -15,7 +15,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,23 +123,18 @@ def embedded_gguf() -> Path:
     return Path(str(files[0]))
 
 
-@dataclass(frozen=True)
 class _Gguf:
-    """The parts of a GGUF file that the export reads."""
+    """The fields and tensors of a GGUF file, by name."""
 
-    fields: dict[str, Any]
-    tensors: dict[str, Any]
-
-    @classmethod
-    def open(cls, path: Path) -> _Gguf:
+    def __init__(self, path: Path) -> None:
         import gguf
 
         try:
             reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError, OSError) as error:
             raise SourceError.at(path, f"cannot be read as GGUF ({error}).\nRun `{_INSTALL_COMMAND}` again.") from error
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
+        self.fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def weight(self, name: str) -> NDArray[np.uint8]:
         """Return the rows of tensor `name`, uint8 [out, in * 2], dequantised in fp32, rounded to nearest even bf16."""
@@ -172,7 +166,7 @@ def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
         SourceError: the wheel is missing, of another version, or its file unreadable.
         OutputError: `out_dir` exists and `force` is not set, or cannot be written.
     """
-    source = _Gguf.open(embedded_gguf())
+    source = _Gguf(embedded_gguf())
     out = Path(out_dir)
     with atomic_directory(out, force=force) as folder:
         config = _config(source.fields)

@@ -1,7 +1,6 @@
 """Public EAGLE heads and the target model each was trained for, for heads whose own files do not say.
 
-Used only when neither the command line nor the head's configuration or model card names a target, and always said on
-screen. Targets are the repositories that the heads' authors name on their cards.
+Targets are the repositories that the heads' authors name on their cards.
 """
 
 from __future__ import annotations
@@ -62,5 +61,5 @@ _BY_LOWER_NAME = {head.lower(): target for head, target in _TARGETS.items()}
 
 
 def known_target(head: str | None) -> str | None:
-    """The target repository of a public head, or None where the head is not in the table."""
+    """Return the target repository of a public head, or None where the head is not in the table."""
     return None if head is None else _BY_LOWER_NAME.get(head.lower())

@@ -148,12 +148,11 @@ def _resolve(source: str | Path, revision: str | None, offline: bool, choose: Ch
             raise SourceError.at(source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.")
         return ResolvedSource(folder, files=tuple(list_names(folder)))
     repo_id = str(source)
-    is_file, is_lost = folder.is_file(), folder.is_symlink()
     path_like = isinstance(source, Path) or repo_id.startswith(("/", ".", "~")) or repo_id.count("/") > 1 or not repo_id
-    if path_like or is_file or is_lost:
-        kind = "is a file" if is_file else "a link to nothing, or in a circle" if is_lost else "no such folder"
-        raise SourceError(
-            f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model."
+    if path_like or folder.is_file() or folder.is_symlink():
+        kind = "is a file" if folder.is_file() else "no such folder"
+        raise SourceError.at(
+            repo_id or "(empty)", f"{kind}.\nExpected a folder, or a Hub repository such as name/model."
         )
     found = find_snapshot(repo_id, revision, offline, choose)
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)

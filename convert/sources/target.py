@@ -26,12 +26,7 @@ RECORDED = "recorded in the head's manifest"
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The target that is meant, and who named it.
-
-    Attributes:
-        name: repository or folder; None is the embedded SmolLM2-135M-Instruct.
-        reason: where the name came from, for the screen.
-    """
+    """The repository or folder of a target, None for the embedded SmolLM2-135M-Instruct, and who named it."""
 
     name: str | None
     reason: str
@@ -42,6 +37,7 @@ class Target:
     """A target whose small files are at hand.
 
     Attributes:
+        name: as it was given, for messages.
         source: folder with config.json and the tokenizer's files, and the commit.
         config: of the language model (the text part of a multimodal one).
         provenance: for the manifest.
@@ -60,10 +56,7 @@ class Target:
 
 
 def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
-    """The target to use: as given, else as the head's own files say, else from the table of public heads, else None.
-
-    The head's configuration, manifest and model card are asked in this order.
-    """
+    """Choose the target: as given, else as config.json, manifest, table of public heads or card say; else None."""
     if given is not None:
         return TargetChoice(given, "given")
     if is_builtin:
@@ -86,7 +79,7 @@ def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) 
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether a name is spelled as a path and no such folder is here: one of the machine that trained a head, say."""
+    """Whether a name is spelled as a path, perhaps of the machine that trained a head, and no such folder is here."""
     return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
 
 
@@ -125,10 +118,11 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
 def open_tokenizer(
     given: str | Path | None, target: Target | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
-    """The tokenizer: as given, else the target's own; None where there is neither.
+    """Load the tokenizer that is given, else the target's own; None where there is neither.
 
     Raises:
-        MismatchError: it is not the target's tokenizer, by its hash or by its size.
+        MismatchError: it is not the target's, by its hash; or it has many tokens beyond the rows of the target's
+            vocabulary, or far fewer than there are rows.
         TokenizerError: it cannot be loaded.
     """
     own = None
@@ -145,7 +139,14 @@ def open_tokenizer(
             f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
             "Leave --tokenizer out to use the target's own."
         )
-    check_tokenizer_size(tokenizer, target_vocab)
+    surplus = int((tokenizer.real_ids >= target_vocab).sum())
+    missing = target_vocab - tokenizer.vocab_size
+    if surplus > _MOST_SURPLUS or missing > max(MOST_PADDING, target_vocab // 20):
+        raise MismatchError(
+            f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
+            f"{target_vocab} rows.\n"
+            "This is the tokenizer of another model: name the right one with --tokenizer or --target."
+        )
     return tokenizer
 
 
@@ -157,22 +158,6 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
             head.location,
             f"the vocabulary was chosen for another tokenizer than that of {tokenizer.source}.\n"
             "Name the right one with --target or --tokenizer.",
-        )
-
-
-def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
-    """Refuse a tokenizer whose ids cannot be those of a vocabulary of `target_vocab` rows.
-
-    Raises:
-        MismatchError: many tokens beyond the vocabulary, or many rows without a token.
-    """
-    surplus = int((tokenizer.real_ids >= target_vocab).sum())
-    missing = target_vocab - tokenizer.vocab_size
-    if surplus > _MOST_SURPLUS or missing > max(MOST_PADDING, target_vocab // 20):
-        raise MismatchError(
-            f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
-            f"{target_vocab} rows.\n"
-            "This is the tokenizer of another model: name the right one with --tokenizer or --target."
         )
 
 

@@ -1,4 +1,4 @@
-"""The parts of an artifact that its checks read, each once, and how a check ends."""
+"""The parts of an artifact that its checks read, each once, and the ways in which a check ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be ma
 
 
 class Doubt(Exception):  # noqa: N818  (not an error: the artifact is sound)
-    """The check found something to know, which is no fault of the artifact; the message says what."""
+    """The check found a loss or a condition, and no fault of the artifact; the message names it."""
 
 
 class _Part(Generic[_T]):
@@ -53,12 +53,11 @@ class _Part(Generic[_T]):
 class Parts:
     """An artifact folder, read part by part; each part raises an EagleSlimError once, and `SkipCheck` from then on.
 
-    `found` has what was read, by name.
+    `found` has the parts read so far, by name.
     """
 
     folder: Path
     found: dict[str, Any] = field(default_factory=dict)
-    _digests: dict[str, str] = field(default_factory=dict)
 
     @_Part
     def manifest(self) -> Manifest:
@@ -76,6 +75,11 @@ class Parts:
         return SafetensorsFile(self.folder / WEIGHTS_NAME)
 
     @_Part
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every tensor of the weights file."""
+        return {name: self.checkpoint.sha256(name) for name in self.weights.tensors}
+
+    @_Part
     def ids(self) -> NDArray[np.int64]:
         """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range."""
         manifest, values = self.with_map(), self.tensor("d2t")
@@ -86,20 +90,21 @@ class Parts:
             raise ArtifactError(f"ids do not ascend: row {falls[0] + 1} is below the row before it")
         return ids
 
+    @_Part
+    def head(self) -> DraftHead:
+        """The artifact, opened as any head is."""
+        return head_from_checkpoint(self.checkpoint, self.config, str(self.folder))
+
+    @property
+    def target_layers(self) -> int | None:
+        """Decoder layers of the target, where the manifest records them."""
+        layers = self.manifest.target.get("num_hidden_layers")
+        return layers if isinstance(layers, int) else None
+
     @property
     def checkpoint(self) -> Checkpoint:
         """The tensors of the weights file."""
         return Checkpoint.of(self.weights)
-
-    def head(self, location: str) -> DraftHead:
-        """Open the artifact as any head is opened; `location` names it in messages."""
-        return head_from_checkpoint(self.checkpoint, self.config, location)
-
-    def digest(self, name: str) -> str:
-        """SHA-256 of a tensor of the weights file, read once for all checks."""
-        if name not in self._digests:
-            self._digests[name] = self.checkpoint.sha256(name)
-        return self._digests[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; ArtifactError where it is missing."""
@@ -132,12 +137,11 @@ def refuse(condition: bool, message: str) -> None:
 
 def join(problems: Sequence[str]) -> None:
     """Raise ArtifactError with all problems, if there are any."""
-    if problems:
-        raise ArtifactError("; ".join(problems))
+    refuse(bool(problems), "; ".join(problems))
 
 
 def ended(check: Callable[[], str]) -> tuple[Status, str]:
-    """Run a check: how it ended ("ok", "warning", "failed" or "skipped"), and what it found."""
+    """Run a check; return "ok", "warning", "failed" or "skipped", and its finding or the reason."""
     try:
         return "ok", check()
     except SkipCheck as reason:

@@ -15,7 +15,7 @@ from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from ..artifact.checksums import row_checksums, sha256_file, sha256_of
 from ..artifact.eagle3 import layer_class
 from ..artifact.format import CARD_NAME, freq_name
-from ..artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
+from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME
 from ..errors import ArtifactError
 from ..heads import names
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
@@ -45,32 +45,29 @@ def _weights(parts: Parts) -> str:
 
 def _stray_files(parts: Parts) -> str:
     """No other weights lie in the folder: SafeAILab reads pytorch_model.bin before model.safetensors."""
-    own = {MANIFEST_NAME, freq_name(parts.manifest.draft_vocab), *parts.manifest.files}
-    # Git and the Hub's tools keep files of their own, all with a dot in front.
-    others = sorted(path.name for path in parts.folder.iterdir() if path.name not in own and path.name[0] != ".")
-    if weights := ", ".join(name for name in others if name.endswith(_WEIGHT_SUFFIXES)):
-        refuse(True, f"{weights}: some engine reads such a file instead of {WEIGHTS_NAME}; remove it")
-    if others:
-        raise Doubt(f"{', '.join(others)}: not written by eagle-convert, and in no engine's way")
+    others = sorted({path.name for path in parts.folder.iterdir()} - {*parts.manifest.files})
+    # The token map, also a pickle, is no weights file.
+    own = freq_name(parts.manifest.draft_vocab)
+    weights = [name for name in others if name.endswith(_WEIGHT_SUFFIXES) and name != own]
+    refuse(bool(weights), f"{', '.join(weights)}: an engine may read this instead of {WEIGHTS_NAME}; remove it")
     return "none"
 
 
 def _file_checksums(parts: Parts) -> str:
     """Every small file has the size and SHA-256 that the manifest records."""
-    problems: list[str] = []
-    notes: list[str] = []
+    problems = []
     small = {name: entry for name, entry in parts.manifest.files.items() if "sha256" in entry}
     for name, entry in small.items():
         path = parts.folder / name
         if not path.is_file():
             problems.append(f"{name} is missing")
-        elif path.stat().st_size != entry["size_bytes"] or sha256_file(path) != entry["sha256"]:
-            # People edit a model card, and the Hub adds to it.
-            (notes if name == CARD_NAME else problems).append(f"{name} is not as it was written")
+        # People edit a model card, and the Hub adds to it.
+        elif name != CARD_NAME and (path.stat().st_size, sha256_file(path)) != (entry["size_bytes"], entry["sha256"]):
+            problems.append(f"{name} is not as it was written")
     if CONFIG_NAME not in small or WEIGHTS_NAME not in parts.manifest.files:
         problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
-    join([*problems, *notes] if problems else [])
-    return "; ".join([f"{len(small)} files", *notes])
+    join(problems)
+    return f"{len(small)} files"
 
 
 def _tensor_checksums(parts: Parts) -> str:
@@ -84,10 +81,13 @@ def _tensor_checksums(parts: Parts) -> str:
     if sha256_of(header) != entry.get("header_sha256"):
         problems.append("the header is not as it was written")
     recorded: Mapping[str, str] = entry.get("tensors", {})
-    for name in sorted(file.tensors):
-        if recorded.get(name) != parts.digest(name):
-            problems.append(f"{name} is not as it was written" if name in recorded else f"{name} is not recorded")
-    join([*problems, *(f"{name} is missing" for name in sorted(set(recorded) - set(file.tensors)))])
+    found = parts.digests
+    for name in sorted({*found, *recorded}):
+        if name not in found or name not in recorded:
+            problems.append(f"{name} is {'missing' if name in recorded else 'not recorded'}")
+        elif found[name] != recorded[name]:
+            problems.append(f"{name} is not as it was written")
+    join(problems)
     return f"header and {len(recorded)} tensors"
 
 
@@ -102,8 +102,11 @@ def _tensor_names(parts: Parts) -> str:
     if manifest.kind != "eagle":
         wanted = {names.LM_HEAD} | (_MAPS if manifest.rank_order_ids is not None else frozenset())
         problems += [f"{name} is missing" for name in sorted(wanted - set(tensors))]
-        if manifest.rank_order_ids is None:
-            problems += [f"{name} with a full vocabulary" for name in sorted(_MAPS & set(tensors))]
+        problems += [f"{name} with a full vocabulary" for name in sorted((_MAPS & set(tensors)) - wanted)]
+    if manifest.kind == "eagle3" and names.FC_BIAS in tensors:
+        problems.append(f"{names.FC_BIAS} has no place in EAGLE-3: vLLM drops it silently")
+    if manifest.kind == "eagle" and names.FC_BIAS not in tensors:
+        problems.append(f"{names.FC_BIAS} is missing: SGLang would leave its bias uninitialised")
     join(problems)
     return f"{len(table.stored)} tensors, {table.kind}"
 
@@ -174,60 +177,34 @@ def _finite_values(parts: Parts) -> str:
     """No tensor holds NaN or infinity."""
     tensors, checkpoint = parts.weights.tensors, parts.checkpoint
     floating = {name: tensors[name].dtype for name in sorted(tensors) if tensors[name].dtype in FLOATS}
-    join(
-        [
-            f"{name} holds NaN or infinity"
-            for name, dtype in floating.items()
-            if not all(all_finite(piece, dtype) for piece in checkpoint.pieces(name))
-        ]
-    )
+    bad = [name for name in floating if not all(all_finite(x, floating[name]) for x in checkpoint.pieces(name))]
+    refuse(bool(bad), f"NaN or infinity in {', '.join(bad)}")
     return f"{len(floating)} tensors"
-
-
-def _fc_bias(parts: Parts) -> str:
-    """EAGLE-3 has no fc.bias (vLLM drops it silently); EAGLE-1/2 has one (SGLang leaves it random otherwise)."""
-    kind, present = parts.manifest.kind, names.FC_BIAS in parts.weights.tensors
-    refuse(kind == "eagle3" and present, "an EAGLE-3 head must not have fc.bias")
-    refuse(kind == "eagle" and not present, "missing: SGLang would leave its bias uninitialised")
-    return "present, as SGLang needs it" if present else "absent"
 
 
 def _config_keys(parts: Parts) -> str:
     """Values that engines demand, and keys that mislead them."""
     manifest, config = parts.manifest, parts.config
-    problems = []
+    demanded: dict[str, Any] = {} if manifest.kind == "eagle" else {"draft_vocab_size": manifest.draft_vocab}
+    if manifest.kind == "eagle3":
+        demanded |= layer_class(names.HEAD_NORMS["eagle3"][0] in parts.weights.tensors, manifest.flavour)
+        demanded |= {"vocab_size": manifest.target_vocab, "tie_word_embeddings": False, "num_hidden_layers": 1}
+    problems = [
+        f"{key}: expected {value!r}, found {config.get(key)!r}"
+        for key, value in demanded.items()
+        if config.get(key) != value or type(config.get(key)) is not type(value)
+    ]
     if "bias" in config:
         problems.append("bias: must be absent, vLLM and SGLang would build biases and leave them uninitialised")
-    for key, value in _demanded(manifest, parts).items():
-        if config.get(key) != value or type(config.get(key)) is not type(value):
-            problems.append(f"{key}: expected {value!r}, found {config.get(key)!r}")
-    if manifest.kind == "eagle3":
-        if manifest.rank_order_ids is not None and not manifest.draft_vocab < manifest.target_vocab:
-            problems.append(f"draft_vocab_size {manifest.draft_vocab} must be below vocab_size")
-        if config.get("target_hidden_size") == config.get("hidden_size"):
-            problems.append("target_hidden_size: must be absent where it equals hidden_size")
+    if manifest.kind == "eagle3" and config.get("target_hidden_size") == config.get("hidden_size"):
+        problems.append("target_hidden_size: must be absent where it equals hidden_size")
     join(problems)
     return f"{len(config)} keys"
 
 
-def _demanded(manifest: Manifest, parts: Parts) -> dict[str, Any]:
-    """Keys of config.json with the only values that they may have."""
-    if manifest.kind == "eagle":
-        return {}
-    if manifest.kind == "dflash":
-        return {"draft_vocab_size": manifest.draft_vocab}
-    return {
-        **layer_class(names.HEAD_NORMS["eagle3"][0] in parts.weights.tensors, manifest.flavour),
-        "vocab_size": manifest.target_vocab,
-        "draft_vocab_size": manifest.draft_vocab,
-        "tie_word_embeddings": False,
-        "num_hidden_layers": 1,
-    }
-
-
 def _config_sizes(parts: Parts) -> str:
     """Shapes, dtypes and flags of config.json are those of the tensors, as for any head."""
-    head, stated = parts.head(CONFIG_NAME), parts.config.get("torch_dtype")
+    head, stated = parts.head, parts.config.get("torch_dtype")
     written = LONG_NAMES[head.dtype_name]
     refuse(head.kind == "eagle3" and stated != written, f"torch_dtype: the tensors are {written}, found {stated!r}")
     return f"hidden {head.hidden_size}, {written}"
@@ -236,8 +213,7 @@ def _config_sizes(parts: Parts) -> str:
 def _tap_layers(parts: Parts) -> str:
     """config.json names the tap layers of the manifest."""
     manifest = parts.with_lm_head()
-    num_layers = manifest.target.get("num_hidden_layers")
-    layers = parts.head(CONFIG_NAME).taps(num_layers if isinstance(num_layers, int) else None)
+    layers = parts.head.taps(parts.target_layers)
     refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")
     return "default of all engines" if layers is None else f"inputs of layers {list(layers)}"
 
@@ -270,7 +246,6 @@ CHECKS: dict[str, Callable[[Parts], str]] = {
     "ranks": _ranks,
     "lm_head rows": _rows,
     "finite values": _finite_values,
-    "fc.bias": _fc_bias,
     "config keys": _config_keys,
     "config sizes": _config_sizes,
     "tap layers in config": _tap_layers,

@@ -1,9 +1,9 @@
-"""Checks against what the artifact was made from and what it is for: source head, target, tokenizer."""
+"""Checks of an artifact against its source head, its target and its tokenizer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -49,31 +49,24 @@ class SourceChecks:
 
     def source_tensors(self) -> str:
         """Every tensor that is copied is bit-identical to the source head's."""
-        weights = self.parts.weights
-        source = self._source_head
+        parts, source = self.parts, self._source_head
         skipped = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
         # Zeros that a conversion adds where the source has none.
         added = (names.FC_BIAS, *names.ATTENTION_BIASES.get(source.kind, ())[-1:])
         skipped |= {name for name in added if name not in source.tensors}
+        copied = [name for name in sorted(parts.weights.tensors) if name not in skipped]
         problems = []
-        copied = [name for name in sorted(weights.tensors) if name not in skipped]
         for name in copied:
             if name not in source.tensors:
                 problems.append(f"{name} is not in the source")
-            elif source.tensors.source.sha256(source.tensors.stored[name]) != self.parts.digest(name):
+            elif source.tensors.source.sha256(source.tensors.stored[name]) != parts.digests[name]:
                 problems.append(f"{name} differs from the source's")
-        problems += [
-            f"{name} differs from the source's rows" for name in source.row_tensors if not self._has_rows(name)
-        ]
+        for name in source.row_tensors:
+            rows = source.tensors.rows(name, rows_of_ids(source, parts.ids))
+            if name not in parts.weights.tensors or not parts.checkpoint.tensor(name).equal(rows):
+                problems.append(f"{name} differs from the source's rows")
         join(problems)
         return f"{len(copied)} tensors bit-identical to {source.location}"
-
-    def _has_rows(self, name: str) -> bool:
-        """Whether a tensor with a row for each draft id has the source's rows of these ids."""
-        source, weights = self._source_head, self.parts.weights
-        rows = rows_of_ids(source, self.parts.ids)
-        mine = self.parts.checkpoint.tensor(name) if name in weights.tensors else None
-        return mine is not None and mine.equal(source.tensors.rows(name, rows))
 
     def source_rows(self) -> str:
         """Every lm_head row is the row of its token in the head or the target that it came from."""
@@ -84,7 +77,7 @@ class SourceChecks:
             refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
             lm_head = own_lm_head(source)
         else:
-            source = self.parts.head(str(self.parts.folder))
+            source = self.parts.head
             lm_head = self._target_lm_head(source)
         gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
         start, different = 0, []
@@ -98,34 +91,25 @@ class SourceChecks:
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
 
     def _target_lm_head(self, head: DraftHead) -> LmHead:
-        """The LM head of the target that the rows came from, or skip the check."""
         if self._target is None:
             raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
-        try:
+        with self._skipped_unless_named("the target's LM head", "--target", self.target_name):
             opened = open_target_lm_head(self._target.source, offline=self._only_cache)
-        except SourceError as error:
-            if self.target_name is not None:
-                raise
-            raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
         return fitting(opened, head, self._target.name)
 
     def target(self) -> str:
         """Widths, vocabulary and tap layers fit the target."""
         manifest = self.parts.manifest
         choice = self._target_choice(manifest)
-        try:
-            revision = manifest.target.get("revision") if choice.reason == "recorded" else None
+        revision = manifest.target.get("revision") if choice.reason == "recorded" else None
+        with self._skipped_unless_named("the target", "--target", self.target_name):
             self._target = targets.open_target(choice, revision, self._only_cache)
-        except SourceError as error:
-            if self.target_name is not None:
-                raise
-            raise SkipCheck(f"not at hand; name it with --target ({error})") from error
         if choice.reason == "beside" and any(
             self._target.config.get(key, size) != size for key, size in manifest.target.items() if isinstance(size, int)
         ):
             self._target = None
             raise SkipCheck(f"{choice.name} is of another size than the target was; name that with --target")
-        targets.check_head_fits(self.parts.head(str(self.parts.folder)), self._target)
+        targets.check_head_fits(self.parts.head, self._target)
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
     def tokenizer(self) -> str:
@@ -138,17 +122,15 @@ class SourceChecks:
         refuse(
             loaded.tokenizer_hash != recorded, f"another vocabulary: expected {recorded}, found {loaded.tokenizer_hash}"
         )
-        ranked = manifest.rank_order_ids
+        ranked, vocabulary = manifest.rank_order_ids, manifest.vocabulary or {}
         if ranked is not None:
             outside = np.setdiff1d(ranked, loaded.real_ids)
-            trained = (manifest.vocabulary or {}).get("trained_ids")
-            refuse(bool(len(outside)) and trained is None, f"{len(outside)} ids belong to no token")
-            untrained = (manifest.vocabulary or {}).get("forced_but_untrained", [])
+            is_chosen = vocabulary.get("trained_ids") is None
+            refuse(bool(len(outside)) and is_chosen, f"{len(outside)} ids belong to no token")
+            untrained = np.array(vocabulary.get("forced_but_untrained", []), np.int64)
             forced = forced_ids(loaded).ids
-            needed = np.setdiff1d(forced[forced < manifest.target_vocab], np.array(untrained, np.int64))
-            missing = np.setdiff1d(needed, ranked)
-            if len(missing):
-                refuse(True, f"{len(missing)} needed ids are missing, the first is {missing[0]}")
+            missing = np.setdiff1d(np.setdiff1d(forced[forced < manifest.target_vocab], untrained), ranked)
+            refuse(bool(len(missing)), f"{len(missing)} needed ids are missing, the first is {missing[:1]}")
         changed = (manifest.tokenizer or {}).get("chat_template_hash") != loaded.chat_template_hash
         return "hash agrees" + ("; its chat template has changed since" if changed else "")
 
@@ -157,15 +139,21 @@ class SourceChecks:
         # What the user did not name is searched for on this machine only.
         return self.offline or self.target_name is None
 
+    @contextlib.contextmanager
+    def _skipped_unless_named(self, what: str, option: str, named: str | None) -> Iterator[None]:
+        """Skip the check where its source cannot be had, unless the user named it."""
+        try:
+            yield
+        except (SourceError, CheckpointError) as error:
+            if named is not None:
+                raise
+            raise SkipCheck(f"{what} is not at hand; name it with {option} ({error})") from error
+
     @cached_property
     def _source_head(self) -> DraftHead:
         manifest = self.parts.manifest
-        try:
+        with self._skipped_unless_named("the source head", "--head", self.head_name):
             found = open_original(manifest, self.head_name or self._at_hand(manifest.head), self.offline)
-        except (SourceError, CheckpointError) as error:
-            if self.head_name is not None:
-                raise
-            raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
         if found is None:
             raise SkipCheck("the source head was a local folder, which is not beside it; name it with --head")
         return found

@@ -1,35 +1,31 @@
 """`verify_artifact`: every rule of the format, every byte against the manifest, and the source where it is at hand.
 
-Each check stands alone, so that one fault does not hide another. A check that another fault makes impossible, or that
-needs something that is not at hand, is skipped with its reason. FORMAT.md gives the reasons for the rules.
+Each check stands alone, so that one fault does not hide another; one that another fault makes impossible, or whose
+source is not at hand, is skipped with its reason. FORMAT.md gives the reasons for the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError
-from .parts import Doubt, Parts, Status, ended, refuse
+from .parts import Doubt, Parts, Status, ended, join
 from .rules import CHECKS
 from .source import SourceChecks
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its name, how it ended, and what was found."""
+    """One check: its name, how it ended, and its finding or reason."""
 
     name: str
     status: Status
     detail: str
-
-    def to_json(self) -> dict[str, str]:
-        """The check as JSON."""
-        return {"name": self.name, "status": self.status, "detail": self.detail}
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Verification:
     """The checks of one artifact, in order."""
 
     folder: Path
-    checks: tuple[Check, ...] = field(default_factory=tuple)
+    checks: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
@@ -54,7 +50,7 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-verify --json` prints it."""
-        return {"folder": str(self.folder), "ok": self.ok, "checks": [check.to_json() for check in self.checks]}
+        return {"folder": str(self.folder), "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
 
 def verify_artifact(
@@ -99,21 +95,19 @@ def verify_artifact(
 
 def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
     """Whether an engine takes such a head, in a version that was tried; its notes come with the ok."""
-    manifest, head = parts.manifest, parts.head("model.safetensors")
-    layers = manifest.target.get("num_hidden_layers")
+    manifest = parts.manifest
     facts = HeadFacts.of(
-        head,
+        parts.head,
         config=parts.config,
         draft_vocab=manifest.draft_vocab,
-        target_layers=layers if isinstance(layers, int) else None,
+        target_layers=parts.target_layers,
         has_gguf=any(name.endswith(".gguf") for name in manifest.files),
     )
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
-    texts = {
-        severity: "; ".join(str(finding) for finding in findings if finding.severity == severity)
-        for severity in ("error", "warning", "note")
-    }
-    refuse(bool(texts["error"]), texts["error"])
-    if texts["warning"]:
-        raise Doubt(texts["warning"])
-    return texts["note"] or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"
+    errors, warnings, notes = (
+        [str(found) for found in findings if found.severity == severity] for severity in ("error", "warning", "note")
+    )
+    join(errors)
+    if warnings:
+        raise Doubt("; ".join(warnings))
+    return "; ".join(notes) or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"

@@ -27,11 +27,10 @@ from .sampling import PENALTIES, build_processors
 
 DEFAULT_MAX_NEW_TOKENS = 256
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_OTHERS = (
-    "max_new_tokens", "max_length", "max_time", "do_sample", "eos_token_id", "pad_token_id", "stop_strings",
-    "num_return_sequences", "return_dict_in_generate",
+_SERVED = (
+    *SAMPLING, *PENALTIES, "max_new_tokens", "max_length", "max_time", "do_sample", "eos_token_id", "pad_token_id",
+    "stop_strings", "num_return_sequences", "return_dict_in_generate",
 )  # fmt: skip
-_SERVED = (*SAMPLING, *PENALTIES, *_OTHERS)
 """Fields of a `GenerationConfig`."""
 _OURS = (
     "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
@@ -39,11 +38,11 @@ _OURS = (
 )  # fmt: skip
 """Further arguments of `generate`."""
 _WITHOUT_EFFECT = (
-    "bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "use_cache", "low_memory",
-    "transformers_version", "return_legacy_cache", "prefill_chunk_size", "target_lookbehind", "is_assistant",
+    "_", "bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "use_cache", "low_memory",
+    "transformers_version", "return_legacy_cache", "prefill_chunk_size", "target_lookbehind", "is_assistant", "cache_",
+    "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile",
 )  # fmt: skip
-_KINDS_WITHOUT_EFFECT = ("cache_", "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile")
-"""Beginnings of further names that change no token."""
+"""Beginnings of names that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
 _ON_GREEDY = (
     "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
@@ -51,7 +50,7 @@ _ON_GREEDY = (
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
 _PROCESSORS = " What changes logits can be given as a logits_processor."
-_WITHOUT_WARNING = {"temperature": (1.0,), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+_WITHOUT_WARNING = {"temperature": (0.0, 1.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
 """Values beside greedy decoding of which transformers does not warn."""
 
 
@@ -79,20 +78,20 @@ def read_call(
     """
     own = {name: keywords.get(name) for name in _OURS}
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
-    if own["inputs"] is not None:
-        if input_ids is not None:
-            raise UsageError("Give the prompts once, as input_ids or as inputs.")
-        input_ids = own["inputs"]
-    if input_ids is None:
-        raise UsageError("No prompt was given: input_ids is None.")
+    given = [each for each in (input_ids, own["inputs"]) if each is not None]
+    if len(given) != 1:
+        raise UsageError(f"Give the prompts once, as input_ids or as inputs; got {'both' if given else 'None'}.")
     tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
-    own_eos = own_eos_ids(target)
     options = join_options(target.generation_config, own["generation_config"], fields)
-    ignores_eos = own["ignore_eos"] is not None and read_flag("ignore_eos", own["ignore_eos"])
-    eos = frozenset() if ignores_eos else read_id_set(options.get("eos_token_id", own_eos))
-    pad = _pad(target, options.get("pad_token_id"))
-    padding = None if pad in (eos or own_eos) else pad
-    read = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
+    configs = (target.generation_config, target.text_config)
+    own_ends = _read_ids(*(getattr(config, "eos_token_id", None) for config in configs))
+    ends = _read_ids(options.get("eos_token_id"), own_ends)
+    eos = frozenset(ends)
+    if own["ignore_eos"] is not None and read_flag("ignore_eos", own["ignore_eos"]):
+        eos = frozenset()
+    pads = _read_ids(options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs))
+    padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
+    read = read_prompts(given[0], own["attention_mask"], padding, tokenizer)
     seeds = _read_seeds(own["seed"], len(read.prompts))
     sampling = read_sampling(options, fields, own["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
@@ -102,14 +101,12 @@ def read_call(
             "temperature."
         )
     read = read.repeated(repeats)
-    stop = options.get("stop_strings") if own["stop"] is None else own["stop"]
-    max_time = options.get("max_time")
     shared: dict[str, Any] = {
-        "eos_ids": eos, "context_limit": context_limit, "stop": read_stop_strings(stop, tokenizer is not None),
+        "eos_ids": eos, "context_limit": context_limit,
+        "stop": _read_stop(options.get("stop_strings") if own["stop"] is None else own["stop"], tokenizer is not None),
         "decode": partial(_decode, tokenizer) if tokenizer else None,
         "criteria": _read_criteria(own["stopping_criteria"]),
-        "deadline": None if max_time is None else time.monotonic() + _read_seconds("max_time", max_time),
-        "device": target.device,
+        "deadline": _read_deadline(options.get("max_time")), "device": target.device,
     }  # fmt: skip
     requests = []
     for index, prompt in enumerate(read.prompts):
@@ -125,8 +122,7 @@ def read_call(
         requests.append(Request(index, prompt, new, process=process, stream=stream, **shared))
     check_prompts(requests, target.embedding.shape[0])
     seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
-    fill = _fill(target, options.get("eos_token_id")) if pad is None else pad
-    return Call(requests, sampling, options, read, fill, seed)
+    return Call(requests, sampling, options, read, (*pads, *ends, 0)[0], seed)
 
 
 def join_options(
@@ -147,7 +143,7 @@ def join_options(
             )
     known = vars(GenerationConfig())
     found = {name: getattr(own, name, None) for name in PENALTIES}
-    # Names with a leading underscore are transformers' own notes; unknown ones were meant for other software.
+    # Other names in a configuration were meant for other software.
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:
@@ -162,16 +158,9 @@ def join_options(
 
 def _asks_nothing(name: str, value: Any) -> bool:
     """Whether a field that is not served has no effect, or is off; True is not 1, nor False 0."""
-    if value is None or value is False or name in _WITHOUT_EFFECT or name.startswith(("_", *_KINDS_WITHOUT_EFFECT)):
+    if value is None or value is False or name.startswith(_WITHOUT_EFFECT):
         return True
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and value == (1 if name in _OFF_AT_ONE else 0)
-
-
-def own_eos_ids(target: TargetModel) -> frozenset[int]:
-    """End-of-sequence ids of a target's generation configuration, else of its configuration."""
-    found = getattr(target.generation_config, "eos_token_id", None)
-    return read_id_set(getattr(target.text_config, "eos_token_id", None) if found is None else found)
+    return type(value) in (int, float) and value == (1 if name in _OFF_AT_ONE else 0)
 
 
 def read_flag(name: str, value: Any) -> bool:
@@ -188,14 +177,6 @@ def read_count(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
-def read_id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
-    """Return one id or many (a list, a set, a tensor) as a set; None is the empty set. Raises `UsageError`."""
-    if ids is None:
-        return frozenset()
-    values = ids.tolist() if hasattr(ids, "tolist") else ids
-    return frozenset(read_token_id(token) for token in (values if isinstance(values, Iterable) else [values]))
-
-
 def read_tokenizer(given: Any) -> Any:
     """Return a tokenizer. Raises `UsageError` for anything else, such as the name of one."""
     if not callable(given) or not hasattr(given, "decode"):
@@ -203,7 +184,37 @@ def read_tokenizer(given: Any) -> Any:
     return given
 
 
-def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> tuple[str, ...]:
+def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
+    """Read how to sample from joined options (`join_options`); of contradicting ``keywords`` ``do_sample`` counts.
+
+    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
+    from PyTorch's generator, which `torch.manual_seed` sets. Greedy decoding ignores what only sampling reads, with a
+    `SamplingWarning` where transformers warns: for keywords that would change something. Raises `UsageError` for
+    numbers out of range, and for sampling at temperature 0.
+    """
+    temperature, do_sample = keywords.get("temperature"), keywords.get("do_sample")
+    if do_sample is None and temperature is None:
+        do_sample = options.get("do_sample")
+    samples = bool(temperature) if do_sample is None else read_flag("do_sample", do_sample)
+    named = options if samples else keywords
+    given = {name: named[name] for name in SAMPLING if named.get(name) is not None}
+    sampling = SamplingConfig(**{"temperature": 1.0, **given}, seed=0 if seed is None else seed)
+    if samples and sampling.is_greedy:
+        raise UsageError("do_sample=True needs a temperature above 0. Leave temperature out for 1.0.")
+    if samples:
+        return replace(sampling, seed=int(torch.randint(2**63 - 1, ()))) if seed is None else sampling
+    ignored = [f"{name}={value}" for name, value in given.items() if value not in _WITHOUT_WARNING[name]]
+    if ignored:
+        warnings.warn(
+            f"Decoding is greedy: {', '.join(ignored)} acts on sampling alone. Give do_sample=True or a temperature "
+            "above 0 to sample.",
+            SamplingWarning,
+            stacklevel=4,
+        )
+    return SamplingConfig(seed=sampling.seed)
+
+
+def _read_stop(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
     """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
     stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
     if stops and not has_tokenizer:
@@ -211,53 +222,6 @@ def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> 
     if not all(isinstance(text, str) and text for text in stops):
         raise misfit("stop", "texts of at least one letter", list(stops))
     return stops
-
-
-def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
-    """Read how to sample from joined options (`join_options`); of contradicting ``keywords`` ``do_sample`` counts.
-
-    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
-    from PyTorch's generator, which `torch.manual_seed` sets. Raises `UsageError`.
-    """
-    named = {name: keywords.get(name) for name in ("do_sample", *SAMPLING)}
-    if named["do_sample"] is None and named["temperature"] is None:
-        named["do_sample"] = options.get("do_sample")
-    first = sampling_config(**named, seed=0 if seed is None else seed)
-    if first.is_greedy:
-        return SamplingConfig(seed=first.seed)
-    found = {name: options[name] for name in SAMPLING if name in options}
-    sampling = sampling_config(do_sample=True, **found, seed=first.seed)
-    return replace(sampling, seed=int(torch.randint(2**63 - 1, ())) if seed is None else seed)
-
-
-def sampling_config(
-    do_sample: bool | None = None, temperature: float | None = None, top_p: float | None = None,
-    top_k: int | None = None, seed: int = 0, min_p: float | None = None,
-) -> SamplingConfig:  # fmt: skip
-    """Read sampling arguments as `SpeculativeModel.generate` does.
-
-    Greedy decoding ignores what only sampling reads, with a `SamplingWarning` where transformers warns: for values
-    that would change something. Raises `UsageError` for numbers out of range, and for sampling at temperature 0.
-    """
-    if do_sample is not None:
-        read_flag("do_sample", do_sample)
-    cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
-    given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
-    is_cold = temperature is not None and temperature == 0
-    if do_sample and is_cold:
-        raise UsageError("do_sample=True needs a temperature above 0. Leave temperature out for 1.0.")
-    sampling = SamplingConfig(1.0 if temperature is None or is_cold else temperature, seed=seed, **given)
-    if do_sample or (do_sample is None and temperature):
-        return sampling
-    ignored = [name for name, quiet in _WITHOUT_WARNING.items() if getattr(sampling, name) not in quiet]
-    if ignored:
-        warnings.warn(
-            f"Decoding is greedy: {', '.join(f'{name}={getattr(sampling, name)}' for name in ignored)} acts on "
-            "sampling alone. Give do_sample=True or a temperature above 0 to sample.",
-            SamplingWarning,
-            stacklevel=5,
-        )
-    return SamplingConfig(seed=seed)
 
 
 def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
@@ -270,10 +234,13 @@ def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
     return tuple(int(SamplingConfig(seed=each).seed) for each in found)
 
 
-def _read_seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-        raise misfit(name, "a number of seconds above 0", value)
-    return float(value)
+def _read_deadline(max_time: Any) -> float | None:
+    """Return when ``max_time`` seconds from now are over, as `time.monotonic` counts."""
+    if max_time is None:
+        return None
+    if isinstance(max_time, bool) or not isinstance(max_time, Real) or not float(max_time) > 0:
+        raise misfit("max_time", "a number of seconds above 0", max_time)
+    return time.monotonic() + float(max_time)
 
 
 def _read_criteria(criteria: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
@@ -311,20 +278,11 @@ def _with_new_minimum(options: Mapping[str, Any], prompt_length: int) -> Mapping
     return rest if "min_new_tokens" in rest else {**rest, "min_length": max(0, length - prompt_length)}
 
 
-def _pad(target: TargetModel, given: int | None) -> int | None:
-    """Return the id that marks padding: as given, else the target's."""
-    found = [given, *(getattr(each, "pad_token_id", None) for each in (target.generation_config, target.text_config))]
-    ids = (token.item() if isinstance(token, Tensor) else token for token in found if token is not None)
-    return next(map(read_token_id, ids), None)
-
-
-def _fill(target: TargetModel, ends: Any) -> int:
-    """Return the id that fills ``sequences`` where nothing is named for padding: the first end of sequence, else 0."""
-    ends = getattr(target.generation_config, "eos_token_id", None) if ends is None else ends
-    first = ends.flatten()[:1].tolist() if isinstance(ends, Tensor) else ends
-    if isinstance(first, Iterable):
-        first = next(iter(first), None)
-    return min(own_eos_ids(target), default=0) if first is None else int(first)
+def _read_ids(*found: Any) -> list[int]:
+    """Return the first of what is not None, one id or many (a list, a set, a tensor), as a list; [] without any."""
+    ids: Any = next((each for each in found if each is not None), [])
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    return [read_token_id(token) for token in (values if isinstance(values, Iterable) else [values])]
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -54,29 +54,20 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
     """
     if isinstance(given, Mapping):
         if "input_ids" not in given:
-            raise UsageError(
-                f"A mapping is a prompt only if it has input_ids; this one has {brief(list(given))}. {_USE_ENCODE_CHAT}"
-            )
+            raise UsageError(f"input_ids: a mapping needs them, got {brief(list(given))}. {_USE_ENCODE_CHAT}")
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
     device = given.device if isinstance(given, Tensor) else torch.device("cpu")
-    if _is_single(given):
-        raise UsageError(
-            f"input_ids: a prompt is text or token ids, got {brief(given)}. Embeddings cannot be drafted from."
-        )
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
         attention_mask = given != pad
-    if attention_mask is not None and (_is_single(attention_mask) or isinstance(attention_mask, str)):
-        raise misfit("attention_mask", "of the shape of input_ids", attention_mask)
-    values = [given] if isinstance(given, str) else _as_list(given)
-    mask = None if attention_mask is None else _as_list(attention_mask)
+    values = [given] if isinstance(given, str) else _as_list("input_ids", "text or token ids", given)
     if not values:
         raise PromptError("No prompt was given.")
     first = values[0]
     if isinstance(first, Mapping):
         raise UsageError(f"input_ids: these are messages, not a prompt. {_USE_ENCODE_CHAT}")
     if isinstance(first, str):
-        if mask is not None:
+        if attention_mask is not None:
             raise UsageError("attention_mask goes with token ids; text has no padding.")
         values = [encode_text(tokenizer, str(text)) for text in values]
     elif isinstance(first, (int, float)):
@@ -85,46 +76,40 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
         raise UsageError(
             "input_ids: a batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them."
         )
+    rows = [tuple(read_token_id(token) for token in row) for row in values]
+    if attention_mask is None:
+        return ReadPrompts(rows, rows, device)
+    mask = _as_list("attention_mask", "of the shape of input_ids", attention_mask)
     if mask and isinstance(mask[0], (int, float)):
         mask = [mask]
-    prompts = [tuple(read_token_id(token) for token in row) for row in values]
-    return ReadPrompts(prompts, prompts if mask is None else _without_padding(prompts, mask), device)
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, bytes) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
+    if [len(keep) for keep in mask] != [len(row) for row in rows]:
+        raise misfit("attention_mask", f"of the shape of input_ids, {brief([len(row) for row in rows])}", mask)
+    return ReadPrompts(rows, [tuple(compress(row, keep)) for row, keep in zip(rows, mask, strict=True)], device)
 
 
 def check_prompts(requests: Sequence[Request], vocab: int) -> None:
     """Raise `PromptError` for an empty prompt, an id outside the vocabulary, and one that leaves no room to answer."""
     for request in requests:
         place, length, limit = request.index, len(request.prompt_ids), request.context_limit
-        if length == 0:
-            raise PromptError(f"Prompt {place} is empty. Give at least one token, for example BOS.", prompt=place)
         wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
-        if wrong:
-            raise PromptError(
-                f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.", prompt=place
-            )
-        if limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
-            raise PromptError(
-                f"Prompt {place} has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the "
-                "prompt.",
-                prompt=place,
-            )
+        if length == 0:
+            reason = "is empty. Give at least one token, for example BOS."
+        elif wrong:
+            reason = f"has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}."
+        elif limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
+            reason = f"has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the prompt."
+        else:
+            continue
+        raise PromptError(f"Prompt {place} {reason}", prompt=place)
 
 
-def encode_text(tokenizer: Any | None, text: str) -> list[int]:
+def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
     """Encode text as the tokenizer does by itself, special tokens included.
 
-    Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
+    ``options``: of the tokenizer. Raises `UsageError` without a tokenizer, `PromptError` for what is no text.
     """
     if tokenizer is None:
         raise UsageError("Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.")
-    return _encode(tokenizer, text)
-
-
-def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -147,38 +132,24 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
-        raise UsageError(
-            'A conversation is a list of messages such as [{"role": "user", "content": "Hi"}]; got '
-            f"{brief(messages)}."
-        )
+        raise misfit("messages", 'a list such as [{"role": "user", "content": "Hi"}]', messages)
     if not tokenizer.chat_template:
         content = messages[-1].get("content")
         if not isinstance(content, str):
-            raise UsageError(
-                "Without a chat template the content of the last of the messages is the prompt: text; got "
-                f"{brief(content)}."
-            )
+            raise misfit("content of the last of the messages", "text, without a chat template", content)
         return encode_text(tokenizer, content)
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
         raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
-    return _encode(tokenizer, text, add_special_tokens=False)
+    return encode_text(tokenizer, text, add_special_tokens=False)
 
 
-def _as_list(values: Any) -> list[Any]:
-    """Turn tensors and arrays, and lists of them, into lists."""
+def _as_list(name: str, expected: str, values: Any) -> list[Any]:
+    """Turn a tensor, an array or a list of them into lists. Raises `UsageError` for a single value."""
+    if isinstance(values, (bytes, str)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise misfit(name, expected, values)
     if hasattr(values, "tolist"):
         found: list[Any] = values.tolist()
         return found
     return [value.tolist() if hasattr(value, "tolist") else value for value in values]
-
-
-def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
-    found, expected = [len(keep) for keep in mask], [len(prompt) for prompt in prompts]
-    if found != expected:
-        raise UsageError(
-            f"attention_mask has rows of {brief(found)} entries, input_ids of {brief(expected)}. They must have the "
-            "same shape."
-        )
-    return [tuple(compress(prompt, keep)) for prompt, keep in zip(prompts, mask, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 from ..errors import UsageError
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from .sampling import Processors, noise_keys
-from .stats import GenerationStats, MissedTokens, most_missed_first
+from .stats import GenerationStats, most_frequent_first
+from .streaming import Streamer
 
 if TYPE_CHECKING:
     from ..drafter.weights import HeadWeights
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
-OnTokens = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class RunningRequest:
     request: Request
     keys: Tensor | None
     """int64 [at least max_new_tokens]: of the noise that chooses each new token; None when greedy."""
-    on_tokens: OnTokens | None = None
+    streamer: Streamer | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     num_cut_tokens: int = 0
-    missed: MissedTokens | None = None
-    """Counter of new tokens outside the draft vocabulary; None where drafting was not asked for."""
+    head: HeadWeights | None = None
+    """What drafts, so that what it cannot propose is counted; None where drafting was not asked for."""
     num_reused: int = 0
     """Tokens of the prompt that a slot held already."""
 
@@ -103,22 +103,31 @@ class RunningRequest:
         deadline = self.request.deadline
         if self.finish_reason is None and deadline is not None and time.monotonic() >= deadline:
             self.finish_reason = "time"
-        if self.missed is not None:
-            self.missed.add(self.token_ids[before:])
-        if self.on_tokens is not None:
-            self.on_tokens(self.token_ids[before:])
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(self.token_ids[before:]))
         return self.finish_reason is not None
 
-    def output(self, timings: dict[str, Any]) -> RequestOutput:
-        """Return the finished result; ``timings`` are `GenerationStats` fields, {} where the time is shared."""
+    def output(self) -> RequestOutput:
+        """Return the finished result; its statistics are without times."""
         assert self.finish_reason is not None
+        stats = GenerationStats(
+            dict(sorted(self.accepted_lengths.items())), len(self.token_ids), self.num_cut_tokens, self._missed_ids(),
+            self.num_reused, finish_reasons={self.finish_reason: 1},
+        )  # fmt: skip
         return RequestOutput(
-            list(self.request.prompt_ids),
-            list(self.token_ids),
-            self._text(),
-            self.finish_reason,
-            _stats_of([self], timings),
+            list(self.request.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats
         )
+
+    def _missed_ids(self) -> dict[int, int]:
+        """Count the new tokens that the head could not draft, by target id."""
+        if self.head is None:
+            return {}
+        held, follow = self.head.held_ids, self.head.follow
+        missed = Counter(token for token in self.token_ids if not held[token])
+        if follow is not None:
+            tail = follow.tail_of(self.request.prompt_ids)
+            missed = Counter({token: count for token, count in missed.items() if not follow.holds(tail, token)})
+        return most_frequent_first(missed)
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
         if token in self.request.eos_ids:
@@ -164,51 +173,23 @@ def _is_met(criterion: Callable[[Tensor, Any], Any], ids: Tensor) -> bool:
 
 
 def start(
-    requests: Sequence[Request],
-    sampling: SamplingConfig,
-    on_tokens: OnTokens | None = None,
-    head: HeadWeights | None = None,
+    requests: Sequence[Request], sampling: SamplingConfig, streamer: Streamer | None, head: HeadWeights | None
 ) -> list[RunningRequest]:
-    """Begin requests; ``on_tokens`` is called with new tokens.
-
-    ``head``: what drafts, so that what it cannot propose is counted; None where drafting was not asked for.
-    """
-
-    def keys_of(request: Request) -> Tensor | None:
+    """Begin requests; ``streamer`` gets the new tokens, ``head`` is as in `RunningRequest`."""
+    states = []
+    for request in requests:
         # No more keys than the context has room for, whatever was asked, and a path: a pass counts in full what it
         # accepts beyond the answer's end.
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
-        return None if sampling.is_greedy else noise_keys(*request.stream, room)
-
-    return [
-        RunningRequest(
-            request,
-            keys_of(request),
-            on_tokens,
-            missed=None if head is None else MissedTokens(head, request.prompt_ids),
-        )
-        for request in requests
-    ]
+        keys = None if sampling.is_greedy else noise_keys(*request.stream, room)
+        states.append(RunningRequest(request, keys, streamer, head=head))
+    return states
 
 
 def collect(
     states: Sequence[RunningRequest], timings: dict[str, Any], **counts: Any
 ) -> tuple[list[RequestOutput], GenerationStats]:
-    """Return the outputs of finished requests and the statistics of all; time is theirs only if there is one."""
-    outputs = [state.output(timings if len(states) == 1 else {}) for state in states]
-    return outputs, _stats_of(states, timings | counts)
-
-
-def _stats_of(states: Sequence[RunningRequest], more: dict[str, Any]) -> GenerationStats:
-    lengths: Counter[int] = Counter()
-    for state in states:
-        lengths.update(state.accepted_lengths)
-    return GenerationStats(
-        accepted_lengths=dict(sorted(lengths.items())),
-        finish_reasons=dict(sorted(Counter(str(state.finish_reason) for state in states).items())),
-        num_new_tokens=sum(len(state.token_ids) for state in states),
-        missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
-        num_reused_tokens=sum(state.num_reused for state in states),
-        num_cut_tokens=sum(state.num_cut_tokens for state in states),
-        **more,
-    )
+    """Return the outputs of finished requests and the statistics of all; where there is one, it has them all."""
+    outputs = [state.output() for state in states]
+    stats = replace(GenerationStats.sum(output.stats for output in outputs), **timings, **counts)
+    return [replace(outputs[0], stats=stats)] if len(outputs) == 1 else outputs, stats

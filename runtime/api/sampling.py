@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -71,13 +70,9 @@ class Processors:
 
 
 def build_processors(
-    options: Mapping[str, Any],
-    prompt_length: int,
-    eos_ids: Iterable[int],
-    vocab_size: int,
-    extra: Sequence[Any] = (),
+    options: Mapping[str, Any], prompt_length: int, eos_ids: Iterable[int], vocab_size: int, extra: Sequence[Any] = (),
     device: torch.device | str = "cpu",
-) -> Processors | None:
+) -> Processors | None:  # fmt: skip
     """Build the processors of one request; None where nothing changes logits.
 
     ``options``: `PENALTIES` that are set, ``min_length`` counting new tokens alone. ``vocab_size``: logits per
@@ -101,7 +96,7 @@ def build_processors(
         "min_new_tokens": minimum,
         "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
     }
-    built: list[tuple[str, Any]] = []
+    steps: list[tuple[str, Any]] = []
     for name, value in ((name, options[name]) for name in PENALTIES if name in options):
         if value is True:
             raise misfit(name, "a number, or token ids", value)
@@ -111,18 +106,11 @@ def build_processors(
             raise UsageError(f"transformers refuses {name} = {value!r}: {error}") from error
         if name == "bad_words_ids" and not all(len(word) for word in value):
             raise misfit(name, "words of at least one token", value)
-        for token in _leaves(value) if name in ("bad_words_ids", "suppress_tokens") else ():
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
-                raise UsageError(f"{name} names token {token!r}; the target's ids are 0 to {vocab_size - 1}.")
+        named = {"bad_words_ids": value, "suppress_tokens": [value]}.get(name, ())
+        for token in chain.from_iterable(named):
+            if not 0 <= token < vocab_size:
+                raise UsageError(f"{name} names token {token}; the target's ids are 0 to {vocab_size - 1}.")
         if processor:
-            built.append((name, processor))
-    steps = [*built, *((type(processor).__name__, processor) for processor in extra)]
+            steps.append((name, processor))
+    steps += [(type(processor).__name__, processor) for processor in extra]
     return Processors(tuple(steps)) if steps else None
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    """Values in nested lists, tuples and tensors; a single value is its own leaf."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return [value]
-    return chain.from_iterable(map(_leaves, value))

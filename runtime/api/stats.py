@@ -1,48 +1,20 @@
-"""The cost of a generation: accepted lengths, tokens outside the draft vocabulary, and seconds by phase.
-
-Generated tokens that the draft vocabulary did not hold are counted on the host as they arrive, so that the device has
-nothing more to do.
-"""
+"""The cost of a generation: accepted lengths, tokens outside the draft vocabulary, and seconds by phase."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from ..drafter.weights import HeadWeights
-
-_PHASES = ("prefill", "draft", "verify", "step")
-
-
-class MissedTokens:
-    """Counts what one request generates outside what a head could draft; `counts` are by target id."""
-
-    def __init__(self, head: HeadWeights, prompt_ids: Sequence[int]) -> None:
-        self.head, self.counts = head, Counter[int]()
-        self._joined: tuple[int, ...] = () if head.follow is None else head.follow.tail_of(prompt_ids)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of one step, in order."""
-        held, follow = self.head.held_ids, self.head.follow
-        outside = [token for token in tokens if not held[token]]
-        for token in outside:
-            if follow is None or not follow.holds(self._joined, token):
-                self.counts[token] += 1
-
-
-def most_missed_first(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Add up counts by id, and order them: the most frequent first, ties by id."""
-    total: Counter[int] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+_DERIVED = (
+    "num_passes", "num_accepted_tokens", "mean_accepted_length", "num_missed", "missed_rate", "step_s", "tokens_per_s",
+)  # fmt: skip
 
 
 class StepTimes(NamedTuple):
@@ -56,29 +28,8 @@ class StepTimes(NamedTuple):
     host_s: float
 
 
-class AcceptedLengths:
-    """Figures derived from the accepted lengths."""
-
-    accepted_lengths: Mapping[int, int]
-
-    @property
-    def num_passes(self) -> int:
-        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
-        return sum(self.accepted_lengths.values())
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Tokens of the answers that passes gave: all but the first of each, which its prompt's forward gave."""
-        return sum(length * count for length, count in self.accepted_lengths.items())
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens per target pass; 0.0 without a pass, 1.0 when nothing drafted was ever accepted."""
-        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
-
-
 @dataclass(frozen=True)
-class GenerationStats(AcceptedLengths):
+class GenerationStats:
     """Statistics of one request or of many.
 
     The accepted length of a pass is the number of tokens that one target forward over a tree adds to the answer: the
@@ -124,14 +75,24 @@ class GenerationStats(AcceptedLengths):
     below float32."""
 
     @property
+    def num_passes(self) -> int:
+        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
+        return sum(self.accepted_lengths.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens of the answers that passes gave: all but the first of each, which its prompt's forward gave."""
+        return sum(length * count for length, count in self.accepted_lengths.items())
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per target pass; 0.0 without a pass, 1.0 when nothing drafted was ever accepted."""
+        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
     def step_s(self) -> float:
         """Seconds of all steps: the whole time but for prompts."""
         return sum(sum(step) for step in self.steps)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the batch in which a sequence ran."""
-        return sum(self.active_sequences.values())
 
     @property
     def num_missed(self) -> int:
@@ -151,8 +112,7 @@ class GenerationStats(AcceptedLengths):
     def to_json(self) -> dict[str, Any]:
         """Return plain values, keyed as in this class; of the steps the sum."""
         names = [each.name for each in fields(self) if each.name != "steps"]
-        derived = ("num_passes", "num_accepted_tokens", "mean_accepted_length", "num_missed", "missed_rate", "step_s")
-        found = {name: getattr(self, name) for name in (*names, *derived, "tokens_per_s")}
+        found = {name: getattr(self, name) for name in (*names, *_DERIVED)}
         return {
             name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
             for name, value in found.items()
@@ -169,10 +129,8 @@ class GenerationStats(AcceptedLengths):
                 total[each.name] = values[0] if len(set(values)) == 1 else each.default
             elif each.name in ("cache_bytes", "graph_bytes"):
                 total[each.name] = max(values, default=0)
-            elif each.name == "missed_ids":
-                total[each.name] = most_missed_first(values)
             elif each.name == "steps":
-                total[each.name] = tuple(step for steps in values for step in steps)
+                total[each.name] = tuple(chain.from_iterable(values))
             elif each.default_factory is dict:
                 added: Counter[Any] = Counter()
                 for value in values:
@@ -180,7 +138,13 @@ class GenerationStats(AcceptedLengths):
                 total[each.name] = dict(sorted(added.items()))
             else:
                 total[each.name] = sum(values)
+        total["missed_ids"] = most_frequent_first(total["missed_ids"])
         return cls(**total)
+
+
+def most_frequent_first(counts: Mapping[int, int]) -> dict[int, int]:
+    """Order counts by id: the most frequent first, ties by id."""
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 class PhaseTimer:
@@ -190,45 +154,37 @@ class PhaseTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events = device.type == "cuda"
-        self._phases: list[tuple[str, Any]] = []
-        """Name of each phase in order, with its seconds, or with the two events around it."""
-        self._step_starts: list[tuple[int, float]] = []
-        """For each step, its place in ``_phases`` and when the host began it."""
+        self._has_events = device.type == "cuda"
+        self._phases: list[tuple[str, float, Any]] = []
+        """Name of each phase in order, when the host began it, and its seconds or the two events around it."""
         self._start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute what runs inside to a phase."""
         started = time.perf_counter()
-        if name in ("draft", "step"):
-            self._step_starts.append((len(self._phases), started))
-        if self._events:
+        if self._has_events:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._phases.append((name, (begin, end)))
-            return
-        yield
-        self._phases.append((name, time.perf_counter() - started))
+            self._phases.append((name, started, (begin, end)))
+        else:
+            yield
+            self._phases.append((name, started, time.perf_counter() - started))
 
     def stop_and_wait(self) -> dict[str, Any]:
         """Wait for the device; return ``total_s`` and ``steps``."""
-        if self._events:
+        if self._has_events:
             torch.cuda.synchronize()
-            self._phases = [(name, begin.elapsed_time(end) / 1e3) for name, (begin, end) in self._phases]
-            self._events = False
-        end = time.perf_counter()
-        return {"total_s": end - self._start, "steps": self._steps(end)}
-
-    def _steps(self, end: float) -> tuple[StepTimes, ...]:
-        steps = []
-        nexts = [*self._step_starts[1:], (len(self._phases), end)]
-        for (first, started), (last, ended) in zip(self._step_starts, nexts, strict=False):
-            seconds = dict.fromkeys(_PHASES, 0.0)
-            for name, phase_s in self._phases[first:last]:
-                seconds[name] += phase_s
-            host_s = max(0.0, ended - started - sum(seconds.values()))
-            steps.append(StepTimes(seconds["draft"] + seconds["step"], seconds["verify"], host_s))
-        return tuple(steps)
+        ended = time.perf_counter()
+        total_s, steps, seconds = ended - self._start, list[StepTimes](), defaultdict[str, float](float)
+        # From the last step to the first: the phases behind a step's beginning are its own.
+        for name, started, took in reversed(self._phases):
+            seconds[name] += took[0].elapsed_time(took[1]) / 1e3 if self._has_events else took
+            if name in ("draft", "step"):
+                host_s = max(0.0, ended - started - sum(seconds.values()))
+                steps.append(StepTimes(seconds["draft"] + seconds["step"], seconds["verify"], host_s))
+                ended = started
+                seconds.clear()
+        return {"total_s": total_s, "steps": tuple(reversed(steps))}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import TextStreamer
 
@@ -18,12 +17,6 @@ class Streamer(Protocol):
 
     def end(self) -> None:
         """End of stream."""
-
-
-def send_tokens(streamer: Streamer) -> Callable[[Sequence[int]], None]:
-    """Return a listener that hands a request's new tokens to a streamer."""
-
-    return lambda token_ids: streamer.put(torch.tensor(list(token_ids)))
 
 
 class StopTextStreamer(TextStreamer):  # type: ignore[misc]  # transformers carries no types

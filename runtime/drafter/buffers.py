@@ -13,7 +13,9 @@ from torch import Tensor
 from ..errors import UsageError
 from .dimensions import DrafterConfig, check_kernel_limits
 from .follow import Tails
+from .kernels.frontier import MAX_DEPTH
 from .launch_params import LaunchParams
+from .weights import HeadWeights
 from .workspace import allocate_tails, allocate_workspace
 
 BLANK = {
@@ -55,6 +57,8 @@ class Buffers:
     num_leaves: Tensor
     cfg: DrafterConfig
     """What they are allocated for."""
+    tables: tuple[Tensor, Tensor]
+    """RoPE: cos and sin, each fp32 [positions, head_dim / 2]."""
     params: LaunchParams | None = None
     """Launch parameters that the workspace is for; None without one."""
     workspace: dict[str, Tensor] = field(default_factory=dict)
@@ -67,15 +71,16 @@ class Buffers:
     def allocate(
         cls,
         cfg: DrafterConfig,
-        device: torch.device | str,
+        head: HeadWeights,
         params: LaunchParams | None = None,
         cache: tuple[Tensor, Tensor] | None = None,
     ) -> Buffers:
-        """Allocate for a configuration; outputs start as -2, a value no draft writes.
+        """Allocate for a configuration and its head; outputs start as -2, a value no draft writes.
 
         ``params``: allocates the kernel's workspace too. ``cache``: keys and values to use instead of new ones
         (`cache_shape`), which other buffers may share. Raises as `check_kernel_limits`, with ``params``.
         """
+        device = head.device
         tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
         tensors |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
@@ -86,7 +91,8 @@ class Buffers:
             check_kernel_limits(cfg)
             tensors["workspace"] = allocate_workspace(cfg, params, device)
         tails = allocate_tails(cfg, params, device) if cfg.tail_rows else None
-        bufs = cls(**tensors, cfg=cfg, params=params, tails=tails)
+        tables = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
+        bufs = cls(**tensors, cfg=cfg, tables=tables, params=params, tails=tails)
         bufs.num_new.fill_(1)
         for name in ("active_slots", "active_inverse"):
             torch.arange(cfg.num_slots, out=getattr(bufs, name))

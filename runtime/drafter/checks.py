@@ -66,9 +66,3 @@ def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
             f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
         )
-    if packed is not None and (len(packed.cos) < cfg.max_positions or not weights.is_fixed_for(cfg.num_tokens)):
-        raise UsageError(
-            f"The weights are packed for {len(packed.cos)} positions and texts of {packed.num_tokens} tokens, the "
-            f"configuration has {cfg.max_positions} and {cfg.num_tokens}; take "
-            f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens})."
-        )

@@ -139,7 +139,6 @@ class BufferedDrafter:
         barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=device))
         self.error = barrier[ERROR : ERROR + 1]
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""
-        self._tables = self.head.rotary_halves(cfg.max_positions, cfg.num_tokens)
         # Built before capture.
         _ = self.head.kv_projection
 
@@ -158,7 +157,7 @@ class BufferedDrafter:
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Put the keys and values of a prompt's pairs into the cache; arguments as `launch.write_pairs`."""
-        write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self._tables, self.bufs)
+        write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self.bufs)
 
 
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:

@@ -110,7 +110,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
     ``cache``: as in `Buffers.allocate`.
     """
     params = None if weights.packed is None else weights.packed.launches.get(cfg)
-    return Buffers.allocate(cfg, weights.head.device, params, cache)
+    return Buffers.allocate(cfg, weights.head, params, cache)
 
 
 def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
@@ -173,14 +173,13 @@ def prefill_drafter(
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
     check_ids(slot, next_tokens.tolist(), cfg.target_vocab)
-    tables = head.rotary_halves(cfg.max_positions, cfg.num_tokens)
     rows = torch.arange(start, start + len(next_tokens), dtype=torch.int32, device=device)
     chunk = 1024
     for features, tokens, at in zip(X.split(chunk), next_tokens.split(chunk), rows.split(chunk), strict=True):
         if len(tokens):
             slots = torch.tensor([slot], dtype=torch.int32, device=device)
             features = features.to(device, head.dtype)
-            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, tables, bufs)
+            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, bufs)
 
 
 def write_pairs(
@@ -191,7 +190,6 @@ def write_pairs(
     positions: Tensor,
     rows: Tensor,
     slots: Tensor,
-    tables: tuple[Tensor, Tensor],
     bufs: Buffers,
 ) -> None:
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
@@ -199,8 +197,8 @@ def write_pairs(
     A head has one layer, so a pair's key depends on the pair alone.
 
     ``features`` [pairs, feature_width] of the head's type; ``next_tokens`` [pairs] the token after each;
-    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1];
-    ``tables`` cos and sin, each fp32 [positions, head_dim / 2]. Waits for nothing with kernels.
+    ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
+    Waits for nothing with kernels.
     """
     w, hidden = head.tensors, head.hidden
     embedded = torch.index_select(head.embedding, 0, next_tokens)
@@ -213,7 +211,16 @@ def write_pairs(
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
     ops(rotate_append)(
-        inputs @ weight, bias, head.head_norms, head.norm_eps, *tables, positions, slots, rows, bufs.keys, bufs.values
+        inputs @ weight,
+        bias,
+        head.head_norms,
+        head.norm_eps,
+        *bufs.tables,
+        positions,
+        slots,
+        rows,
+        bufs.keys,
+        bufs.values,
     )
 
 
@@ -314,7 +321,7 @@ def kernel_arguments(
         ),
         "head": HeadTensors(
             packed.stream, packed.scales, packed.row_ids, packed.embedding, norms["in"], norms["hidden"],
-            norms["post"], norms["out"], packed.biases, norms["taps"], packed.cos, packed.sin,
+            norms["post"], norms["out"], packed.biases, norms["taps"], *bufs.tables,
             norms["heads"], cfg.draft_vocab, packed.embedding.stride(0),
         ),
         "cache": KVCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
-from .kernels.frontier import MAX_DEPTH
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
 from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, in_features, num_groups, out_features
@@ -32,10 +31,6 @@ class PackedHead:
     norms: dict[str, Tensor]
     biases: Tensor
     """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
-    cos: Tensor
-    sin: Tensor
-    num_tokens: int
-    """Length of text that the RoPE tables are for, which matters to a scaling that depends on it."""
     launches: LaunchTable
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
@@ -149,7 +144,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
             by_program[:, first : first + packed.shape[1]] = packed
         elif cfg.weight_dtype != cfg.dtype:
             scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
-    cos, sin = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
     biased = {
         "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,
         **dict.fromkeys((f"mlp.{name}_proj" for name in ("gate", "up", "down")), cfg.has_mlp_bias),
@@ -169,9 +163,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
             "heads": torch.cat(head.head_norms) if head.head_norms is not None else empty,
         },
         biases=torch.cat(biases) if biases else empty,
-        cos=cos,
-        sin=sin,
-        num_tokens=cfg.num_tokens,
         launches=launches,
         draft_vocab=head.draft_vocab,
     )
@@ -233,23 +224,6 @@ class Weights:
         ranked = torch.arange(self.head.draft_vocab, device=self.head.device) if self.order is None else self.order
         return self.head.of_rows(ranked[:draft_vocab].sort().values)
 
-    def with_positions(self, num_positions: int, num_tokens: int | None = None) -> Weights:
-        """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache.
-
-        ``num_tokens`` (`DrafterConfig.num_tokens`; default ``num_positions``): length of text that a scaling which
-        depends on it is fixed for.
-        """
-        assert self.packed is not None, "pack() comes first"
-        num_tokens = num_positions if num_tokens is None else num_tokens
-        if len(self.packed.cos) >= num_positions and self.is_fixed_for(num_tokens):
-            return self
-        cos, sin = self.head.rotary_halves(num_positions + MAX_DEPTH, num_tokens)
-        return replace(self, packed=replace(self.packed, cos=cos, sin=sin, num_tokens=num_tokens))
-
-    def is_fixed_for(self, num_tokens: int) -> bool:
-        """Whether the RoPE tables are those of a text of this length, if a scaling depends on it."""
-        return self.packed is None or self.head.rotary.by_length is None or self.packed.num_tokens == num_tokens
-
 
 class SharedPacking:
     """A head packed once, when it is first drafted with, for all who draft with it.
@@ -264,10 +238,9 @@ class SharedPacking:
         self._weights: Weights | None = None
 
     def weights(self, cfg: DrafterConfig) -> Weights:
-        """The packed head with positions for ``cfg``; packs at the first call. Raises as `Weights.pack` does."""
+        """Return the packed head, packed at the first call. Raises as `Weights.pack` does."""
         if self._weights is None:
             self._weights = Weights.pack(self.head, cfg, self.order)
-        self._weights = self._weights.with_positions(cfg.max_positions, cfg.num_tokens)
         return self._weights
 
     def serves(self, head: HeadWeights) -> bool:

@@ -81,26 +81,18 @@ def frontier_generate(
     check_choice("backend", backend, registered_backends())
     how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})
     if isinstance(model, DrafterConfig):
-        return _draft_once(
-            model, input_ids, weights, bufs, how, {"head": head, "draft_vocab": draft_vocab, "tree": tree, **options}
-        )
+        others = {"head": head, "draft_vocab": draft_vocab, "tree": tree, **options}
+        given = [name for name, value in others.items() if value is not None]
+        if weights is None or bufs is None or given:
+            raise misfit("model", "a DrafterConfig with weights and bufs alone", given or "no weights and bufs")
+        if how["draft_weights"] == "fp8" and model.weight_dtype != torch.float8_e4m3fn:
+            raise misfit("backend", f"one for {model.weight_dtype}, which the configuration has", "fp8")
+        return launch_drafter(model, input_ids, weights, bufs, how["drafter"])
     if weights is not None or bufs is not None:
         raise misfit("model", "a DrafterConfig beside weights and bufs", type(model).__name__)
     if head is None and not isinstance(model, SpeculativeModel) and not is_ea_model(model):
         raise misfit("model", "a SpeculativeModel, an EaModel, or given with its head", type(model).__name__)
     return _generate(model, input_ids, how, head, draft_vocab, tree, options)
-
-
-def _draft_once(
-    config: DrafterConfig, features: Tensor, weights: Weights | None, bufs: Buffers | None, how: dict[str, Any],
-    others: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    given = [name for name, value in others.items() if value is not None]
-    if weights is None or bufs is None or given:
-        raise misfit("model", "a DrafterConfig with weights and bufs alone", [*given] or "no weights and bufs")
-    if how["draft_weights"] == "fp8" and config.weight_dtype != torch.float8_e4m3fn:
-        raise misfit("backend", f"one for {config.weight_dtype}, which the configuration has", "fp8")
-    return launch_drafter(config, features, weights, bufs, how["drafter"])
 
 
 def _generate(
@@ -131,12 +123,13 @@ def fused_draft_token_generation(
     """
     device = (_place(model) or [torch.device("cuda")])[0]
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
-    if drafter == "triton" and capability < (8, 0):
-        expected = "an NVIDIA GPU of sm_80 (Ampere) or later"
-        found = f"sm_{capability[0]}{capability[1]}" if has_gpu else f"none for a model on {device}"
-        hint = 'Move the model to one, or pass drafter="reference" to run in plain PyTorch, slowly.'
-        raise GPUAssertionError(f"Expected {expected}, found {found}. {hint}")
+    major, minor = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
+    if drafter == "triton" and major < 8:
+        found = f"sm_{major}{minor}" if has_gpu else f"none for a model on {device}"
+        raise GPUAssertionError(
+            f"Expected an NVIDIA GPU of sm_80 (Ampere) or later, found {found}. Move the model to one, or pass "
+            'drafter="reference" to run in plain PyTorch, slowly.'
+        )
     if isinstance(model, SpeculativeModel) and draft_weights != "auto":
         raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
     how = {"drafter": drafter, "draft_weights": draft_weights}
@@ -144,7 +137,9 @@ def fused_draft_token_generation(
     return _generate(model, input_ids, how, head, draft_vocab, tree, options)
 
 
-class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it start empty.
+class _Kept(dict[Any, Any]):
+    """What was built over a model, by its `_place`; copies and pickles of the model start empty."""
+
     def __reduce__(self) -> Any:
         return dict, ()
 

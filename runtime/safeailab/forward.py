@@ -129,7 +129,7 @@ def _unfit_part(base: Any) -> str | None:
 
 
 def _rotary_module(base: Any) -> Any:
-    """Qwen2's and Qwen3's decoder has one; upstream's Llama has one in each layer."""
+    """Return a rotary embedding: the decoder's (Qwen2, Qwen3), or the first layer's (upstream's Llama)."""
     return getattr(base.model, "rotary_emb", None) or base.model.layers[0].self_attn.rotary_emb
 
 

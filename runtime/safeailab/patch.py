@@ -19,7 +19,6 @@ from ..errors import UsageError
 from .drafting import LayerPatch
 from .reading import check_ea_model, is_ea_model, read_head, tree_of
 from .rebind import is_rebound, restore
-from .session import Session
 from .step import StepPatch, step_of
 from .vocabulary import choose_ids
 
@@ -78,7 +77,10 @@ def patch_ea_model_with_triton_drafter(
                 "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out."
             )
         drafter = "reference"
-    EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False).apply()
+    EaModelPatch(
+        model, drafter, draft_weights, None, draft_vocab=draft_vocab, counts=counts, token_map=token_map,
+        tokenizer=tokenizer,
+    ).apply()  # fmt: skip
     return model
 
 
@@ -112,8 +114,9 @@ def patch_eagle_model(
     of `patch_ea_model_with_triton_drafter`.
     """
     EaModelPatch(
-        model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, target_backend=target_backend
-    ).apply()
+        model, drafter, draft_weights, target_backend, draft_vocab=draft_vocab, counts=counts, token_map=token_map,
+        tokenizer=tokenizer,
+    ).apply()  # fmt: skip
     return model
 
 
@@ -141,31 +144,28 @@ unpatch_eagle_model = unpatch_ea_model
 
 
 class EaModelPatch:
-    """A patch that can be put on and taken off at no cost: the drafter is built once. Arguments as the functions'."""
+    """A patch that can be put on and taken off at no cost: the drafter is built once.
+
+    ``target_backend`` None patches the drafter alone; ``vocabulary``: arguments of `choose_ids`; others as the
+    functions'.
+    """
 
     def __init__(
         self,
         model: Any,
-        draft_vocab: int | DraftVocab | str | Path | None = None,
-        counts: TokenCounts | str | Path | None = None,
-        token_map: DraftVocab | str | Path | None = None,
-        tokenizer: LoadedTokenizer | str | Path | None = None,
         drafter: str | DraftFunction = "triton",
         draft_weights: str = "auto",
-        whole: bool = True,
-        target_backend: str = "auto",
+        target_backend: str | None = "auto",
+        **vocabulary: Any,
     ) -> None:
         check_ea_model(model)
         if is_rebound(model) or is_rebound(model.ea_layer):
             raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.")
         check_drafter(drafter, model.ea_layer.embed_tokens.weight.device, BACKENDS)
-        head = read_head(model, choose_ids(model, draft_vocab, counts, token_map, tokenizer))
+        head = read_head(model, choose_ids(model, **vocabulary))
         built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
-        # Sessions of all tree sizes share what is packed.
-        self.layer = LayerPatch(
-            model.ea_layer, model.base_model.lm_head, lambda tree: Session(built.like(built.weights, tree))
-        )
-        self.step = StepPatch(model, self.layer, target_backend) if whole else None
+        self.layer = LayerPatch(model.ea_layer, model.base_model.lm_head, built)
+        self.step = None if target_backend is None else StepPatch(model, self.layer, target_backend)
 
     def apply(self) -> None:
         """Put the patch on; see `LayerPatch.apply`."""

@@ -21,7 +21,6 @@ from ..settings import TreeConfig
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MODEL = ("base_model", "ea_layer")
 _LAYER = ("topK_genrate", "reset_kv", "embed_tokens", "fc", "depth", "top_k", "total_tokens")
 
 
@@ -35,8 +34,8 @@ def check_ea_model(model: Any) -> None:
     """Raise `UsageError` for what is no `EaModel`, `UnsupportedModelError` for one that cannot be drafted for."""
     if not is_ea_model(model):
         raise UsageError(
-            f"Expected a loaded EaModel of SafeAILab's EAGLE (with {' and '.join(_MODEL)}, and ea_layer.topK_genrate); "
-            f"got {type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained."
+            "Expected a loaded EaModel of SafeAILab's EAGLE (with base_model and ea_layer.topK_genrate); got "
+            f"{type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained."
         )
     layer = model.ea_layer
     missing = [name for name in _LAYER if not hasattr(layer, name)]
@@ -45,15 +44,15 @@ def check_ea_model(model: Any) -> None:
             f"{type(layer).__name__} has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) "
             "have. docs/upstream.md names the versions that are known to work."
         )
-    config = _block(layer).self_attn.config
     places = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(places) > 1:
         raise UnsupportedModelError(
             f"This EaModel lies on {', '.join(places)}. The persistent drafter and the step's kernels run on one "
             'device: load it with device_map="cuda:0", or leave it as it is.'
         )
-    if config.pretraining_tp > 1:
-        raise UnsupportedModelError(f"The head's pretraining_tp is {config.pretraining_tp}; expected 1.")
+    slices = _block(layer).self_attn.config.pretraining_tp
+    if slices > 1:
+        raise UnsupportedModelError(f"The head's pretraining_tp is {slices}; expected 1.")
 
 
 def kind_of(layer: Any) -> str:

@@ -7,8 +7,8 @@ KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from ..drafter.buffers import Buffers
 from ..drafter.drafter import Drafter
 from ..drafter.launch import check_finished, prefill_drafter
 from ..errors import UsageError
-from ..ops import side_stream
+from ..ops import current, side_stream
 from ..settings import TreeConfig
+from ..step.graphs import GraphPool
 from ..tree import DraftTree
 
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -31,8 +32,16 @@ StableKV = tuple[tuple[Tensor, Tensor]]
 _FIRST_CAPACITY = 2048
 
 
+@contextmanager
+def on_buffers(device: torch.device) -> Iterator[None]:
+    """Work on buffers of a device, without the caller's autocast and outside inference mode: made in it, buffers could
+    not be written to elsewhere."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
+        yield
+
+
 class Session:
-    """A drafter over buffers for one sequence, which grow with it.
+    """A drafter over buffers for one sequence, which grow with it. Its methods are for a block `on_buffers`.
 
     Raises as `Drafter.on_slots`; `DrafterError` when a draft's grid barrier timed out.
     """
@@ -41,7 +50,10 @@ class Session:
         self.spec, self.head = drafter, drafter.weights
         self.length = 0
         """Pairs in the KV cache."""
-        self.drafter = drafter.on_slots(1, _FIRST_CAPACITY)
+        self._allocate(_FIRST_CAPACITY)
+
+    def _allocate(self, capacity: int) -> None:
+        self.drafter = self.spec.on_slots(1, capacity)
         self._graph: Callable[[], None] | None = None
         self._packed_tree: Tensor | None = None
 
@@ -55,22 +67,25 @@ class Session:
         """Inputs, KV cache and outputs; others after growth."""
         return self.drafter.bufs
 
+    def follow(self, tree: TreeConfig) -> None:
+        """Draft trees of another shape from now on, where it is another; the KV cache is kept."""
+        if tree != self.tree:
+            kv, self.spec = self.read_kv(), self.spec.like(self.head, tree)
+            self._allocate(_FIRST_CAPACITY)
+            self.write_kv(kv)
+
     def reserve(self, num_pairs: int) -> None:
         """Make room for ``num_pairs`` pairs and a tree; what the buffers hold is kept."""
-        old = self.drafter
-        room = old.bufs.keys.shape[2] - old.cfg.tree_rows
+        old = self.bufs
+        room = old.keys.shape[2] - self.drafter.cfg.tree_rows
         if num_pairs <= room:
             return
         # A power of two as long as the kernel takes it, so that few sizes occur.
-        self.drafter = self.spec.on_slots(1, max(num_pairs, min(2 * room, 131072 - self.tree.new_tokens_width)))
-        self._graph = self._packed_tree = None
-        self.drafter.features.copy_(old.features)
-        for field in fields(Buffers):
-            before = getattr(old.bufs, field.name)
-            if not isinstance(before, Tensor):
-                continue
-            after = getattr(self.bufs, field.name)
-            (after[:, :, : before.shape[2]] if field.name in ("keys", "values") else after).copy_(before)
+        self._allocate(max(num_pairs, min(2 * room, 131072 - self.tree.new_tokens_width)))
+        for name, before in vars(old).items():
+            if isinstance(before, Tensor):
+                after = getattr(self.bufs, name)
+                (after[:, :, : before.shape[2]] if name in ("keys", "values") else after).copy_(before)
 
     def extend(self, features: Tensor, next_tokens: Tensor) -> None:
         """Add pairs, [new, feature_width] and int64 [new] with new at least 1, and draft the tree after them."""
@@ -98,34 +113,29 @@ class Session:
         if self.head.device.type != "cuda" or self.drafter.waits:
             self._draft()
             return
-        with torch.cuda.device(self.head.device):
-            if self._graph is None:
-                self._graph = captured(self._draft)
-            self._graph()
+        if self._graph is None:
+            self._graph = captured(self._draft)
+        self._graph()
 
     def _draft(self) -> None:
         self.drafter.draft()
         bufs = self.bufs
         parts = (self.drafter.error, bufs.num_leaves, bufs.tree_position_ids, bufs.retrieve_indices, bufs.tree_mask)
-        packed = torch.cat([part.flatten().to(self.head.device, torch.int16) for part in parts])
-        if self._packed_tree is None:
-            self._packed_tree = torch.empty_like(packed)
-        self._packed_tree.copy_(packed)
+        # In a graph's own memory, where a replay writes it again.
+        self._packed_tree = torch.cat([part.flatten().to(self.head.device, torch.int16) for part in parts])
 
     def read_tree(self, sampling: bool) -> UpstreamTree:
-        """Wait for the last draft and return it, by one copy to the host; with ``sampling`` the paths are sorted as
-        `DraftTree.to_upstream` does."""
+        """Wait for the last draft and return it, by one copy; ``sampling`` as in `DraftTree.to_upstream`."""
         assert self._packed_tree is not None, "extend() comes first"
         nodes, width = self.tree.total_tokens, self.tree.path_width
         host = self._packed_tree.cpu().long()
         if host[0]:
             check_finished(self.bufs)
-        num_leaves, positions = int(host[1]), host[2 : 2 + nodes]
+        num_leaves, positions = host[1:2], host[2 : 2 + nodes]
         retrieve, mask = host[2 + nodes :].split([nodes * width, nodes * nodes])
         tree = DraftTree(
-            self.bufs.draft_tokens,
-            self.bufs.parents, mask.bool().view(1, 1, nodes, nodes), positions[None],
-            retrieve.view(1, nodes, width), torch.tensor([num_leaves]),
+            self.bufs.draft_tokens, self.bufs.parents, mask.bool().view(1, 1, nodes, nodes), positions[None],
+            retrieve.view(1, nodes, width), num_leaves,
         )  # fmt: skip
         tokens, paths, tree_mask, _ = tree.to_upstream(sampling=sampling)
         return tokens.clone(), paths.clone(), tree_mask, self.bufs.tree_position_ids[0].clone()
@@ -142,11 +152,22 @@ class Session:
         if kv is None:
             self.length = 0
             return
-        keys, values = _check_kv(kv, self.bufs.keys.shape[1], self.bufs.keys.shape[3])
-        self.reserve(keys.shape[2])
-        self.length = keys.shape[2]
-        self.bufs.keys[:, :, : self.length] = keys
-        self.bufs.values[:, :, : self.length] = values
+        _, kv_heads, _, head_dim = self.bufs.keys.shape
+        try:
+            ((keys, values),) = kv
+            length = keys.shape[2]
+            fits = keys.shape == values.shape == (1, kv_heads, length, head_dim)
+        except (TypeError, ValueError, AttributeError, IndexError):
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"stable_kv must be None or ((keys, values),), both [1, {kv_heads}, length, {head_dim}], as "
+                "topK_genrate leaves it."
+            )
+        self.reserve(length)
+        self.length = length
+        self.bufs.keys[:, :, :length] = keys
+        self.bufs.values[:, :, :length] = values
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
@@ -154,27 +175,6 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
     It runs once before, and again when replayed, so twice with the same inputs it must give the same.
     """
-    graph = torch.cuda.CUDAGraph()
-    with side_stream() as stream:
+    with side_stream():
         run()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            run()
-    return graph.replay
-
-
-def _check_kv(kv: StableKV, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Take keys and values out of upstream's nesting."""
-    found: object = type(kv).__name__
-    try:
-        ((keys, values),) = kv
-        found = tuple(keys.shape), tuple(values.shape)
-        shape = (1, kv_heads, keys.shape[2], head_dim)
-        fits = found == (shape, shape)
-    except (TypeError, ValueError, AttributeError, IndexError):
-        fits = False
-    if not fits:
-        raise UsageError(
-            f"stable_kv must be None or ((keys, values),), both [1, {kv_heads}, length, {head_dim}], as topK_genrate "
-            f"leaves it; got {found}."
-        )
-    return keys, values
+    return GraphPool().capture(run)

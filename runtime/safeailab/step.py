@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -34,56 +32,44 @@ from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
 from ..step.kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, SlotState, commit_features, commit_kv, walk
-from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
+from ..step.kernels.choice_kernels import ChoiceRules, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch
 from .forward import TreeForward, choose_tree_forward, fuse
 from .rebind import rebind, restore
-from .session import Session
+from .session import Session, on_buffers
 
-LOOPS = ("eagenerate", "ea_generate")
+_LOOPS = ("eagenerate", "ea_generate")
 _REPLACED = ("tree_decoding", "evaluate_posterior", "update_inference_inputs")
 _STEP = "_eagle_slim_step"
 _NO_END = 1 << 30
 _SHARED = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 
 
-@dataclass(frozen=True)
 class _Tensors:
     """Tensors of a step beside the drafter's buffers, whose inputs it shares."""
 
-    bufs: Buffers
-    state: SlotState
-    trees: Trees
-    choice: ChoiceState
-    choices: Tensor
-    scratch: ChoiceScratch
-    first_row: Tensor
-    record: Tensor
-    """The state's record on the host, in pinned memory where there is a GPU."""
-
-    @classmethod
-    def over(cls, bufs: Buffers, tree: TreeConfig, vocab: int) -> _Tensors:
+    def __init__(self, bufs: Buffers, tree: TreeConfig, vocab: int) -> None:
         device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
         before = {name: tensor.clone() for name, tensor in shared.items()}
-        state = SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1], **shared)
+        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1], **shared)
         # Allocating empties the slots; here one is in the middle of its sequence.
         for name, tensor in before.items():
             shared[name].copy_(tensor)
-        state.max_generated.fill_(_NO_END)
-        return cls(
-            bufs, state,
-            Trees(state.active_slots, state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids),
-            # A key for every depth of a tree, drawn again for each tree.
-            ChoiceState.allocate(1, tree.path_width, vocab, device),
-            torch.zeros((1, nodes), dtype=torch.int32, device=device),
-            choice_scratch(1, nodes, vocab, device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.empty(state.record.shape, dtype=torch.int32, pin_memory=device.type == "cuda"),
-        )  # fmt: skip
+        self.state.max_generated.fill_(_NO_END)
+        self.trees = Trees(
+            self.state.active_slots, self.state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids
+        )
+        # A key for every depth of a tree, drawn again for each tree.
+        self.choice = ChoiceState.allocate(1, tree.path_width, vocab, device)
+        self.choices = torch.zeros((1, nodes), dtype=torch.int32, device=device)
+        self.scratch = choice_scratch(1, nodes, vocab, device)
+        self.first_row = torch.zeros(1, dtype=torch.int32, device=device)
+        self.record = torch.empty(self.state.record.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        """The state's record on the host, in pinned memory where there is a GPU."""
 
 
 class StepPatch:
@@ -95,10 +81,11 @@ class StepPatch:
 
     def __init__(self, model: Any, layer_patch: LayerPatch, target_backend: str = "auto") -> None:
         self.model, self.layer_patch = model, layer_patch
-        for name in LOOPS:
+        for name in _LOOPS:
             _check_loop(type(model), name)
         session = layer_patch.session
-        self.ops = Ops(session.spec.backend == "triton" or session.head.device.type == "cuda")
+        self._device = session.head.device
+        self.ops = Ops(session.spec.backend == "triton" or self._device.type == "cuda")
         self._asked = target_backend
         self._take_base_model()
         self._tensors: _Tensors | None = None
@@ -116,7 +103,7 @@ class StepPatch:
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
-        loops = {name: self._loop(type(self.model), name) for name in LOOPS}
+        loops = {name: self._loop(type(self.model), name) for name in _LOOPS}
         rebind(self.model, {**loops, _STEP: self})
 
     def remove(self) -> None:
@@ -160,17 +147,21 @@ class StepPatch:
         The fused forward has no outputs beside these, and reads the tree from the drafter's buffers.
         """
         session = self.session
-        with self._buffers():
+        with on_buffers(self._device):
             # The next draft's pairs, so that nothing has to grow between the walk and that draft.
             session.reserve(session.length + session.tree.path_width)
             tensors = self._current()
             tensors.state.lengths.fill_(input_ids.shape[1])
-        if self._target is not None:
-            forward = self._forward_of(model.past_key_values_data, tensors)
+            if self._target is not None:
+                (data,) = model.past_key_values_data
+                if self._forward is None or self._forward.data is not data:
+                    state = tensors.state
+                    self._forward = TreeForward(self._target, data, session.tree, tensors.trees, state.lengths)
+        if self._forward is not None:
             # What upstream allocated may be a tensor of inference mode.
-            with torch.inference_mode(), current(session.head.device):
-                forward.run()
-            return forward.logits[None], forward.features[None], None
+            with torch.inference_mode(), current(self._device):
+                self._forward.run()
+            return self._forward.logits[None], self._forward.features[None], None
         positions = (tree_position_ids + input_ids.shape[1])[None]
         outputs, logits, features = model(
             tree_candidates, output_orig=True, past_key_values=past_key_values, position_ids=positions
@@ -179,36 +170,20 @@ class StepPatch:
             features = torch.cat(list(outputs["hidden_states"]), -1)
         return logits, features, outputs
 
-    @contextmanager
-    def _buffers(self) -> Iterator[None]:
-        """Work on buffers: ones made in inference mode could not be written to outside it."""
-        device = self.session.head.device
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
-            yield
-
     def _current(self) -> _Tensors:
         """Return the tensors over the drafter's buffers as they are now."""
         session = self.session
         if self._tensors is None or self._tensors.bufs is not session.bufs:
             vocab = self.model.base_model.lm_head.weight.shape[0]
-            self._tensors = _Tensors.over(session.bufs, session.tree, vocab)
+            self._tensors = _Tensors(session.bufs, session.tree, vocab)
             self._forward = self._numbers = None
         return self._tensors
-
-    def _forward_of(self, data_list: list[Tensor], tensors: _Tensors) -> TreeForward:
-        """Return the forward over the tree in upstream's cache as it is now."""
-        assert self._target is not None
-        (data,) = data_list
-        if self._forward is None or self._forward.data is not data:
-            with self._buffers():
-                self._forward = TreeForward(self._target, data, self.session.tree, tensors.trees, tensors.state.lengths)
-        return self._forward
 
     def evaluate_posterior(self, logits: Tensor, candidates: Tensor, logits_processor: Any) -> tuple[None, None, None]:
         """Accept a path into the state, where `update_inference_inputs` finds it; ``logits`` [1, nodes, vocab]."""
         tensors, rules, scores = self._tensors, ChoiceRules(), logits[0]
         assert tensors is not None
-        with self._buffers():
+        with on_buffers(self._device):
             if logits_processor is not None:
                 known = _kernel_rules(logits_processor)
                 if known is None:
@@ -236,18 +211,18 @@ class StepPatch:
         session, tensors = self.session, self._tensors
         assert tensors is not None
         state, bufs, drafter = tensors.state, tensors.bufs, session.drafter
-        with self._buffers():
+        with on_buffers(self._device):
             # Copies, as the next draft overwrites what they are made from.
             kept = bufs.draft_tokens[0, state.path[0].clamp(min=0).long()]
             newest = state.new_tokens[0].long()
         # What upstream allocated may be a tensor of inference mode.
-        with torch.inference_mode(), current(bufs.keys.device):
+        with torch.inference_mode(), current(self._device):
             for data in past_key_values_data_list:
                 self.ops(commit_kv)(state, data[0::2], data[1::2])
             # Of another type than the head's under autocast.
             features = hidden_state_new[0].to(drafter.features.dtype)
             self.ops(commit_features)(state, features, session.tree.total_tokens, tensors.first_row, drafter.features)
-        with self._buffers():
+        with on_buffers(self._device):
             tensors.record.copy_(state.record, non_blocking=True)
             done = torch.cuda.Event() if state.record.is_cuda else None
             if done is not None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def choose_ids(
     model: Any,
-    draft_vocab: int | DraftVocab | str | Path | None,
-    counts: TokenCounts | str | Path | None,
-    token_map: DraftVocab | str | Path | None,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
     tokenizer: LoadedTokenizer | str | Path | None = None,
 ) -> NDArray[np.int64] | None:
     """Choose the target ids to draft over: int64 [draft_vocab] ascending; None for all that the head has.
@@ -35,41 +35,40 @@ def choose_ids(
     that holds such ids is refused. With counts, forced ids come from the target's ``tokenizer``; None is that of the
     model's own folder.
 
-    Raises `UsageError` for a number without a ranking, a ranking without what it ranks by, both rankings at once, and
-    ids that the head does not have; `VocabularyError` and `TokenizerError` as the files' readers do.
+    Raises `UsageError` for a number without a ranking, counts without a number, several rankings, and ids that the head
+    does not have; `VocabularyError` and `TokenizerError` as the files' readers do.
     """
-    if counts is not None and token_map is not None:
-        raise UsageError("counts and token_map exclude each other: give one ranking.")
-    if isinstance(draft_vocab, str | Path):
-        if counts is not None or token_map is not None:
-            raise UsageError(
-                f"draft_vocab = {str(draft_vocab)!r} names a ranking, and another was given with it: give one."
-            )
-        if is_counts_file(draft_vocab):
-            raise UsageError(
-                f"{draft_vocab} holds counts, which do not say how many ids to keep. Give draft_vocab=N and "
-                f"counts={str(draft_vocab)!r}."
-            )
-        draft_vocab, token_map = None, draft_vocab
+    ranking = draft_vocab if isinstance(draft_vocab, str | Path | DraftVocab) else None
+    if sum(each is not None for each in (ranking, counts, token_map)) > 1:
+        raise UsageError("counts, token_map, and draft_vocab as a DraftVocab or a path each rank the ids: give one.")
     available = np.sort(trained_ids(model))
-    if isinstance(draft_vocab, DraftVocab):
-        if counts is not None or token_map is not None:
-            raise UsageError("A DraftVocab says itself which ids it has: leave counts and token_map out.")
-        ids = draft_vocab.for_target(_vocab_size(model)).ascending_ids
+    vocab_size = int(model.ea_layer.embed_tokens.weight.shape[0])
+    if isinstance(ranking, DraftVocab):
+        ids = ranking.for_target(vocab_size).ascending_ids
         check_available(ids, available)
         return ids
+    if ranking is not None:
+        if is_counts_file(ranking):
+            raise UsageError(f"{ranking} holds counts: give it as counts=, and draft_vocab=N, how many ids to keep.")
+        return _cut_map(ranking, None, available, vocab_size)
     size = _read_size(draft_vocab, len(available))
-    if counts is not None:
-        return _ranked_by_counts(model, size, counts, available, tokenizer)
     if token_map is not None:
-        return _cut_map(model, size, token_map, available)
-    if size not in (None, len(available)):
+        return _cut_map(token_map, size, available, vocab_size)
+    if counts is not None and size is None:
+        raise UsageError("counts rank the ids and do not say how many to keep: give draft_vocab=N with them.")
+    if size in (None, len(available)):
+        return None
+    if counts is None:
         raise UsageError(f"draft_vocab = {size} needs a ranking of the ids: give counts=, token_map=, or a DraftVocab.")
-    return None
-
-
-def _vocab_size(model: Any) -> int:
-    return int(model.ea_layer.embed_tokens.weight.shape[0])
+    source: Any = model.base_model_name_or_path if tokenizer is None else tokenizer
+    vocab = rank_vocabulary(
+        counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts), size,
+        tokenizer=source if isinstance(source, LoadedTokenizer) else load_tokenizer(str(source), offline=True),
+        target_vocab=vocab_size, candidates=None if len(available) == vocab_size else available,
+    )  # fmt: skip
+    for sentence in vocab.warnings:
+        warnings.warn(sentence, HeadWarning, stacklevel=4)
+    return vocab.ascending_ids
 
 
 def _read_size(draft_vocab: Any, largest: int) -> int | None:
@@ -82,34 +81,9 @@ def _read_size(draft_vocab: Any, largest: int) -> int | None:
     return int(draft_vocab)
 
 
-def _ranked_by_counts(
-    model: Any,
-    size: int | None,
-    counts: TokenCounts | str | Path,
-    available: NDArray[np.int64],
-    tokenizer: LoadedTokenizer | str | Path | None,
-) -> NDArray[np.int64] | None:
-    if size is None:
-        raise UsageError("counts rank the ids and do not say how many to keep: give draft_vocab=N with them.")
-    if size == len(available):
-        return None
-    loaded = counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts)
-    vocab_size = _vocab_size(model)
-    source: Any = model.base_model_name_or_path if tokenizer is None else tokenizer
-    vocab = rank_vocabulary(
-        loaded, size,
-        tokenizer=source if isinstance(source, LoadedTokenizer) else load_tokenizer(str(source), offline=True),
-        target_vocab=vocab_size, candidates=None if len(available) == vocab_size else available,
-    )  # fmt: skip
-    for sentence in vocab.warnings:
-        warnings.warn(sentence, HeadWarning, stacklevel=4)
-    return vocab.ascending_ids
-
-
 def _cut_map(
-    model: Any, size: int | None, token_map: DraftVocab | str | Path, available: NDArray[np.int64]
+    token_map: DraftVocab | str | Path, size: int | None, available: NDArray[np.int64], vocab_size: int
 ) -> NDArray[np.int64]:
-    vocab_size = _vocab_size(model)
     vocab = token_map if isinstance(token_map, DraftVocab) else import_token_map(token_map, vocab_size)
     vocab = vocab.for_target(vocab_size)
     is_known = np.isin(vocab.target_ids, available)

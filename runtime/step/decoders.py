@@ -14,7 +14,7 @@ from ..drafter.drafter import BufferedDrafter, Drafter
 from ..errors import DeviceMemoryError
 from ..ops import current, ranges_wanted
 from ..settings import PartialVerification, TreeConfig
-from ..target.cache import KVCache, Target, row_bytes
+from ..target.cache import KVCache, Target
 from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
 from .graphs import GraphPool, recall
@@ -39,7 +39,7 @@ class Decoders:
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None, bool], Decoder] = {}
-        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, row_bytes(target.runs))
+        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, _token_bytes(target.runs))
         """What steps that choose their shape have learned of the head, and of this device."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
@@ -178,3 +178,9 @@ class Decoders:
             decoder.clear_()
             found = decoder.warm_up(rules, num_slots, trees)
         return replace(found, cache_bytes=self.cache_bytes)
+
+
+def _token_bytes(target: Target) -> int:
+    """Bytes of a token's keys and values, in all layers."""
+    shapes = target.layer_shapes
+    return target.dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)

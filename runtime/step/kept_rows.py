@@ -14,7 +14,7 @@ fused optimiser), and the whole prompt is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,19 +22,14 @@ from torch import Tensor
 
 from ..target.cache import KVCache
 
-_SMALLEST_CAPACITY = 1024
-_LARGEST_POWER = 131072
-
 
 def capacity_for(rows: int) -> int:
-    """Rows to allocate for ``rows``: a power of two, so that few sizes occur; exactly those beyond 131,072.
+    """Return the rows to allocate for ``rows``: a power of two from 1024 on, so that few sizes occur.
 
-    There a power of two would cost gigabytes, and more positions than the persistent drafter takes.
+    Beyond 131,072 exactly as many: there a power of two would cost gigabytes, and more positions than the persistent
+    drafter takes.
     """
-    capacity = _SMALLEST_CAPACITY
-    while capacity < rows:
-        capacity *= 2
-    return capacity if capacity <= _LARGEST_POWER else rows
+    return rows if rows > 131072 else max(1024, 1 << (rows - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -84,22 +79,16 @@ class HeldRow:
 
 
 def match_slots(
-    prompts: Sequence[Sequence[int]], kept: Sequence[KeptRows], free: Iterable[int], is_drafted: bool
+    prompts: Sequence[Sequence[int]], kept: Sequence[KeptRows], free: Sequence[int], is_drafted: bool
 ) -> list[tuple[int, int]]:
     """Give each prompt a free slot, those first that share most with it: (slot, shared tokens) by prompt.
 
     There must be as many free slots as prompts, or more.
     """
-    slots = list(free)
-    pairs = [
-        (-kept[slot].num_shared(prompt, is_drafted), place, slot)
-        for place, prompt in enumerate(prompts)
-        for slot in slots
-    ]
     found: dict[int, tuple[int, int]] = {}
-    taken: set[int] = set()
-    for shared, place, slot in sorted(pairs):
-        if place not in found and slot not in taken:
-            found[place] = (slot, -shared)
-            taken.add(slot)
+    shared = {(place, slot): kept[slot].num_shared(prompt, is_drafted)
+              for place, prompt in enumerate(prompts) for slot in free}  # fmt: skip
+    for place, slot in sorted(shared, key=lambda pair: (-shared[pair], *pair)):
+        if place not in found and all(slot != taken for taken, _ in found.values()):
+            found[place] = (slot, shared[place, slot])
     return [found[place] for place in range(len(prompts))]

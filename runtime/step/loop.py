@@ -71,31 +71,36 @@ class GenerationLoop:
         return self.decoders.run(self._run_held) if self.waiting else collect(self.states, {})
 
     def _run_held(self) -> tuple[list[RequestOutput], GenerationStats]:
-        device = self.decoders.target.device
-        with current(device), counted_apart() as self.launches:
+        decoders, device = self.decoders, self.decoders.target.device
+        with current(device), counted_apart() as launches:
             # More prompts than there are slots wait for a free one.
-            num_slots = min(len(self.waiting), self.plan.max_slots, self.decoders.max_slots or len(self.waiting))
+            self.num_slots = min(len(self.waiting), self.plan.max_slots, decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
-            self.decoder = self.decoders.get(
-                num_slots, longest, self.plan.tree, self.plan.ahead, any_shape=self.chooser is not None
+            self.decoder = decoders.get(
+                self.num_slots, longest, self.plan.tree, self.plan.ahead, any_shape=self.chooser is not None
             )
-            self.num_slots = num_slots
             try:
-                return self._run()
+                self._run()
             except BaseException:
                 # What is in flight still writes to the slots.
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 self.decoder.clear_()
-                self.decoders.forget()
+                decoders.forget()
                 raise
+            counts = self.decoder.counts() | {"tuned_hits": launches[True], "tuned_misses": launches[False]}
+            return collect(
+                self.states, self.timer.stop_and_wait(), cache_bytes=decoders.cache_bytes,
+                graph_bytes=decoders.graph_bytes, active_sequences=dict(sorted((+self.active_sequences).items())),
+                **counts,
+            )  # fmt: skip
 
-    def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
-        decoder = self.decoder
+    def _run(self) -> None:
+        decoder, rules = self.decoder, self.plan.rules
         decoder.clear_()
-        self._upload(decoder.choice.numbers, self.plan.rules.numbers, torch.float32)
-        if self.plan.rules.suppressed is not None:
-            self._upload(decoder.choice.suppressed, self.plan.rules.suppressed)
+        self._upload(decoder.choice.numbers, rules.numbers, torch.float32)
+        if rules.suppressed is not None:
+            self._upload(decoder.choice.suppressed, rules.suppressed)
         self.timer = PhaseTimer(decoder.target.device)
         while self.waiting or self.running or self.flying:
             self._fill_slots()
@@ -105,17 +110,6 @@ class GenerationLoop:
                 self._step()
             # One step stays in flight after the one that is read.
             self._read_all_but(self.host is None and bool(self.running))
-        timings = self.timer.stop_and_wait()
-        return collect(
-            self.states,
-            timings,
-            active_sequences=dict(sorted((+self.active_sequences).items())),
-            cache_bytes=self.decoders.cache_bytes,
-            graph_bytes=self.decoders.graph_bytes,
-            **self.decoder.counts(),
-            tuned_hits=self.launches[True],
-            tuned_misses=self.launches[False],
-        )
 
     def _read_all_but(self, count: int) -> None:
         while len(self.flying) > count:
@@ -134,14 +128,12 @@ class GenerationLoop:
             self._keep_record(self.decoder.entering.record, {slot: state}, is_step=False)
 
     def _enter(self, slot: int, state: RunningRequest) -> None:
-        decoder, request, prompt = self.decoder, state.request, state.request.prompt_ids
-        most = request.max_tokens - len(prompt)
+        decoder, request, prompt, first = self.decoder, state.request, state.request.prompt_ids, state.num_reused
         # Ends beyond those that the device has places for are found by the host, as stop strings are.
-        ends = sorted(request.eos_ids)
-        eos = ends[: decoder.state.eos_ids.shape[1]]
-        blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
-        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused)
-        self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
+        ends, places = sorted(request.eos_ids), decoder.state.eos_ids.shape[1]
+        eos = (ends + [-1] * places)[:places]
+        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, first)
+        self._upload(decoder.box.numbers, [slot, len(prompt), request.max_tokens - len(prompt), first, *eos])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.keys is not None:
             keys = state.keys[: decoder.choice.keys.shape[1]]
@@ -152,9 +144,8 @@ class GenerationLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        held, first = None, state.num_reused
-        if first > 0:
-            held = HeldRow(decoder.cache, slot, first, self.decoders.model.exactness is not None)
+        is_exact = self.decoders.model.exactness is not None
+        held = HeldRow(decoder.cache, slot, first, is_exact) if first > 0 else None
         decoder.enter(len(prompt) - first, self.rules, self.host, held)
 
     def _enter_again(self, record: _Record) -> None:
@@ -252,33 +243,38 @@ class GenerationLoop:
         num_active = sum(row[0] > 0 for row in rows[:-1])
         self.active_sequences[num_active] += record.is_step and num_active > 0
         for slot, state in record.sequences.items():
-            accepted, kept, ended = rows[slot][:RECORD_HEAD]
-            if accepted == 0 or state.finish_reason is not None:
-                continue
-            num_tokens = len(state.request.prompt_ids) + len(state.token_ids)
-            tokens = rows[slot][RECORD_HEAD : RECORD_HEAD + kept]
-            if ended == ENDED_BY_FAULT:
-                good = [token for token in tokens if token >= 0]
-                # A stop string may have ended the answer before.
-                if not (good and state.emit(good)):
-                    raise no_distribution(tokens[len(good)], state.request.index, len(state.token_ids))
-                tokens = []
-            is_done = state.finish_reason is not None or state.emit(tokens)
-            assert is_done or ended == RUNNING, (slot, rows[slot])
-            if record.is_step:
-                delivered = len(state.request.prompt_ids) + len(state.token_ids) - num_tokens
-                state.accepted_lengths[delivered] += 1
-                state.num_cut_tokens += accepted - delivered
-            if is_done:
-                # The step that gave these tokens began with the pairs of those before, or had them wait.
-                waiting = self.decoder.state.new_tokens.shape[1] if self.chooser is not None else 1
-                pairs = max(0, num_tokens - waiting) if self.plan.is_drafted else self.decoders.kept[slot].num_pairs
-                tokens = (*state.request.prompt_ids, *state.token_ids)
-                self.decoders.kept[slot] = KeptRows(tokens, pairs)
-            if is_done and ended == RUNNING:
-                self.decoder.stop_slot(slot)
-            if is_done and self.running.get(slot) is state:
-                del self.running[slot]
+            if rows[slot][0] > 0 and state.finish_reason is None:
+                self._take(slot, state, rows[slot], record.is_step)
+
+    def _take(self, slot: int, state: RunningRequest, row: Sequence[int], is_step: bool) -> None:
+        """Take what a slot's row of a record says: tokens accepted, tokens kept, how it ended, and the tokens."""
+        accepted, kept, ended = row[:RECORD_HEAD]
+        prompt, num_before = state.request.prompt_ids, len(state.token_ids)
+        tokens = row[RECORD_HEAD : RECORD_HEAD + kept]
+        if ended == ENDED_BY_FAULT:
+            good = [token for token in tokens if token >= 0]
+            # A stop string may have ended the answer before.
+            if not (good and state.emit(good)):
+                raise no_distribution(tokens[len(good)], state.request.index, len(state.token_ids))
+            tokens = []
+        is_done = state.finish_reason is not None or state.emit(tokens)
+        assert is_done or ended == RUNNING, (slot, row)
+        if is_step:
+            delivered = len(state.token_ids) - num_before
+            state.accepted_lengths[delivered] += 1
+            state.num_cut_tokens += accepted - delivered
+        if not is_done:
+            return
+        pairs = self.decoders.kept[slot].num_pairs
+        if self.plan.is_drafted:
+            # The step that gave these tokens began with the pairs of those before, or had them wait.
+            waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]
+            pairs = max(0, len(prompt) + num_before - waiting)
+        self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs)
+        if ended == RUNNING:
+            self.decoder.stop_slot(slot)
+        if self.running.get(slot) is state:
+            del self.running[slot]
 
     def _learn(self, chooser: ShapeChooser, record: _Record, rows: list[list[int]]) -> None:
         """Take what one step accepted, and its time, from the end of the step before."""

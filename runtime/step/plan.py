@@ -35,7 +35,7 @@ class Plan:
     time_phases: bool
     """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
-    """Whether what slots hold of a prompt from earlier calls is taken over (`kept_rows`)."""
+    """Whether rows that slots hold of earlier calls are reused (`kept_rows`)."""
     ahead: PartialVerification | None
     """How steps run ahead (`run_ahead`), if they do."""
     full_reason: str
@@ -55,17 +55,10 @@ class Plan:
 
 
 def plan_call(
-    target: TargetModel,
-    decoders: Decoders,
-    call: Call,
-    is_tree_sized: bool,
-    *,
-    max_slots: int = DEFAULT_MAX_SLOTS,
-    speculative: bool = True,
-    reuse_prefix: bool = False,
-    time_phases: bool = False,
+    target: TargetModel, decoders: Decoders, call: Call, is_tree_sized: bool, *, max_slots: int = DEFAULT_MAX_SLOTS,
+    speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
     partial_verification: str | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Plan a call; options as in `SpeculativeModel.generate`.
 
     ``is_tree_sized``: whether trees are chosen (`shapes`), up to the drafter's, instead of being that. Raises

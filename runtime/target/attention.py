@@ -5,8 +5,8 @@ a tree without branches). Node n attends to the whole prefix and to its own ance
 allows a key only if ``query position - key position < w``; positions count from the root along the path, so two nodes
 of one depth share a position. The mask is built once per forward and window, from positions, never from row numbers.
 
-transformers passes keyword arguments of ``forward`` down to the attention function: so a `ForwardContext` gets here.
-Which window a layer has is said by its mask, not by the layer: transformers' own mask functions make it, and some
+transformers passes keyword arguments of ``forward`` down to the attention function: so a context of `contexts` gets
+here. Which window a layer has is said by its mask, not by the layer: transformers' own mask functions make it, and some
 models pass the window no other way. So our mask function hands down a mark for each window, in the mask's place.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,43 +24,14 @@ from ..errors import UnsupportedModelError
 
 ATTENTION_NAME = "eagle_slim_tree"
 CONTEXT_ARGUMENT = "tree_context"
-BUILT_IN = (
-    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "paged|eager",
-    "paged|sdpa", "paged_attention", "sdpa_paged", "eager_paged",
-)  # fmt: skip
-"""Names of transformers' own attention functions; a name with a stroke is a repository of kernels for the same."""
 _USERS: set[int] = set()
 _USERS_LOCK = threading.RLock()
 
 
-class ForwardContext(Protocol):
-    """Attention of one forward of the target; each layer of transformers' calls it."""
-
-    calls: int
-    """How many layers have attended."""
-
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's new keys and values [batch, kv_heads, nodes, head_dim]; returns what to attend to."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Attend with ``query`` [batch, heads, nodes, head_dim]; same shape, but as wide as the values.
-
-        ``key`` and ``value`` are what `store` returned, to this layer or, where layers share them, another; or what a
-        layer made of it, where it keeps keys and values in a compressed form.
-        """
-
-
 def tree_attention_mask(
-    lengths: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    kv_length: int,
-    sliding_window: int | None,
+    lengths: Tensor, tree_mask: Tensor, positions: Tensor, kv_length: int, sliding_window: int | None,
     row_positions: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Build the mask of prefix, ancestors and window (module docstring): bool [batch, 1, nodes, kv_length].
 
     ``lengths`` int64 [batch]: committed rows. ``tree_mask`` bool [batch, nodes, rows]: node attends to row after the
@@ -92,14 +62,9 @@ def tree_attention_mask(
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
 
     ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
@@ -129,22 +94,15 @@ def masked_attention(
 
 
 def tree_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Serve one attention layer of the target; transformers' attention-function signature.
 
     Raises `UnsupportedModelError` if the model does not hand keyword arguments down, adds a position bias, or computes
     a mask of its own.
     """
-    context: ForwardContext | None = kwargs.get(CONTEXT_ARGUMENT)
+    context: Any = kwargs.get(CONTEXT_ARGUMENT)
     if context is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not receive the keyword arguments of forward, so the tree mask cannot reach "
@@ -159,7 +117,7 @@ def tree_attention_forward(
         raise _own_mask(module)
     window = None if attention_mask is None else _marked_window(attention_mask, module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = context.attend(query, key, value, scale, window, softcap, s_aux)
+    out: Tensor = context.attend(query, key, value, scale, window, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -188,12 +146,11 @@ def _own_mask(module: nn.Module) -> UnsupportedModelError:
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name of an attention function is transformers' own and stands for softmax attention, as theirs does."""
+    """Whether a name stands for transformers' own softmax attention; with a stroke, for a repository of its kernels."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    replaced = isinstance(function, FunctionType) and not function.__module__.startswith("transformers.")
-    return "/" in name or (name in BUILT_IN and not replaced)
+    module = str(getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", ""))
+    return "/" in name or name == "eager" or module.startswith("transformers.")
 
 
 def register(user: object) -> None:

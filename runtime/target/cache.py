@@ -93,9 +93,16 @@ class Target(ABC):
         """Shapes of the decoder layers that have keys and values of their own."""
 
     @property
-    @abstractmethod
+    def text_config(self) -> Any:
+        """The decoder's configuration."""
+        return self.model.config.get_text_config()
+
+    @property
     def has_windows(self) -> bool:
         """Whether a layer attends within a sliding window."""
+        kinds = getattr(self.text_config, "layer_types", None)
+        window = getattr(self.text_config, "sliding_window", None)
+        return window is not None if kinds is None else "sliding_attention" in kinds
 
     @abstractmethod
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
@@ -113,12 +120,6 @@ class Target(ABC):
 
         ``last_row`` int64 [n]: only these rows get logits [n, vocab]; None: all of them.
         """
-
-
-def row_bytes(target: Target) -> int:
-    """Bytes of a token's keys and values, in all layers."""
-    shapes = target.layer_shapes
-    return target.dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
 
 
 class KVCache:

@@ -1,8 +1,9 @@
-"""What transformers' layers attend to in one forward: rows of our cache, or nothing, to see what they ask for."""
+"""Attention of transformers' layers in one forward: over rows of our cache, or a probe that notes their shapes."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .kernels.tree_rows import ForwardRows
 
 
 class ShapeProbe:
-    """Notes the shapes of a model's layers over one token; a `ForwardContext` that gives zeros."""
+    """Notes the shapes of a model's layers over one token; in the place of a `CacheContext`."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -26,18 +27,15 @@ class ShapeProbe:
         self._last = -1
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ForwardContext.store`."""
+        """See `CacheContext.store`."""
         # Kept, so that no other tensor takes its place in memory meanwhile.
         self._stored[keys.data_ptr()] = (layer, keys)
         self._last = layer
         self.shapes[layer] = LayerShape(0, keys.shape[1], keys.shape[3], values.shape[3])
         return keys, values
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """See `ForwardContext.attend`."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> Tensor:
+        """Give zeros, as wide as the values."""
         self.calls += 1
         if self._last < 0:
             raise UnsupportedModelError("A layer attends to keys that it did not hand to the KV cache.")
@@ -49,7 +47,7 @@ class ShapeProbe:
 
 
 class CacheContext:
-    """One forward over rows of the cache; a `ForwardContext`.
+    """One forward over rows of the cache.
 
     With the kernel (``bufs.scratch``) layers get their new keys back, and attention reads the cache; else they get all
     rows, and PyTorch attends to what they hand on.
@@ -58,6 +56,7 @@ class CacheContext:
     def __init__(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
         self.rows, self.cache, self.bufs, self.last_row = rows, cache, bufs, last_row
         self.calls = 0
+        """How many layers have attended."""
         self._layer_of: dict[int, tuple[int, Tensor]] = {}
         self._masks: dict[int | None, Tensor] = {}
         self._slots = rows.attention.slots.clamp(min=0).long()
@@ -65,7 +64,7 @@ class CacheContext:
         self._kv_rows = torch.where(rows.kv_rows < 0, cache.capacity - 1, rows.kv_rows).long()
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new keys and values where the rows say; see `ForwardContext.store`."""
+        """Keep a layer's new keys and values [places, kv_heads, nodes, head_dim]; returns what to attend to."""
         nodes, place = self.rows.nodes, len(self._layer_of)
         slots = self._slots.repeat_interleave(nodes, output_size=self.rows.places * nodes)
         # Kept with their place, so that no other tensor takes theirs in memory meanwhile.
@@ -81,7 +80,11 @@ class CacheContext:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """See `ForwardContext.attend`."""
+        """Attend with ``query`` [places, heads, nodes, head_dim]; same shape, but as wide as the values.
+
+        ``key`` and ``value`` are what `store` returned, to this layer or, where layers share them, another; or what a
+        layer made of it, where it keeps keys and values in a compressed form.
+        """
         self.calls += 1
         scratch = self.bufs.scratch
         if self.bufs.queries is not None:

@@ -1,4 +1,4 @@
-"""Which type a target gets on a CPU: a 16-bit one only where the processor multiplies in it.
+"""The type of a target on a CPU: a 16-bit one only where the processor multiplies in it.
 
 Without such instructions every product is widened first, and 16-bit weights are slower than float32 ones. The processor
 is asked for its instructions, not for its speed, so that one machine always gives one text.

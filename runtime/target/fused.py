@@ -92,11 +92,6 @@ class FusedTarget(Target):
         """Shapes of all decoder layers."""
         return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
 
-    @property
-    def has_windows(self) -> bool:
-        """See `Target.has_windows`."""
-        return any(layer.window is not None for layer in self.layers)
-
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
         rows, hidden = places * nodes, self.hidden_size

@@ -48,12 +48,9 @@ class Choice:
 
 
 def choose_forward(
-    asked: str,
-    other: str,
-    unfit: Callable[[], str | None],
-    device: torch.device,
+    asked: str, other: str, unfit: Callable[[], str | None], device: torch.device,
     fused_on: Collection[str] = ("cuda",),
-) -> Choice:
+) -> Choice:  # fmt: skip
     """Choose between "fused" and ``other``; "auto" takes the fused one on devices of the types ``fused_on``.
 
     ``unfit`` says why a model is not fused, as the end of a sentence. Raises `UsageError` for an unknown name,

@@ -1,16 +1,17 @@
-"""Where a target is: as the user names it, as the head names it, or as a folder that the head was converted with."""
+"""Finding a target: the one that the user names, or the folder that a head was converted with."""
 
 from __future__ import annotations
 
 import json
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.target import is_missing_folder
-from eagle_slim.vocab_tools.hub import is_offline
+from eagle_slim.vocab_tools.hub import HubError, find_snapshot, is_offline
 
 from ..errors import TargetWarning, UsageError
 
@@ -25,9 +26,7 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
     `TargetWarning`. Raises `UsageError` for a folder that is not there, and for a draft head in a target's place.
     """
     if is_missing_folder(str(given)):
-        raise UsageError(
-            f"Target {given}: there is no such folder. Expected a folder or a Hub repository (name/model)."
-        )
+        raise UsageError(f"Target {given}: there is no such folder. Name a folder or a Hub repository (name/model).")
     folder = Path(given).expanduser()
     if folder.is_dir():
         if is_draft_head(folder):
@@ -36,7 +35,8 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
                 "the target out or name the model that the head belongs to."
             )
         return folder
-    if str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline()) and not _is_cached(given):
+    is_built_in = str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline())
+    if is_built_in and not _is_cached():
         warnings.warn(
             f"{given} is not on this machine; the built-in copy stands in for it. Its weights are dequantised (Q4_1 "
             "and Q8_0 to bfloat16), so its output differs from the repository's.",
@@ -54,14 +54,13 @@ def recorded_target(name: str, head_folder: Path) -> Path:
     `UsageError` naming both places when it is in neither.
     """
     models = os.environ.get(MODELS_FOLDER)
-    places = [head_folder.resolve().parent / name, *([Path(models).expanduser() / name] if models else [])]
-    for place in places:
-        if (place / "config.json").is_file() and not is_draft_head(place):
-            return place
-    variable = f"in {MODELS_FOLDER} ({models})" if models else f"in {MODELS_FOLDER} (which is not set)"
+    beside = head_folder.resolve().parent
+    for folder in (beside, Path(models).expanduser()) if models else (beside,):
+        if (folder / name / "config.json").is_file() and not is_draft_head(folder / name):
+            return folder / name
     raise UsageError(
-        f"Head {head_folder} was converted with the target folder {name!r}, which is neither beside it ({places[0]}) "
-        f"nor {variable}. Name the target (--target, or target= in Python)."
+        f"Head {head_folder} was converted with the target folder {name!r}, which is neither beside it ({beside}) nor "
+        f"in {MODELS_FOLDER} ({models or 'which is not set'}). Name the target (--target, or target= in Python)."
     )
 
 
@@ -77,11 +76,10 @@ def is_draft_head(folder: Path) -> bool:
     return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
 
 
-def _is_cached(repository: str | Path) -> bool:
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        str(repository), "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-    )  # fmt: skip
-    return found is not None
+def _is_cached() -> bool:
+    with suppress(HubError):
+        find_snapshot(
+            EMBEDDED_TARGET_REPO, None, offline=True, choose=lambda names, _: list({"config.json"} & {*names})
+        )
+        return True
+    return False

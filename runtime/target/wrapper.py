@@ -60,12 +60,9 @@ class TargetModel(Target):
     """The forward that generation uses, and why."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        tap_layers: Sequence[int] | None,
-        backend: str = "transformers",
+        self, model: nn.Module, tap_layers: Sequence[int] | None, backend: str = "transformers",
         fused_on: Collection[str] = ("cuda",),
-    ) -> None:
+    ) -> None:  # fmt: skip
         attention.register(self)
         self.model = model
         with _LOCKS_LOCK:
@@ -192,11 +189,6 @@ class TargetModel(Target):
         )
 
     @property
-    def text_config(self) -> Any:
-        """The decoder's configuration."""
-        return self.model.config.get_text_config()
-
-    @property
     def generation_config(self) -> Any:
         """The model's generation configuration; None where it has none."""
         return getattr(self.model, "generation_config", None)
@@ -206,13 +198,6 @@ class TargetModel(Target):
         """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
         read = [*(weight for layer in self.layers for weight in layer.parameters()), self.lm_head]
         return sum(weight.numel() * weight.element_size() for weight in read)
-
-    @property
-    def has_windows(self) -> bool:
-        """See `Target.has_windows`."""
-        kinds = getattr(self.text_config, "layer_types", None)
-        window = getattr(self.text_config, "sliding_window", None)
-        return window is not None if kinds is None else "sliding_attention" in kinds
 
     @property
     def max_positions(self) -> int | None:
@@ -256,21 +241,17 @@ class TargetModel(Target):
             return f"{name} changes its rotary frequencies with the length (longrope)"
         if not all(shape.fits_kernel for shape in self.layer_shapes):
             return f"{name} has heads that the attention kernel does not take"
+        rows = ForwardRows.allocate(1, 1, torch.zeros(1, dtype=torch.int32, device=self.device))
+        bufs, cache = self.new_buffers(1, 1, 1, 16), KVCache.allocate(self, 1, 16)
         try:
-            self._try_capture()
+            with torch.inference_mode(), current(self.device), side_stream() as stream:
+                self.forward(rows, cache, bufs)
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+                    self.forward(rows, cache, bufs)
         except Exception as error:  # a model's own code may raise anything under capture
             torch.cuda.synchronize(self.device)
             return f"the forward of {name} cannot be captured: {str(error).splitlines()[0][:200]}"
         return None
-
-    def _try_capture(self) -> None:
-        lengths = torch.zeros(1, dtype=torch.int32, device=self.device)
-        rows, bufs = ForwardRows.allocate(1, 1, lengths), self.new_buffers(1, 1, 1, 16)
-        cache, graph = KVCache.allocate(self, 1, 16), torch.cuda.CUDAGraph()
-        with torch.inference_mode(), current(self.device), side_stream() as stream:
-            self.forward(rows, cache, bufs)
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.forward(rows, cache, bufs)
 
     @property
     def exactness(self) -> str | None:
@@ -301,7 +282,7 @@ class TargetModel(Target):
             bufs.features.copy_(features)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, context: attention.ForwardContext, last_row: Tensor | None
+        self, token_ids: Tensor, positions: Tensor, context: CacheContext | ShapeProbe, last_row: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run tokens int64 [places, nodes]: logits [places, nodes or rows, vocab], features [places, nodes, width]."""
         assert self._copy is not None, "the fused forward runs"
@@ -312,14 +293,11 @@ class TargetModel(Target):
         autocast = torch.autocast(self.device.type, dtype=dtype, enabled=is_mixed, cache_enabled=False)
         with autocast, torch.inference_mode():
             output = self._copy.model(
-                input_ids=token_ids,
-                position_ids=positions,
-                past_key_values=_ContextCache(context),
-                use_cache=True,
+                input_ids=token_ids, position_ids=positions, past_key_values=_ContextCache(context), use_cache=True,
                 # By index: a number lets some models leave out the other positions' hidden states as well.
                 logits_to_keep=0 if last_row is None else last_row,
                 **{attention.CONTEXT_ARGUMENT: context},
-            )
+            )  # fmt: skip
         if context.calls == 0:
             raise UnsupportedModelError(
                 f"{name} did not call the registered attention function {attention.ATTENTION_NAME!r}: its layers "
@@ -370,7 +348,7 @@ def _output_states(_args: tuple[Any, ...], output: Any) -> Any:
 class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no types
     """Hands a forward's keys and values to its context, in the form transformers' layers call."""
 
-    def __init__(self, context: attention.ForwardContext) -> None:
+    def __init__(self, context: CacheContext | ShapeProbe) -> None:
         super().__init__(layers=[])
         self._context = context
 

@@ -17,8 +17,6 @@ from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
     bit_mask,
-    choice_scratch,
-    choose_tokens,
     mark_seen,
     mark_seen_ref,
     token_bits,
@@ -29,7 +27,7 @@ from eagle_slim.runtime.target.kernels.machine import NO_FUSION
 from kernels.choosing import CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
 from scipy import stats
 from support.noise import exponentials, splitmix
-from support.raising import raises, raises_with
+from support.raising import raises_with
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -310,23 +308,9 @@ def test_accepted_tokens_are_marked(device: str) -> None:
     assert marked == [[1, 2], [], [0, 31, 32, 127]]
 
 
-def test_refused() -> None:
+def test_logits_in_float64_and_vocabularies_beyond_int64_sums_are_refused() -> None:
     case = random_case(50)
-    out = torch.empty(2, 5, dtype=torch.int32)
-    scratch = choice_scratch(2, 5, 50, "cpu")
-    trees, arguments = case.trees, [case.logits, case.trees, GREEDY, case.state, out, scratch]
-    for place, wrong, named in [
-        (0, case.logits.double(), "logits"),
-        (0, case.logits[:9], "logits"),
-        (1, trees._replace(active_slots=trees.active_slots.long()), "active_slots"),
-        (1, trees._replace(draft_tokens=trees.draft_tokens.int()), "draft_tokens"),
-        (1, trees._replace(parents=trees.parents[:, :4]), "parents"),
-        (3, case.state._replace(seen=case.state.seen[:, :1]), "seen"),
-        (4, out.long(), "out"),
-        (5, choice_scratch(1, 5, 50, "cpu"), "best_score"),
-    ]:
-        with raises_with(UsageError, named):
-            choose_tokens(*arguments[:place], wrong, *arguments[place + 1 :])
-    wide = torch.zeros(1, 1 << 19)
-    with raises(UsageError):
-        choose_tokens(wide, *arguments[1:4], out[:1, :1], scratch)
+    for logits in (case.logits.double(), torch.zeros(10, 1 << 19)):
+        case.logits = logits
+        with raises_with(UsageError, "logits"):
+            case.choose(GREEDY)

@@ -48,7 +48,7 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
     with raises(DrafterError):
         launch_drafter(cfg, features, Weights(weights.head), bufs)
     with raises(DrafterError):
-        launch_drafter(cfg, features, weights, Buffers.allocate(cfg, device))
+        launch_drafter(cfg, features, weights, Buffers.allocate(cfg, weights.head))
     with raises(UsageError):
         launch_drafter(replace(cfg, draft_vocab=121), features, weights, bufs)
     plain = allocate_buffers(cfg, Weights(weights.head))

@@ -38,7 +38,7 @@ def test_a_class_that_transformers_has_is_used_and_the_folders_code_is_not(tmp_p
     tiny_target("llama").save_pretrained(folder)
     with_code(folder, tmp_path / "ran")
     assert type(load_target_config(folder, None, True)).__name__ == "LlamaConfig"
-    assert type(load_target(folder, "float32", torch.device("cpu"), None, True)).__name__ == "LlamaForCausalLM"
+    assert type(load_target(folder, torch.float32, torch.device("cpu"), None, True)).__name__ == "LlamaForCausalLM"
     tokenizer, tokenizer_hash = load_tokenizer_and_hash(folder, None, True)
     assert tokenizer_hash == load_tokenizer(folder).tokenizer_hash
     assert tokenizer.encode("ab")
@@ -50,7 +50,7 @@ def test_a_class_that_only_the_folder_has_is_refused_with_advice_that_exists(tmp
     folder = write_folder(tmp_path / "target", byte_level_bpe(360))
     tiny_target("llama").save_pretrained(folder)
     with_code(folder, tmp_path / "ran", model_type="own")
-    for load in (load_target_config, lambda *args: load_target(args[0], "auto", torch.device("cpu"), *args[1:])):
+    for load in (load_target_config, lambda *args: load_target(args[0], None, torch.device("cpu"), *args[1:])):
         with pytest.raises(TargetError) as caught:
             load(folder, None, True)
         assert "auto_map" in str(caught.value)

@@ -126,7 +126,7 @@ def test_stop_strings_within_and_across_tokens_of_several_letters() -> None:
     state = RunningRequest(request, None)
     state.emit([0, 1, 4, 2, 4, 3, 0])
     assert state.token_ids == [0, 1, 4, 2, 4, 3]
-    assert state.output({}).text == "Hello. "
+    assert state.output().text == "Hello. "
     assert state.finish_reason == "stop"
 
 

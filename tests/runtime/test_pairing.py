@@ -62,7 +62,7 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: dict[str, Any], options: dict[str, Any],
     facts: dict[str, Any],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
     folder = tmp_path / "target"
     tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
     with raises_with(EagleSlimError, *map(str, facts.values())):

@@ -1,6 +1,6 @@
-"""After the target's choice at every node: walk the trees, keep the accepted path, and get ready for the next step.
+"""Walk the trees by the target's choices, commit the accepted paths, and list the slots that still run.
 
-Four operations on the state of all slots, each a kernel with a PyTorch twin; nothing of them is known to the host:
+Four operations on the state of all slots, each a kernel with a PyTorch twin:
 
 * `walk`: from the root while the target's choice is a drafted child; writes the path, the drafter's next input, the
   lengths, what ends the sequence, and a record for the host;
@@ -27,47 +27,42 @@ from ...settings import MAX_NEW_TOKENS
 from ...tree import Trees
 
 RUNNING, ENDED_BY_EOS, ENDED_BY_LENGTH, ENDED_BY_FAULT = 0, 1, 2, 3
-"""The last one where a token to be kept is none (`choose_tokens`)."""
+"""How a record says that a sequence ended; the last one: no token could be chosen (`choose_tokens`)."""
 RECORD_HEAD = 3
 """A record begins with: tokens accepted, tokens kept, how it ended; then come the tokens, and each one's rank."""
 
 
 class SlotState(NamedTuple):
-    """What is known of every slot between two steps; int32 on one device. Row s belongs to slot s.
+    """State of every slot between two steps; int32 on one device. Row s belongs to slot s.
 
     A sequence whose newest token (the next root) is x_n has ``lengths`` n rows in the target's cache and ``prefix``
     n - ``num_new`` pairs in the drafter's, which takes the last ``num_new`` of ``new_tokens`` and ``features`` first.
+
+    ``lengths``, ``num_new``, ``prefix`` [slots]; ``new_tokens`` [slots, width]: tokens of the last step, ``num_new`` of
+    them in use, the last one the next root. ``active_slots`` [slots]: the running slots, ascending, then -1;
+    ``active_inverse`` [slots]: a slot's place among them, or -1; ``active_count`` [1]. ``running`` [slots]: 1 while a
+    sequence runs; ``num_generated`` [slots]: new tokens so far; ``max_generated`` [slots]: where it ends; ``eos_ids``
+    [slots, ids]: -1 for none. ``path`` [slots, width]: nodes of the last accepted path, then -1.
+
+    ``record`` [slots + 1, 3 + 2 * width]: what the host reads of the last step; 0 accepted tokens for a slot that took
+    no part. The rank of an accepted node counts its siblings of lower numbers, which were likelier; 0 for the root.
+    The last row begins with the drafter's error, with which nothing was accepted; then, of a prompt that reused
+    rows, whether these are of other weights.
     """
 
     lengths: Tensor
-    """[slots]: committed rows of the target's cache."""
     new_tokens: Tensor
-    """[slots, width]: tokens of the last step, ``num_new`` of them in use; the last is the next root."""
     num_new: Tensor
-    """[slots]"""
     prefix: Tensor
-    """[slots]: pairs in the drafter's cache."""
     active_slots: Tensor
-    """[slots]: the running slots, ascending, then -1."""
     active_inverse: Tensor
-    """[slots]: place among the running, -1 for others."""
     active_count: Tensor
-    """[1]"""
     running: Tensor
-    """[slots]: 1 while a sequence runs."""
     num_generated: Tensor
-    """[slots]: new tokens so far."""
     max_generated: Tensor
-    """[slots]: where the sequence ends."""
     eos_ids: Tensor
-    """[slots, ids]: end-of-sequence ids, -1 for none."""
     path: Tensor
-    """[slots, width]: nodes of the last accepted path, then -1."""
     record: Tensor
-    """[slots + 1, 3 + 2 * width]: what the host reads of the last step; 0 accepted tokens for a slot that took no part.
-    An accepted node has as rank how many of its siblings have lower numbers, and so were likelier; the root 0. The last
-    row begins with the drafter's error: if there is one, nothing was accepted; then come the counts of `RunAhead`, or
-    of a prompt that took over rows, whether these are of other weights."""
 
     @classmethod
     def allocate(
@@ -81,13 +76,9 @@ class SlotState(NamedTuple):
             "new_tokens": (slots, width), "active_count": (1,), "eos_ids": (slots, max(1, num_eos)),
             "path": (slots, width), "record": (slots + 1, RECORD_HEAD + 2 * width),
         }  # fmt: skip
-        tensors = {
-            name: shared[name]
-            if name in shared
-            else torch.zeros(shapes.get(name, (slots,)), dtype=torch.int32, device=device)
-            for name in cls._fields
-        }
-        state = cls(**tensors)
+        own = [name for name in cls._fields if name not in shared]
+        tensors = {name: torch.zeros(shapes.get(name, (slots,)), dtype=torch.int32, device=device) for name in own}
+        state = cls(**shared, **tensors)
         state.clear_()
         return state
 

@@ -36,7 +36,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 class ChoiceState(NamedTuple):
-    """What choices depend on beside logits and trees; on one device."""
+    """State that choices depend on, beside logits and trees; on one device."""
 
     numbers: Tensor
     """float32 [6]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens."""
@@ -47,9 +47,8 @@ class ChoiceState(NamedTuple):
     seen: Tensor
     """int32 [slots, ceil(vocab / 32)]: a bit for each id in prompt or answer so far, the root included."""
     suppressed: Tensor
-    """int32 [ceil(vocab / 32)]."""
+    """int32 [ceil(vocab / 32)], as ``eos``: a bit for each such id."""
     eos: Tensor
-    """int32 [ceil(vocab / 32)]."""
 
     @classmethod
     def allocate(cls, slots: int, stream: int, vocab: int, device: torch.device | str) -> ChoiceState:
@@ -69,9 +68,8 @@ class ChoiceScratch(NamedTuple):
     part: int
     """Neighbouring ids that one program takes: a power of two."""
     best_score: Tensor
-    """float32 [rows, parts]."""
+    """float32 [rows, parts], with the lowest id of each, int32 [rows, parts]."""
     best_id: Tensor
-    """int32 [rows, parts]."""
     threshold: Tensor
     """int32 [rows]: largest distance that the cuts keep."""
     interval: Tensor
@@ -110,16 +108,14 @@ class ChoiceRules:
     has_top_p: bool = False
     has_min_p: bool = False
     has_penalty: bool = False
-    """repetition_penalty is not 1."""
+    """Of repetition_penalty; the next two of suppress_tokens and of min_new_tokens."""
     has_suppressed: bool = False
-    """suppress_tokens."""
     has_minimum: bool = False
-    """min_new_tokens."""
 
 
-@dataclass(frozen=True)
-class ChoiceShape:
-    """What the kernels of a choice are compiled for: sizes, and the stages of `ChoiceRules`."""
+@dataclass(frozen=True, kw_only=True)
+class ChoiceShape(ChoiceRules):
+    """What the kernels of a choice are compiled for: the stages, and sizes."""
 
     nodes: int
     vocab: int
@@ -136,13 +132,6 @@ class ChoiceShape:
     """Tokens that a search may list."""
     few: int
     """Tokens in an interval that are not worth another survey."""
-    sampled: bool
-    has_top_k: bool
-    has_top_p: bool
-    has_min_p: bool
-    has_penalty: bool
-    has_suppressed: bool
-    has_minimum: bool
 
     @property
     def has_cut(self) -> bool:
@@ -156,14 +145,14 @@ class ChoiceShape:
 
 
 class Row(NamedTuple):
-    """One node of one place."""
+    """One node of one place: int64 ``row`` (place times nodes plus node) and ``slot``.
+
+    ``number``: which new token of the slot's text it chooses.
+    """
 
     row: Any
-    """int64: place times nodes plus node."""
     slot: Any
-    """int64"""
     number: Any
-    """Which new token of the slot's text it chooses."""
 
 
 @triton.jit

@@ -18,7 +18,6 @@ infinite score, or of barred tokens alone, gets `NO_NUMBER` or `ALL_BARRED` in p
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from ...errors import LogitsError, UsageError
 from ...target.kernels.machine import NO_FUSION
-from ...tensor_checks import check_tensors
 from ...tree import Trees
 from . import choice_kernels as kernels
 from . import cut_search
@@ -81,13 +79,9 @@ def bit_mask(words: Tensor, vocab: int) -> Tensor:
 
 
 def choose_tokens_ref(
-    logits: Tensor,
-    trees: Trees,
-    rules: ChoiceRules,
-    state: ChoiceState,
-    out: Tensor,
+    logits: Tensor, trees: Trees, rules: ChoiceRules, state: ChoiceState, out: Tensor,
     scratch: ChoiceScratch | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Definition of `choose_tokens`, node by node, which needs no ``scratch``; waits for the device."""
     places, nodes = out.shape
     rows = logits.view(places, nodes, -1)
@@ -178,17 +172,25 @@ def choose_tokens(
     Args:
         logits: bf16, fp16 or fp32 [places * nodes, vocab]; place i is slot ``active_slots[i]``.
         trees: of all slots; ``draft_tokens`` -1 for a root that is not to be penalised again.
-        rules: which stages run.
-        state: their numbers.
+        rules, state: which stages run, and their numbers.
         out: int32 [places, nodes]: the chosen ids, `NO_NUMBER` or `ALL_BARRED`; -1 in places that are skipped.
         scratch: from `choice_scratch` for these sizes.
 
-    Raises:
-        UsageError: tensors of other shapes, types or devices, or a vocabulary beyond 2**19 - 1.
+    Raises `UsageError` for logits of another type, and for a vocabulary beyond 2**19 - 1.
     """
-    _check(logits, trees, state, out, scratch)
-    shape = _shape_of(logits, rules, state, out, scratch)
-    rows, parts = logits.shape[0], shape.parts
+    vocab, part, capacity = logits.shape[1], scratch.part, scratch.listed.shape[1]
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not 1 <= vocab < MAX_VOCAB:
+        raise UsageError(
+            f"logits must be bfloat16, float16 or float32 over 1 to {MAX_VOCAB - 1} ids; got {logits.dtype} over "
+            f"{vocab}."
+        )
+    parts = triton.cdiv(vocab, part)
+    shape = ChoiceShape(
+        **vars(rules), nodes=out.shape[1], vocab=vocab, words=num_words(vocab), part=part, parts=parts,
+        block_parts=triton.next_power_of_2(parts), stream=state.keys.shape[1], capacity=capacity,
+        few=min(_FEW, capacity),
+    )  # fmt: skip
+    rows = logits.shape[0]
     if rules.has_penalty:
         kernels.penalise_kernel[(rows, triton.cdiv(shape.words, _PENALISE_BLOCK))](
             trees, state, scratch, SHAPE=shape, BLOCK=_PENALISE_BLOCK, num_warps=8
@@ -209,47 +211,6 @@ def choose_tokens(
     kernels.draw_kernel[(rows,)](logits, trees, state, scratch, out, SHAPE=shape, num_warps=8, **NO_FUSION)
 
 
-def _shape_of(
-    logits: Tensor, rules: ChoiceRules, state: ChoiceState, out: Tensor, scratch: ChoiceScratch
-) -> ChoiceShape:
-    vocab, capacity = logits.shape[1], scratch.listed.shape[1]
-    parts = triton.cdiv(vocab, scratch.part)
-    flags = asdict(rules)
-    if not rules.sampled:
-        flags |= {"has_top_k": False, "has_top_p": False, "has_min_p": False}
-    return ChoiceShape(
-        out.shape[1], vocab, num_words(vocab), scratch.part, parts, triton.next_power_of_2(parts),
-        state.keys.shape[1], capacity, min(_FEW, capacity), **flags,
-    )  # fmt: skip
-
-
-def _check(logits: Tensor, trees: Trees, state: ChoiceState, out: Tensor, scratch: ChoiceScratch) -> None:
-    """Refuse tensors that do not fit each other."""
-    if out.dim() != 2 or logits.dim() != 2 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UsageError(
-            f"logits must be bfloat16, float16 or float32 [places * nodes, vocab] and out [places, nodes]; got "
-            f"{logits.dtype} {list(logits.shape)} and {list(out.shape)}."
-        )
-    places, nodes = out.shape
-    vocab = logits.shape[1]
-    if not 1 <= vocab < MAX_VOCAB:
-        raise UsageError(f"vocab must be 1 to {MAX_VOCAB - 1}; got {vocab}.")
-    rows, words, slots = places * nodes, num_words(vocab), trees.active_slots.numel()
-    nodes_of_slots = (torch.int64, (slots, nodes))
-    check_tensors(
-        out.device, logits=(logits, logits.dtype, (rows, vocab)), out=(out, torch.int32, (places, nodes)),
-        active_slots=(trees.active_slots, torch.int32, (slots,)),
-        active_count=(trees.active_count, torch.int32, (1,)),
-        draft_tokens=(trees.draft_tokens, *nodes_of_slots), parents=(trees.parents, *nodes_of_slots),
-        positions=(trees.positions, *nodes_of_slots),
-        numbers=(state.numbers, torch.float32, (6,)), keys=(state.keys, torch.int64, (slots, None)),
-        num_generated=(state.num_generated, torch.int32, (slots,)), seen=(state.seen, torch.int32, (slots, words)),
-        suppressed=(state.suppressed, torch.int32, (words,)), eos=(state.eos, torch.int32, (words,)),
-        best_score=(scratch.best_score, torch.float32, (rows, triton.cdiv(vocab, scratch.part))),
-        penalised=(scratch.penalised, torch.int32, (rows, words)), listed=(scratch.listed, torch.int32, (rows, None)),
-    )  # fmt: skip
-
-
 def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
     """Definition of `mark_seen`; waits for the device."""
     for slot in active_slots[: int(active_count)].tolist():
@@ -260,24 +221,12 @@ def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, se
 
 
 def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
-    """Set the bits of accepted tokens in ``seen``, for active slots; one launch, no wait.
+    """Set the bits of active slots' accepted tokens in ``seen`` int32 [slots, ceil(vocab / 32)]; one launch, no wait.
 
-    Args:
-        tokens: int32 [slots, width], by slot; -1 pads.
-        active_slots: int32 [slots].
-        active_count: int32 [1].
-        seen: int32 [slots, ceil(vocab / 32)].
-
-    Raises:
-        UsageError: tensors of other shapes, types or devices.
+    ``tokens`` int32 [slots, width], by slot, -1 pads; ``active_slots`` int32 [slots]; ``active_count`` int32 [1].
     """
-    slots = active_slots.numel()
-    check_tensors(
-        seen.device, tokens=(tokens, torch.int32, (slots, None)), active_slots=(active_slots, torch.int32, (slots,)),
-        active_count=(active_count, torch.int32, (1,)), seen=(seen, torch.int32, (slots, None)),
-    )  # fmt: skip
     width = tokens.shape[1]
-    kernels.mark_seen_kernel[(slots,)](
+    kernels.mark_seen_kernel[(len(active_slots),)](
         tokens, active_slots, active_count, seen,
         WIDTH=width, BLOCK=triton.next_power_of_2(width), WORDS=seen.shape[1], num_warps=1,
     )  # fmt: skip

@@ -1,10 +1,9 @@
-"""A prompt on its way into a slot, chunk by chunk: what the host uploads once, and what the device makes of it.
+"""Run a prompt into a slot, chunk by chunk, from what the host uploads once.
 
-The host writes a `PromptBox`: the prompt's tokens and a few numbers. `begin_prompt` empties the slot, but for the rows
-of tokens that the prompt shares with what was in it before; for every chunk
-`chunk_rows` cuts the next rows out of the prompt (how far it has come is the slot's length) and `end_chunk` moves the
-length on. The last chunk makes the slot ready for `acceptance.walk`, which takes the choice after the prompt's last
-token as it takes the choice after a root: so the walk's own `SlotState` lists the slot only then.
+The host writes a `PromptBox`. `begin_prompt` empties the slot, but for rows that the prompt reuses; for every chunk
+`chunk_rows` lays out the next rows, from the slot's length on, and `end_chunk` adds them to the length. The last chunk
+makes the slot ready for `acceptance.walk`, which takes the choice after the prompt's last token as it takes the choice
+after a root: so the walk's own `SlotState` lists the slot only then.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ _HEAD = 4
 
 @dataclass(frozen=True)
 class PromptBox:
-    """What the host uploads: ``numbers`` int32 [4 + 8] and ``tokens`` int32 [capacity]."""
+    """Prompt as the host uploads it: ``tokens`` int32 [capacity] and ``numbers`` int32 [4 + 8].
+
+    The numbers: slot, tokens of the prompt, most new tokens, tokens whose rows the slot already has (not the prompt's
+    last one), then end-of-sequence ids padded with -1.
+    """
 
     numbers: Tensor
-    """Slot, tokens of the prompt, most new tokens, tokens whose rows the slot already has, then end-of-sequence ids
-    padded with -1. At least the prompt's last token has no row yet."""
     tokens: Tensor
 
     @classmethod

@@ -135,17 +135,9 @@ def attention_tiles(
 
 
 def tree_attention_ref(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: AttentionRows,
-    scale: float,
-    window: int | None,
-    out: Tensor,
-    scratch: AttentionScratch | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> None:
+    qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
+    scratch: AttentionScratch | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Attend, in fp32.
 
     ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
@@ -183,18 +175,10 @@ def tree_attention_ref(
 
 
 def tree_attention(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: AttentionRows,
-    scale: float,
-    window: int | None,
-    out: Tensor,
-    scratch: AttentionScratch | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
+    scratch: AttentionScratch | None, softcap: float | None = None, sinks: Tensor | None = None,
     tiles: AttentionTiles | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
 
     Depths of nodes with ``paths`` are at most `REACH`. ``tiles`` override `attention_tiles`.

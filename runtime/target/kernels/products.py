@@ -19,15 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import product_kernels as kernels
 from .machine import major_capability, num_processors, overlapping, programs_wait
-from .product_kernels import (
-    SQUARES_GROUP,
-    FactorArgs,
-    HeadArgs,
-    HeadShape,
-    ProductShape,
-    ProductTiles,
-    SplitScratch,
-)
+from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
 
 SUMS_VERSION = 3
 """Version of the summation order; bump it when a constant of shape and type changes."""
@@ -111,13 +103,9 @@ def _precision(weight: Tensor) -> str:
 
 
 def product_tiles(
-    shape: ProductShape,
-    rows: int,
-    kind: Literal["pairs", "sum", "logits"],
-    itemsize: int,
-    num_sms: int,
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], itemsize: int, num_sms: int,
     has_bulk: bool = False,
-) -> ProductTiles:
+) -> ProductTiles:  # fmt: skip
     """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
     ``has_bulk``: the weight and the rows can be copied by descriptors. Measured on an H200 and an H100 with single

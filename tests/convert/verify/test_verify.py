@@ -31,6 +31,12 @@ def verify(folder, made):
     return verify_artifact(folder, head=made / "head", target=made / "target")
 
 
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
 def swap_rows(tensors):
     tensors["lm_head.weight"][[3, 9]] = tensors["lm_head.weight"][[9, 3]]
 
@@ -60,7 +66,7 @@ LM_HEAD = "lm_head.weight"
         (lambda t: t.pop("lm_head.weight"), {"tensor names", "lm_head rows", "config sizes"}),
         (lambda t: t.pop("norm.weight"), {"tensor names", "config sizes"}),
         (lambda t: t.update(frequencies=torch.ones(3)), {"tensor names"}),
-        (lambda t: t.update({"fc.bias": torch.zeros(HIDDEN, dtype=torch.bfloat16)}), {"fc.bias"}),
+        (lambda t: t.update({"fc.bias": torch.zeros(HIDDEN, dtype=torch.bfloat16)}), {"tensor names"}),
         (lambda t: t["d2t"].add_(torch.arange(320)), {"d2t"}),
         (lambda t: t["d2t"][10].copy_(t["d2t"][9] - 1), {"d2t"}),
         (by_frequency, {"d2t", "lm_head rows"}),
@@ -76,17 +82,13 @@ def test_faults_of_tensors(slim, made, change, failing):
     change_tensors(slim, change)
     failed = {check.name for check in verify(slim, made).failed}
     assert failing <= failed
-    if change is swap_rows:
-        assert "another order" in verify(slim, made)["lm_head rows"].detail
-    assert "file checksums" not in failed
-    assert "tensor checksums" not in failed
+    assert not failed & {"file checksums", "tensor checksums"}
 
 
 def test_rows_that_were_swapped_and_signed_are_found_at_the_source(slim, made):
     change_tensors(slim, swap_rows, sign_rows=True)
-    result = verify(slim, made)
-    assert [check.name for check in result.failed] == ["lm_head rows of the source"]
-    assert "the first is row 3" in result["lm_head rows of the source"].detail
+    (failed,) = verify(slim, made).failed
+    assert (failed.name, "the first is row 3" in failed.detail) == ("lm_head rows of the source", True)
 
 
 @pytest.mark.parametrize(
@@ -116,49 +118,35 @@ def test_faults_of_the_configuration(slim, made, key, value, failing):
 
 def test_tampered_bytes_are_found_by_checksum(slim, made):
     path = slim / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert verify(slim, made)["tensor checksums"].status == "failed"
-    (slim / "README.md").write_text("another")
+    flip(path, -1)
     (slim / "config.json").write_text((slim / "config.json").read_text() + " ")
-    detail = verify(slim, made)["file checksums"].detail
-    assert "README.md" in detail
-    assert "config.json" in detail
-    data[20] ^= 1
-    path.write_bytes(data)
+    # The model card may be edited.
+    (slim / "README.md").write_text("another")
+    result = verify(slim, made)
+    assert result["tensor checksums"].status == "failed"
+    assert result["file checksums"].detail == "config.json is not as it was written"
+    flip(path, 20)
     assert not verify(slim, made).ok
 
 
 @pytest.mark.parametrize(
-    ("name", "status"),
-    [
-        ("pytorch_model.bin", "failed"),
-        ("model-00001-of-00002.safetensors", "failed"),
-        ("model.safetensors.index.json", "failed"),
-        ("notes.txt", "warning"),
-        (".gitattributes", "ok"),
-    ],
+    "name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
 )
-def test_stray_files(slim, made, name, status):
+def test_weights_that_an_engine_may_read_instead(slim, made, name):
+    (slim / "notes.txt").write_bytes(b"x")
+    assert verify(slim, made).ok
     (slim / name).write_bytes(b"x")
     found = verify(slim, made)["stray files"]
-    assert (found.status, name in found.detail) == (status, status != "ok")
+    assert (found.status, name in found.detail) == ("failed", True)
 
 
 def test_manifest_faults(slim, made):
-    def reversed_ranks(manifest):
-        manifest["rank_order_ids"].reverse()
-
-    change_manifest(slim, reversed_ranks)
-    result = verify(slim, made)
-    assert {"ranks", "freq_N.pt"} <= {check.name for check in result.failed}
+    change_manifest(slim, lambda manifest: manifest["rank_order_ids"].reverse())
+    assert {"ranks", "freq_N.pt"} <= {check.name for check in verify(slim, made).failed}
     (slim / "eagle_slim.json").write_text("{")
     result = verify(slim, made)
-    assert result["manifest"].status == "failed"
     assert [check.name for check in result.failed] == ["manifest"]
     assert result["d2t"].status == "skipped"
-    assert not result.ok
 
 
 @pytest.mark.parametrize(
@@ -167,8 +155,6 @@ def test_manifest_faults(slim, made):
 def test_sizes_that_the_manifest_has_wrong(slim, made, name, check):
     change_manifest(slim, lambda manifest: manifest["files"][name].update(size_bytes=7))
     assert [found.name for found in verify(slim, made).failed] == [check]
-    with pytest.raises(KeyError, match="no such check"):
-        verify(slim, made)["no such check"]
 
 
 def test_token_map_faults(slim, made):
@@ -237,9 +223,8 @@ def test_faults_of_an_eagle1_artifact(made, tmp_path):
     head = write_eagle1(tmp_path / "head")
     slim = convert(head, draft_vocab=300, vocabulary=BY_ID, target=made / "target", out=tmp_path / "slim").folder
     change_tensors(slim, lambda tensors: tensors.pop("fc.bias"))
-    assert verify_artifact(slim)["fc.bias"].status == "failed"
     change_config(slim, lambda config: config.update(bias=True))
-    assert verify_artifact(slim)["config keys"].status == "failed"
+    assert [check.name for check in verify_artifact(slim).failed] == ["tensor names", "config keys"]
 
 
 def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_path):
@@ -247,17 +232,6 @@ def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_
     done = convert_all(full, draft_vocab=320, vocabulary=BY_ID, target=made / "target", out=tmp_path / "out")
     result = verify_artifact(done[0].folder, head=made / "head", target=made / "target")
     assert [check.name for check in result.checks if check.status == "failed"] == ["lm_head rows of the source"]
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ArtifactError, match="no such folder"):
-        verify_artifact(tmp_path / "nothing")
-
-
-def flip(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("damaged", ["a row", "a layer", "the header", "config.json"])
@@ -277,78 +251,67 @@ def test_what_reads_an_artifact_checks_the_bytes_that_it_takes(slim, made, tmp_p
 
 
 def test_names_that_would_command_a_terminal_are_escaped(slim, run):
-    (slim / "a\n\x1b[2Jok       all checks").write_text("")
+    (slim / "a\n\x1b[2Jok       all checks.bin").write_text("")
     code, out, _ = run(verify_command, slim, "--offline")
-    assert code == 0
+    assert code == 1
     assert "\x1b" not in out
     assert "\\x1b[2Jok" in out
     assert not any(line.startswith("\\x1b") or line.startswith("ok       all") for line in out.splitlines())
 
 
-class TestLoading:
-    def test_map_and_ranks_that_disagree(self, slim):
-        def other_id(manifest):
-            spare = next(i for i in range(VOCAB) if i not in manifest["rank_order_ids"])
-            manifest["rank_order_ids"][-1] = spare
+def load_fails(slim, match):
+    with pytest.raises(ArtifactError, match=match):
+        Artifact.load(slim)
 
-        change_manifest(slim, other_id)
-        with pytest.raises(ArtifactError, match="name different ids"):
-            Artifact.load(slim)
 
-    def test_cut_weights(self, slim):
-        path = slim / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(ArtifactError, match="expected 50624 bytes, found 50623"):
-            Artifact.load(slim)
+def test_what_cannot_be_loaded(slim, made, tmp_path):
+    load_fails(made / "head", r"no eagle_slim\.json")
+    path = slim / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    load_fails(slim, "expected 50624 bytes, found 50623")
+    with pytest.raises(ArtifactError, match="no such folder"):
+        verify_artifact(tmp_path / "nothing")
 
-    def test_no_manifest(self, made):
-        with pytest.raises(ArtifactError, match=r"no eagle_slim\.json"):
-            Artifact.load(made / "head")
 
-    @pytest.mark.parametrize(
-        ("path", "value", "named"),
-        [
-            ("format", "other", "format"),
-            ("format_version", 2, "format_version 2"),
-            ("format_version", 0, "format_version 0"),
-            ("draft_vocab", "320", "draft_vocab: .* found str"),
-            ("draft_vocab", 319, "rank_order_ids: .* found 320"),
-            ("draft_vocab", -1, "draft_vocab is -1"),
-            ("target_vocab", 2**40, "target_vocab of 1099511627776"),
-            ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
-            ("rank_order_ids", [1.5] * 320, "rank_order_ids"),
-            ("rank_order_ids", [2**70] * 320, "does not fit 64 bits"),
-            ("row_checksums", "!!", "row_checksums"),
-            ("row_checksums", "AAAA", "row_checksums"),
-            ("num_forced", 321, "num_forced"),
-            ("kind", "medusa", "kind"),
-            ("coverage", {"sizes": float("inf")}, "Infinity is no JSON value"),
-            ("tap_layers", ["2"], "tap_layers.*of a wrong type"),
-            ("files/README.md", None, "files.*of a wrong type"),
-            ("files/config.json/size_bytes", "100", "files.*of a wrong type"),
-            ("files/model.safetensors/tensors", ["fc.weight"], "files.*of a wrong type"),
-            ("head/repo_id", 5, "head.*of a wrong type"),
-            ("target/revision", [], "target.*of a wrong type"),
-            ("vocabulary/forced", {"end of turn": "2"}, "vocabulary.*of a wrong type"),
-            ("vocabulary/forced_but_untrained", [[1]], "vocabulary.*of a wrong type"),
-        ],
-    )
-    def test_bad_manifests(self, slim, path, value, named):
-        *outer, last = path.split("/")
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("format", "other", "format"),
+        ("format_version", 2, "format_version 2"),
+        ("draft_vocab", "320", "draft_vocab: .* found str"),
+        ("draft_vocab", 319, "rank_order_ids: .* found 320"),
+        ("target_vocab", 2**40, "target_vocab of 1099511627776"),
+        ("target_vocab", VOCAB + 1, "vocab_size is 384, the manifest says 385"),
+        ("rank_order_ids", [1.5] * 320, "rank_order_ids"),
+        ("rank_order_ids", [2**70] * 320, "does not fit 64 bits"),
+        ("rank_order_ids", [*range(64, 384)], "name different ids"),
+        ("row_checksums", "AAAA", "row_checksums"),
+        ("num_forced", 321, "num_forced"),
+        ("kind", "medusa", "kind"),
+        ("coverage", {"sizes": float("inf")}, "Infinity is no JSON value"),
+        ("tap_layers", ["2"], "tap_layers.*of a wrong type"),
+        ("files/README.md", None, "files.*of a wrong type"),
+        ("files/model.safetensors/tensors", ["fc.weight"], "files.*of a wrong type"),
+        ("target/revision", [], "target.*of a wrong type"),
+        ("vocabulary/forced", {"end of turn": "2"}, "vocabulary.*of a wrong type"),
+    ],
+)
+def test_manifests_that_cannot_be_loaded(slim, path, value, named):
+    *outer, last = path.split("/")
 
-        def damage(manifest):
-            for key in outer:
-                manifest = manifest[key]
-            manifest[last] = value
+    def damage(manifest):
+        for key in outer:
+            manifest = manifest[key]
+        manifest[last] = value
 
-        change_manifest(slim, damage)
-        with pytest.raises(ArtifactError, match=named):
-            Artifact.load(slim)
+    change_manifest(slim, damage)
+    load_fails(slim, named)
 
-    def test_prefix_limits(self, slim):
-        artifact = Artifact.load(slim)
-        for size in (320, artifact.num_forced):
-            assert [len(each) for each in artifact.prefix(size)] == [size, size]
-        for wrong in (artifact.num_forced - 1, 321):
-            with pytest.raises(ArtifactError, match=r"259 .* 320"):
-                artifact.prefix(wrong)
+
+def test_a_prefix_has_the_forced_ids_at_least(slim):
+    artifact = Artifact.load(slim)
+    for size in (320, artifact.num_forced):
+        assert [len(each) for each in artifact.prefix(size)] == [size, size]
+    for wrong in (artifact.num_forced - 1, 321):
+        with pytest.raises(ArtifactError, match=r"259 .* 320"):
+            artifact.prefix(wrong)

@@ -470,7 +470,7 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     with raises(UsageError, option="drafter"):
         patch_eagle_model(model, drafter="eager")
     with monkeypatch.context() as changed:
-        changed.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
+        changed.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
         with raises(DrafterError, option="drafter"):
             patch_eagle_model(model)
     with raises(UsageError, option="use_triton"):

@@ -94,7 +94,7 @@ def test_full_memory_is_told_and_the_next_call_works(
     forward = model.target.forward
     with monkeypatch.context() as patch:
         if place == "cache":
-            patch.setattr(decoders, "KVCache", out_of_memory)
+            patch.setattr(decoders.KVCache, "allocate", out_of_memory)
             model._decoders.drop()
         else:
             patch.setattr(model.target, "forward", out_of_memory)
