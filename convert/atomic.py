@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_slim.vocab_tools.files import expand_home
@@ -40,26 +40,27 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         OutputExistsError: as `check_output`.
         OutputError: the disk refuses, or another run is writing `out`.
     """
+    check_output(out, force, marker)
     out = _real(out)
     new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
-    with _explained(out):
-        check_output(out, force, marker)
+    with _explained(out, new):
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(new, out)
-    try:
-        with _explained(out, new):
+        try:
             if old.exists() and not os.path.lexists(out):
                 os.rename(old, out)
             shutil.rmtree(old, ignore_errors=True)
             check_output(out, force, marker)
             yield new
             _sync_tree(new)
-            _put_in_place(new, out, old, force, marker)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
+            # Somebody may have written it in the meantime.
+            check_output(out, force, marker)
+            _put_in_place(new, out, old)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -71,97 +72,66 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     """
     out = _real(out)
     place = _nearest(out.parent)
-    if not place.is_dir():
-        raise _refusal(NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place)), out)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise _refusal(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place)), out)
-    if not os.path.lexists(out):
-        return
-    if out.is_dir() and not any(out.iterdir()):
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        problem = f"cannot be written: {place} is not a folder that you may write to"
+        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.")
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     if not force:
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
-    if not out.is_dir():
-        problem = "is a file; a folder is to be written here.\nChoose another name."
-        raise OutputExistsError.at(out, problem)
-    if marker is not None and not (out / marker).is_file():
-        raise OutputExistsError.at(
-            out,
-            f"not replaced: it holds files but no {marker}, so this program did not write it.\n"
-            "Choose another name, or remove the folder yourself.",
-        )
+    if not out.is_dir() or (marker is not None and not (out / marker).is_file()):
+        found = f"it holds files but no {marker}" if out.is_dir() else "it is a file"
+        advice = "Choose another name, or remove it yourself."
+        raise OutputExistsError.at(out, f"not replaced: {found}, so this program did not write it.\n{advice}")
 
 
 def require_space(folder: Path | str, size_bytes: int) -> None:
     """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
-    if (free := free_bytes(folder)) < size_bytes:
-        raise OutputError.at(
-            folder,
-            f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
-            "Free some space, or write to another disk.",
-        )
-
-
-def free_bytes(folder: Path | str) -> int:
-    """Return the bytes that are free on the disk of `folder`, or of its nearest parent that exists."""
-    return shutil.disk_usage(_nearest(_real(folder))).free
+    free = shutil.disk_usage(_nearest(_real(folder))).free
+    if free < size_bytes:
+        problem = f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free"
+        raise OutputError.at(folder, f"{problem}.\nFree some space, or write to another disk.")
 
 
 def _real(path: Path | str) -> Path:
-    real = Path(os.path.realpath(expand_home(path)))
-    if not real.name:
-        raise OutputExistsError.at(path, "the root folder cannot be replaced.\nChoose another name.")
-    return real
+    return Path(os.path.realpath(expand_home(path)))
 
 
 def _nearest(place: Path) -> Path:
     """Return the path itself, or the nearest of its parents that exists."""
-    while not place.exists():
-        place = place.parent
-    return place
+    return next(path for path in (place, *place.parents) if path.exists())
 
 
 def _locked(new: Path, out: Path) -> int:
     """Make an empty folder and return a descriptor that holds its lock; OutputError where another run has it."""
-    while True:
-        new.mkdir(exist_ok=True)
-        lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            problem = "another run is writing it.\nWait for that one, or write to another place with --out."
-            raise OutputError.at(out, problem) from error
-        # The run that had it may just have renamed it into place.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(new), os.fstat(lock)):
-                break
+    new.mkdir(exist_ok=True)
+    lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         os.close(lock)
+        problem = "another run is writing it.\nWait for that one, or write to another place with --out."
+        raise OutputError.at(out, problem) from error
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock
 
 
-def _put_in_place(new: Path, out: Path, old: Path, force: bool, marker: str | None) -> None:
-    if not os.path.lexists(out):
-        os.rename(new, out)
-    else:
-        # Somebody may have written it in the meantime.
-        check_output(out, force, marker)
-        try:
+def _put_in_place(new: Path, out: Path, old: Path) -> None:
+    try:
+        if os.path.lexists(out):
             os.rename(out, old)
-            os.rename(new, out)
-        except BaseException:
-            if not os.path.lexists(out):
-                os.rename(old, out)
-            raise
+        os.rename(new, out)
+    except BaseException:
+        if old.exists() and not os.path.lexists(out):
+            os.rename(old, out)
+        raise
     _sync(out.parent)
 
 
 def _sync_tree(folder: Path) -> None:
-    for root, _, names in os.walk(folder, topdown=False):
-        for path in (*(Path(root, name) for name in names), Path(root)):
-            _sync(path)
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -177,17 +147,14 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _explained(out: Path, new: Path | None = None) -> Iterator[None]:
-    """Turn the errors of a disk into OutputError; errors about other files than those in `new` pass as they are."""
+def _explained(out: Path, new: Path) -> Iterator[None]:
+    """Turn the errors of the output's disk into OutputError; errors about other files pass as they are."""
     try:
         yield
     except OSError as error:
-        is_ours = new is None or any(str(name).startswith(str(new)) for name in (error.filename, error.filename2))
+        paths = [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
+        is_ours = any(path in (out, out.parent) or path.is_relative_to(new) for path in paths)
         if not is_ours and error.errno not in _DISK_ERRORS:
             raise
-        raise _refusal(error, out) from error
-
-
-def _refusal(error: OSError, out: Path) -> OutputError:
-    problem = f"cannot be written: {error.strerror} ({error.filename or out}).\nWrite to another place with --out."
-    return OutputError.at(out, problem)
+        problem = f"cannot be written: {error.strerror} ({error.filename or out})"
+        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.") from error

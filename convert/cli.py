@@ -31,26 +31,19 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
     """Read `32000`, `8192,16384,32000`, or `full`."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
-        raise click.BadParameter(
-            f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}", ctx, param
-        )
-    return tuple("full" if part == "full" else int(part) for part in parts)
+    parts = [part.strip() for part in (value or "").split(",")]
+    if value and not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
+        problem = f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}"
+        raise click.BadParameter(problem, ctx, param)
+    return tuple("full" if part == "full" else int(part) for part in parts) if value else None
 
 
 def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
     """Read `bf16`, or several such as `bf16,q8_0`."""
     kinds = tuple(part.strip() for part in value.split(",")) if value else ()
     if not set(kinds) <= {"auto", *_GGUF_TYPES}:
-        raise click.BadParameter(
-            f"expected types such as bf16 or bf16,q8_0 of {', '.join(_GGUF_TYPES)}, found {value!r}; without a type "
-            "it comes last",
-            ctx,
-            param,
-        )
+        problem = f"expected types such as bf16 or bf16,q8_0 of {', '.join(_GGUF_TYPES)}, found {value!r}"
+        raise click.BadParameter(f"{problem}; without a type it comes last", ctx, param)
     return kinds
 
 
@@ -65,15 +58,9 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option(
-    "--draft-vocab",
-    callback=_sizes,
-    metavar="N",
-    help="Rows to keep: one or several sizes, or `full` to only normalise.",
-)
-@click.option(
-    "--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover, such as 0.99."
-)
+@click.option("--draft-vocab", callback=_sizes, metavar="N",
+              help="Rows to keep: one or several sizes, or `full` to only normalise.")  # fmt: skip
+@click.option("--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover (0.99).")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--weights-file", metavar="NAME", help="Weights file of HEAD, if there are several.")
@@ -83,9 +70,7 @@ Examples:
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
-@click.option(
-    "--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order: a baseline without a corpus."
-)
+@click.option("--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order, without a corpus.")
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those that can occur in a chat, or all.")  # fmt: skip
@@ -94,12 +79,8 @@ Examples:
               help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
               help="Form of the head's own map, if its files do not show it.")  # fmt: skip
-@click.option(
-    "--tap-layers",
-    callback=whole_numbers,
-    metavar="L,L,...",
-    help="Target layers whose inputs the head reads, if its files are wrong.",
-)
+@click.option("--tap-layers", callback=whole_numbers, metavar="L,L,...",
+              help="Target layers whose inputs the head reads, if its files are wrong.")  # fmt: skip
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
               help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
               "Alone, of an artifact at its own size.")  # fmt: skip
@@ -138,9 +119,8 @@ def convert(
         force_ids=options.pop("force_ids"),
     )
     given = ConvertOptions(vocabulary=request, flavour=flavour or "default", **options)  # type: ignore[arg-type]  # checked by click
-    found = plan_conversion(head, given, count=partial(count_tokens, notify=note, progress=progress), say=note)
     done = []
-    for plan in found:
+    for plan in plan_conversion(head, given, count=partial(count_tokens, notify=note, progress=progress), say=note):
         if dry_run:
             plan.check()
             done.append(plan)
@@ -172,15 +152,12 @@ def _print(conversion: Conversion, verb: str) -> None:
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
-        name = printable(entry["source"])
         interval = ""
         if entry["interval"] is not None:
-            low, high = entry["interval"]
-            interval = f", 95% interval {low:.2%} to {high:.2%}"
-        click.echo(
-            f"  coverage of {name}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
-            f"tokens{interval}; the first ids would cover {entry['first_ids_instead']:.2%}"
-        )
+            interval = ", 95% interval {:.2%} to {:.2%}".format(*entry["interval"])
+        covered = f"{entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} tokens{interval}"
+        instead = f"the first ids would cover {entry['first_ids_instead']:.2%}"
+        click.echo(f"  coverage of {printable(entry['source'])}  {covered}; {instead}")
 
 
 def readable_bytes(size_bytes: int) -> str:

@@ -183,7 +183,7 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
 
 
 def in_words(findings: Sequence[Finding]) -> list[str]:
-    """One sentence for each finding; one that several engines share is said once."""
+    """Write one sentence for each finding, with all engines that share it."""
     engines: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         engines.setdefault((finding.problem, finding.alternative), []).append(ENGINES[finding.engine].title)
@@ -191,7 +191,7 @@ def in_words(findings: Sequence[Finding]) -> list[str]:
 
 
 def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str) -> str:
-    """The class name to write for an engine: `architecture`, or the one spelling that the flavour's engine reads.
+    """Choose the class name to write: `architecture`, or the one spelling that the flavour's engine reads.
 
     SGLang and vLLM read the same name differently for EAGLE-1/2: one needs the ending, the other prefixes the name and
     then does not know it.
@@ -204,7 +204,7 @@ def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str
 
 
 def _rules(head: HeadFacts, engine: str) -> Iterator[Found]:
-    """The findings of an engine about a head; TensorRT-LLM and LMDeploy stand for their PyTorch backends."""
+    """Find an engine's faults and losses with a head; TensorRT-LLM and LMDeploy stand for their PyTorch backends."""
     if head.kind == "dflash":
         yield from _of_dflash(names.MARKOV_OUT in head.tensor_names, engine)
     elif head.kind == "eagle3":
@@ -305,7 +305,7 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 
 def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
-    """How an engine learns the layers of the target that an EAGLE-3 head reads, and how many it captures."""
+    """Compare the target layers that an engine captures with those that an EAGLE-3 head reads."""
     is_tapped, layers = head_config.uses_aux_layers(head.config), head.target_layers
     taps = head_config.tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else head_config.default_taps(layers)
@@ -336,7 +336,7 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 
 def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:
-    """Activation, rotation and window, which EAGLE-1/2 and EAGLE-3 heads may both have."""
+    """Check activation, rotation and window, which EAGLE-1/2 and EAGLE-3 heads may both have."""
     # transformers has silu under a second name, swish.
     activation = head.config.get("hidden_act") or "silu"
     if engine in ("vllm", "sglang") and activation != "silu":
@@ -370,7 +370,7 @@ def _elsewhere(facts: HeadFacts) -> str:
 
 
 def version_findings(key: str, stated: str | None = None) -> list[Finding]:
-    """Find whether an engine's version was tried; without a version, that of an installed one."""
+    """Compare an engine's version, by default that of an installed one, with those that were tried."""
     engine = ENGINES[key]
     if engine.proven is None:
         return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]

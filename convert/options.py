@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
@@ -33,10 +33,8 @@ class ConvertOptions:
         draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it. With `gguf` alone,
             those of an artifact.
         coverage: instead of a size, the share of the counted text that must be covered.
-        vocabulary: where the ranking comes from; by default the built-in counts for the built-in head, else
-            `vocabulary_choice.DEFAULT_DATASET_NOTE`.
-        target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
-            public heads.
+        vocabulary: where the ranking comes from.
+        target: folder or Hub repository. Default: what the head's files name, else the table of public heads.
         tokenizer: folder, tokenizer.json or Hub repository; default the target's.
         weights_file: name of the file with the head's weights, where its folder holds several.
         revision, target_revision: branch, tag or commit on the Hub.
@@ -46,8 +44,7 @@ class ConvertOptions:
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
         d2t_form: form of the head's own map, where it cannot be told.
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
-        gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
-            write, too, which llama.cpp reads.
+        gguf: types of the matrices of GGUF files to write, too, which llama.cpp reads; "auto" for the head's own.
         offline: use only local files and the Hub cache.
 
     Raises:
@@ -73,7 +70,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         given = sum(value is not None for value in (self.draft_vocab, self.coverage))
-        if given > 1 or (given == 0 and not self.gguf):
+        if given > 1 or (given == 0 and not self.gguf) or not self.sizes:
             raise UsageError(
                 "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one, and not both."
             )
@@ -82,8 +79,6 @@ class ConvertOptions:
         if self.out == "":
             raise UsageError("--out: the name is empty. Name the folder to write.")
         clean_subfolder(self.subfolder)
-        if not self.sizes:
-            raise UsageError("--draft-vocab: no size given.")
 
     @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:
@@ -95,27 +90,22 @@ class ConvertOptions:
         return tuple(dict.fromkeys("full" if size == "full" else _number_of_ids(size) for size in sizes))
 
     def name_of(self, head: str | None, size: DraftVocabSize | None) -> str:
-        """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
+        """Name an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
         base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
-        base = "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts])
-        endings: dict[DraftVocabSize | None, str] = {
-            None: "gguf" if self.coverage is None else f"coverage{self.coverage}",
-            "full": "full",
-        }
-        return f"{base}-{endings.get(size, f'v{size}')}" + ("" if self.flavour == "default" else f"-{self.flavour}")
+        ending = "full" if size == "full" else f"v{size}"
+        if size is None:
+            ending = "gguf" if self.coverage is None else f"coverage{self.coverage}"
+        flavour = () if self.flavour == "default" else (self.flavour,)
+        return "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts, ending, *flavour])
 
     def folder_of(self, name: str) -> Path:
-        """Where an artifact goes."""
+        """Return the folder of an artifact of this name."""
         if self.out is None:
             return Path(name)
         return Path(self.out) / name if len(self.sizes) > 1 else Path(self.out)
 
 
 def _number_of_ids(size: Any) -> int:
-    try:
-        number = operator.index(size)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(size, bool):
+    if isinstance(size, bool) or not isinstance(size, SupportsIndex) or operator.index(size) < 1:
         raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.")
-    return number
+    return operator.index(size)

@@ -1,49 +1,34 @@
 """`convert_head`: a draft head and a vocabulary in, slim artifacts out. The library function behind `eagle-convert`.
 
 The head, its target and its tokenizer are opened once and the vocabulary is ranked once; then each artifact is planned,
-and a plan is its tensors and its manifest. A dry run plans and checks (`plan_conversion`, `Conversion.check`), a
-conversion plans and writes.
+and a plan is its tensors, its small files and its manifest. A dry run plans and checks (`plan_conversion`,
+`Conversion.check`), a conversion plans and writes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact import dflash, eagle1, eagle3
+from .artifact import dflash, eagle1, eagle3, provenance
 from .artifact.card import model_card
-from .artifact.checksums import row_checksums
-from .artifact.format import (
-    CARD_NAME,
-    METADATA,
-    freq_bytes,
-    freq_name,
-    record_of_bytes,
-)
+from .artifact.checksums import row_checksums, sha256_of
+from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
-from .artifact.provenance import (
-    describe_dropped,
-    describe_head,
-    describe_lm_head,
-    describe_reads,
-    describe_tokenizer,
-    describe_vocabulary,
-)
+from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output, require_space
-from .engines import Finding, HeadFacts, conversion_findings, in_words
-from .errors import UnsupportedHeadError
+from .engines import HeadFacts, conversion_findings, in_words
 from .heads import names
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
@@ -52,16 +37,13 @@ from .rows.dtypes import item_size
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.safetensors_file import SafetensorsFile
 from .rows.target import open_target_lm_head
-from .rows.writer import TensorPlan, write_safetensors
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
-from .vocabulary_choice import Ranking, Say, make_ranking, ranked_manifest
+from .vocabulary_choice import Count, Ranking, Say, make_ranking, ranked_manifest
 
 if TYPE_CHECKING:
     from .artifact.gguf import GgufChoice
-
-Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
@@ -88,39 +70,31 @@ class Inputs:
     is_builtin: bool
     gguf: GgufChoice | None
 
-    @property
-    def licence(self) -> str | None:
-        """The head's licence, as the Hub spells it."""
-        return EMBEDDED_LICENCE if self.is_builtin else self.source.on_card("license")
-
 
 @dataclass(frozen=True)
 class Conversion:
-    """One artifact: its tensors and its manifest, to be written, or written.
+    """One artifact, planned or written.
 
     Attributes:
         folder: where it goes.
-        title: its name on the model card.
+        head: what is converted.
         lm_head: whose rows are gathered; None for EAGLE-1/2.
         tensors: of the weights file.
-        config: config.json.
-        findings: what engines make of it.
+        files: the small files by name, but for the manifest.
         manifest: complete once the artifact is written; until then without checksums, `files` and records of reads.
+        gguf: the GGUF files to write; None for none.
+        bytes_before, bytes_after: weights that one draft step of the head and of the slim head reads.
     """
 
     folder: Path
-    title: str
-    inputs: Inputs
+    head: DraftHead
     lm_head: LmHead | None
     tensors: Sequence[TensorPlan]
-    config: dict[str, Any]
-    findings: Sequence[Finding]
+    files: Mapping[str, bytes]
     manifest: Manifest
-
-    @property
-    def head(self) -> DraftHead:
-        """The head that is converted."""
-        return self.inputs.head
+    gguf: GgufChoice | None
+    bytes_before: int
+    bytes_after: int
 
     @property
     def draft_vocab(self) -> int:
@@ -133,23 +107,13 @@ class Conversion:
         return self.manifest.warnings
 
     @property
-    def bytes_before(self) -> int:
-        """Weights that one draft step of the head reads, LM head included."""
-        return bytes_per_draft_step(self.head, self.head.draft_vocab)
-
-    @property
-    def bytes_after(self) -> int:
-        """Weights that one draft step reads then."""
-        return bytes_per_draft_step(self.head, self.draft_vocab)
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors, and about as many for each GGUF file."""
-        copies = 1 if self.inputs.gguf is None else 1 + len(self.inputs.gguf.kinds)
+        copies = 1 if self.gguf is None else 1 + len(self.gguf.kinds)
         return copies * sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """The artifact as `eagle-convert --json` prints it."""
+        """Describe the artifact as `eagle-convert --json` prints it."""
         return {
             "folder": str(self.folder),
             "kind": self.manifest.kind,
@@ -168,10 +132,6 @@ class Conversion:
         """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
         for plan in self.tensors:
             deque(plan.pieces(), maxlen=0)
-        if self.inputs.gguf is not None:
-            from .artifact import gguf
-
-            gguf.check_values(self.tensors, self.inputs.gguf.kinds)
 
     def write(self, force: bool = False) -> Conversion:
         """Write the artifact, whole or not at all, and return it with its complete manifest.
@@ -182,47 +142,28 @@ class Conversion:
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA)
-            files = {WEIGHTS_NAME: asdict(written)}
-            small = {
-                CONFIG_NAME: (json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-            }
-            if self.manifest.rank_order_ids is not None:
-                small[freq_name(self.draft_vocab)] = freq_bytes(self.manifest.rank_order_ids)
-            manifest = replace(
-                self.manifest, **describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written.tensors)
-            )
-            if self.lm_head is not None:
-                rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
-                manifest = replace(manifest, row_checksums=row_checksums(rows))
-            small[CARD_NAME] = self._card(manifest).encode()
-            for name, data in small.items():
+            files = {WEIGHTS_NAME: written}
+            for name, data in self.files.items():
                 (folder / name).write_bytes(data)
-                files[name] = record_of_bytes(data)
-            if self.inputs.gguf is not None:
+                files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}
+            if self.gguf is not None:
                 from .artifact.gguf import write_gguf
 
-                files |= write_gguf(folder, self.inputs.gguf, f"{manifest.head['name']} v{manifest.draft_vocab}")
-            manifest = replace(manifest, files=dict(sorted(files.items())))
+                files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.draft_vocab}")
+            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
+            if self.lm_head is not None:
+                rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
+                found["row_checksums"] = row_checksums(rows)
+            manifest = replace(self.manifest, files=dict(sorted(files.items())), **found)
             (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
         return replace(self, manifest=manifest)
-
-    def _card(self, manifest: Manifest) -> str:
-        return model_card(
-            manifest,
-            title=self.title,
-            rows_before=self.head.draft_vocab,
-            bytes_before=self.bytes_before,
-            bytes_after=self.bytes_after,
-            licence=self.inputs.licence,
-            refused={found.engine for found in self.findings if found.severity == "error"},
-        )
 
 
 def convert_head(
     head: str | Path | None,
     options: ConvertOptions,
     *,
-    count: Count | None = None,
+    count: Count = count_tokens,
     say: Say = lambda message: None,
 ) -> tuple[Conversion, ...]:
     """Convert a draft head to slim artifacts, one for each size of draft vocabulary.
@@ -230,7 +171,7 @@ def convert_head(
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
         options: what is made of it.
-        count: counts a corpus; default `count_tokens` with one worker per core.
+        count: counts a corpus.
         say: called, with a sentence, for each default that is used and each thing that is done.
 
     Returns:
@@ -253,7 +194,7 @@ def plan_conversion(
     head: str | Path | None,
     options: ConvertOptions,
     *,
-    count: Count | None = None,
+    count: Count = count_tokens,
     say: Say = lambda message: None,
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
@@ -262,17 +203,16 @@ def plan_conversion(
     first is written: a size that does not fit leaves nothing behind.
     """
     name = None if head is None else str(head)
-    titles = [options.name_of(name, size) for size in options.sizes]
-    folders = [options.folder_of(title) for title in titles]
+    folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
         check_output(folder, options.force, MANIFEST_NAME)
     inputs = _open_inputs(name, options, folders[0], say)
     sizes = _sizes(inputs.head, options)
     ranking = _rank(inputs, options, sizes, count, say)
     plans = []
-    for size, title, folder in zip(sizes, titles, folders, strict=True):
+    for asked, size, folder in zip(options.sizes, sizes, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
-        plans.append(_plan(inputs, options, ranking, vocab, folder, title))
+        plans.append(_plan(inputs, options, ranking, vocab, folder, options.name_of(name, asked)))
     require_space(folders[0], sum(plan.size_bytes for plan in plans))
     return tuple(plans)
 
@@ -291,17 +231,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
     if options.target_revision is not None and (choice is None or choice.name is None):
-        raise UsageError(
-            f"--target-revision {options.target_revision}: no target is named that it could be a revision of.\n"
-            "Name the repository with --target."
-        )
+        raise UsageError(f"--target-revision {options.target_revision}: of no target.\nName one with --target.")
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
-        raise UsageError.at(
-            head.location,
-            "has no LM head of its own, so its rows come from the target, and neither its files nor the table of "
-            "public heads says which that is.\nName it with --target.",
-        )
+        problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
+        raise UsageError.at(head.location, f"{problem}.\nName it with --target.")
     opened = None
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
         opened = targets.open_target(choice, options.target_revision, options.offline)
@@ -324,46 +258,38 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
 
 def _check_options(head: DraftHead, options: ConvertOptions) -> None:
     """Refuse options that mean nothing for a head of its kind."""
-    if head.kind == "eagle" and options.flavour == "lmdeploy":
-        raise UnsupportedHeadError.at(
-            head.location, "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out."
-        )
-    if head.kind == "eagle3" and options.flavour == "sglang":
-        raise UsageError.at(
-            head.location, "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out."
-        )
     stored = {name.rpartition(".")[2] for name in head.tensors.source.names}
-    if options.d2t_form != "auto" and "d2t" not in stored:
-        raise UsageError.at(head.location, "has no map.\nLeave --d2t-form out.")
-    if head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes):
-        raise UsageError.at(
-            head.location,
-            "a DFlash draft has no class name of one engine, and borrows the target's whole LM head as it is.\n"
-            "Leave --for out, and give a number of rows with --draft-vocab.",
-        )
-    if head.kind == "eagle":
-        return
-    if "full" in options.sizes:
+    largest = max((size for size in options.sizes if isinstance(size, int)), default=0)
+    is_cut = head.kind != "eagle" and head.manifest is not None and head.trained_ids is not None
+    refused = {
+        "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.": (
+            head.kind == "eagle" and options.flavour == "lmdeploy"
+        ),
+        "SGLang reads an EAGLE-3 head as every artifact is written.\nLeave --for out.": (
+            head.kind == "eagle3" and options.flavour == "sglang"
+        ),
+        "has no map.\nLeave --d2t-form out.": options.d2t_form != "auto" and "d2t" not in stored,
+        "a DFlash draft has no class name of one engine, and borrows the target's whole LM head as it is.\n"
+        "Leave --for out, and give a number of rows with --draft-vocab.": (
+            head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes)
+        ),
+        f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: {largest} were asked for.\n"
+        "Convert the head that it was made from.": is_cut and largest > head.draft_vocab,
+    }
+    for problem, is_so in refused.items():
+        if is_so:
+            raise UsageError.at(head.location, problem)
+    if head.kind != "eagle" and "full" in options.sizes:
         all_ids(head)
-    manifest, largest = head.manifest, max((size for size in options.sizes if isinstance(size, int)), default=0)
-    if manifest is not None and head.trained_ids is not None and largest > head.draft_vocab:
-        original = manifest.head.get("repo_id") or manifest.head.get("name")
-        raise UsageError.at(
-            head.location,
-            f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: {largest} were asked for.\n"
-            f"Convert {original}, which it was made from.",
-        )
 
 
 def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | None, ...]:
-    """Rows of each artifact; those of the head, an artifact, where GGUF files alone were asked for."""
+    """Return the rows of each artifact: with --gguf alone, those of the head, which must be an artifact."""
     if options.draft_vocab is not None or options.coverage is not None:
         return options.sizes
     if head.manifest is None:
-        raise UsageError.at(
-            head.location,
-            "--gguf alone takes an artifact at its own size, and this is none.\nGive a size with --draft-vocab.",
-        )
+        problem = "--gguf alone takes an artifact at its own size, and this is none"
+        raise UsageError.at(head.location, f"{problem}.\nGive a size with --draft-vocab.")
     return ("full",) if head.manifest.rank_order_ids is None else (head.manifest.draft_vocab,)
 
 
@@ -379,21 +305,13 @@ def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOp
 
 
 def _rank(
-    inputs: Inputs,
-    options: ConvertOptions,
-    sizes: Sequence[DraftVocabSize | None],
-    count: Count | None,
-    say: Say,
+    inputs: Inputs, options: ConvertOptions, sizes: Sequence[DraftVocabSize | None], count: Count, say: Say
 ) -> Ranking | None:
     """Rank the vocabulary; None where only `full` is asked for."""
     if tuple(sizes) == ("full",):
         if not options.vocabulary.is_default or options.vocabulary.force_ids:
             say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
         return None
-    if count is None:
-        from eagle_slim.vocab_tools.counting import count_tokens
-
-        count = count_tokens
     return make_ranking(
         inputs.head,
         options.vocabulary,
@@ -411,10 +329,8 @@ def _plan(
     inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str
 ) -> Conversion:
     """Plan one artifact; without a vocabulary, one of all ids."""
-    head = inputs.head
-    rows = head.target_vocab if vocab is None else len(vocab)
-    ids = None if vocab is None else vocab.ascending_ids
-    lm_head = None
+    head, lm_head = inputs.head, None
+    rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors: Sequence[TensorPlan]
     if head.kind == "eagle":
         tensors, config = eagle1.plan_tensors(head), eagle1.repaired_config(head, options.flavour)
@@ -425,43 +341,50 @@ def _plan(
             config = eagle3.slim_config(head, rows, options.flavour)
         else:
             assert ids is not None, "a full vocabulary is refused before"
-            tensors = dflash.plan_tensors(head, lm_head, ids)
-            config = dflash.slim_config(head, rows)
-    facts = HeadFacts.of(
-        head,
-        config=config,
-        draft_vocab=rows,
-        target_layers=None if inputs.target is None else inputs.target.num_layers,
-    )
+            tensors, config = dflash.plan_tensors(head, lm_head, ids), dflash.slim_config(head, rows)
+    num_layers = None if inputs.target is None else inputs.target.num_layers
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=num_layers)
     findings = conversion_findings(facts)
-    manifest = _manifest(inputs, options, head, lm_head, ranking, vocab, in_words(findings))
-    return Conversion(folder, title, inputs, lm_head, tensors, config, findings, manifest)
+    manifest = _manifest(inputs, options, lm_head, ranking, vocab, in_words(findings))
+    bytes_before, bytes_after = (bytes_per_draft_step(head, number) for number in (head.draft_vocab, rows))
+    card = model_card(
+        manifest,
+        title=title,
+        rows_before=head.draft_vocab,
+        bytes_before=bytes_before,
+        bytes_after=bytes_after,
+        licence=EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license"),
+        refused={found.engine for found in findings if found.severity == "error"},
+    )
+    files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()}
+    if vocab is not None:
+        files[freq_name(rows)] = freq_bytes(vocab.target_ids)
+    files[CARD_NAME] = card.encode()
+    return Conversion(folder, head, lm_head, tensors, files, manifest, inputs.gguf, bytes_before, bytes_after)
 
 
 def _manifest(
     inputs: Inputs,
     options: ConvertOptions,
-    head: DraftHead,
     lm_head: LmHead | None,
     ranking: Ranking | None,
     vocab: DraftVocab | None,
     of_engines: Sequence[str],
 ) -> Manifest:
-    """The manifest as far as it is known before anything is written."""
-    tokenizer = None if inputs.tokenizer is None else describe_tokenizer(inputs.tokenizer)
+    """Make the manifest as far as it is known before anything is written."""
+    head, coverage, warnings = inputs.head, None, [*inputs.head.warnings]
+    tokenizer = None if inputs.tokenizer is None else provenance.describe_tokenizer(inputs.tokenizer)
     if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
         tokenizer = dict(ranking.recorded_tokenizer)
-    measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
-    warnings = [*head.warnings]
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:
             warnings.append("no tokenizer was at hand: end-of-turn and other needed tokens were not looked for")
-    coverage = None
-    if measured is not None:
-        report, note = measured
-        warnings += report.warnings
-        coverage = {**report.to_json(), "shown": list(report.shown), "note": note}
+        measured = None if ranking is None else ranking.coverage(vocab)
+        if measured is not None:
+            report, note = measured
+            warnings += report.warnings
+            coverage = {**report.to_json(), "shown": list(report.shown), "note": note}
     ranked = ranked_manifest(head)
     # The target of an artifact was at hand when the artifact was made, or this stands among its warnings.
     if inputs.target is None and (ranked is None or NOT_COMPARED in ranked.warnings):
@@ -475,14 +398,14 @@ def _manifest(
         num_forced=0 if vocab is None else vocab.num_forced,
         rank_order_ids=None if vocab is None else vocab.target_ids,
         row_checksums=None,
-        head=describe_head(inputs.source, inputs.is_builtin, options.d2t_form),
+        head=provenance.describe_head(inputs.source, inputs.is_builtin, options.d2t_form),
         target=_describe_target(inputs),
-        lm_head=None if lm_head is None else describe_lm_head(head, lm_head),
+        lm_head=None if lm_head is None else provenance.describe_lm_head(head, lm_head),
         tokenizer=tokenizer,
-        vocabulary=None if vocab is None else describe_vocabulary(vocab),
+        vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
         tap_layers=head.taps(None if inputs.target is None else inputs.target.num_layers),
         coverage=coverage,
-        dropped=describe_dropped(head),
+        dropped=provenance.describe_dropped(head),
         warnings=_without_paths([*warnings, *of_engines], inputs),
     )
 
@@ -511,7 +434,7 @@ def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
-    """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
+    """Count the bytes of weights that one draft step reads with an LM head of `rows` rows, without the embedding's."""
     # Of an embedding, and of what DSpark looks up by the token before, a few rows are read.
     apart = (names.LM_HEAD, names.EMBEDDING, names.MARKOV_IN, *head.row_tensors)
     total = sum(head.tensors.info(name).size_bytes for name in head.tensors if name not in apart)

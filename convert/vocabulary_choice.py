@@ -1,6 +1,6 @@
 """Choose the tokens that a slim head keeps, from counts, a token map, a corpus or the built-in counts.
 
-The ranking itself is `vocab_tools`'; here stand the defaults of `eagle-convert` and what they are called on screen.
+The ranking itself is `vocab_tools`'; this file holds the defaults of `eagle-convert`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from .heads.draft_head import DraftHead
 from .sources.builtin import embedded_counts_with_held_out, load_embedded_counts
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
-DEFAULT_SPLIT = "train_sft"
 DEFAULT_MAX_TOKENS = 10_000_000
 DEFAULT_DATASET_NOTE = (
-    f"{DEFAULT_DATASET} (MIT licence, split {DEFAULT_SPLIT}, assistant turns only, the first "
-    f"{DEFAULT_MAX_TOKENS:,} tokens)"
+    f"{DEFAULT_DATASET} (MIT licence, split train_sft, assistant turns only, the first {DEFAULT_MAX_TOKENS:,} tokens)"
 )
 
 _SHOWN_SIZES = (4096, 8192, 16384, 32768, 65536, 131072)
 
 Say = Callable[[str], object]
+Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ class VocabRequest:
         for path in (self.token_map, *self.counts):
             check_named(path)
         given = {
-            "--counts": bool(self.counts),
-            "--token-map": self.token_map is not None,
-            "--dataset": bool(self.corpus),
-            "--order": self.order is not None,
+            "--counts": self.counts,
+            "--token-map": self.token_map,
+            "--dataset": self.corpus,
+            "--order": self.order,
         }
-        used = [name for name, is_used in given.items() if is_used]
+        used = [name for name, value in given.items() if value is not None and value != ()]
         if len(used) > 1:
             raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
         if self.weights and (self.token_map is not None or self.order is not None):
@@ -85,7 +84,7 @@ class VocabRequest:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Everything needed to cut vocabularies of any size.
+    """A ranked vocabulary, to be cut to any size.
 
     Attributes:
         tokenizer: of the target, or None for a token map alone.
@@ -102,7 +101,7 @@ class Ranking:
     recorded_tokenizer: Mapping[str, Any] | None = None
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
-        """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it."""
+        """Cut a vocabulary of a size, or the smallest that covers a share of the text; of all ids for None and None."""
         if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
             # The counts hold nothing out: the size is found where the text to be covered made no ranking.
             sized = self._cut(self.measured[0], None, coverage)
@@ -149,10 +148,10 @@ class Ranking:
         return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
 
     def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
-        """Coverage of a vocabulary on text that the ranking did not see, and a note on that text; None without counts.
+        """Measure what a vocabulary covers of text that the ranking did not see, with a note on that text.
 
-        Where the shipped ranking uses text that must be held out to measure it, the figure is that of a ranking made
-        without it, cut to the same size; the note says so.
+        None without counts. Where the ranking was made from all text, one made without the held-out part is measured
+        at the same size; the note says so.
         """
         if self.measured is None:
             return None
@@ -173,7 +172,7 @@ def make_ranking(
     *,
     embedded: bool,
     offline: bool,
-    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
+    count: Count,
     say: Say,
     target: str | None = None,
     sizes: Sequence[int] = (),
@@ -198,15 +197,16 @@ def make_ranking(
             )
         say("vocabulary: the rank order in the head's own manifest")
         if tokenizer is None:
-            request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
+            assert manifest.rank_order_ids is not None
+            forced = tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
+            request = replace(request, force_ids=forced + request.force_ids)
         return Ranking(head, replace(request, token_map=manifest.ranks), tokenizer, None, None, manifest.tokenizer)
     if tokenizer is None and (request.token_map is None or request.force_added == "all"):
         why = "the vocabulary cannot be ranked without one"
         if request.token_map is not None:
             why = "--force-added all keeps its added tokens"
-        if target is None:
-            advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
-        else:
+        advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
+        if target is not None:
             advice = f"The target {target} has none beside it: name one with --tokenizer."
         raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}")
     if request.token_map is not None or request.order is not None:
@@ -244,23 +244,12 @@ def make_ranking(
 
 
 def ranked_manifest(head: DraftHead) -> Manifest | None:
-    """The manifest of a head that is an artifact with ranks already, or None."""
-    manifest = head.manifest
-    return None if manifest is None or manifest.rank_order_ids is None else manifest
-
-
-def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:
-    """The ids that an artifact's ranks begin with, which its tokenizer forced."""
-    assert manifest.rank_order_ids is not None
-    return tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
+    """Return the manifest of a head that is an artifact with ranks already, or None."""
+    return head.manifest if head.manifest is not None and head.manifest.rank_order_ids is not None else None
 
 
 def default_corpus() -> CorpusSource:
-    """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
+    """Return the chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
     return CorpusSource(
-        location=DEFAULT_DATASET,
-        split=DEFAULT_SPLIT,
-        column="messages",
-        roles="assistant",
-        max_tokens=DEFAULT_MAX_TOKENS,
+        DEFAULT_DATASET, split="train_sft", column="messages", roles="assistant", max_tokens=DEFAULT_MAX_TOKENS
     )

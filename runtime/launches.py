@@ -20,7 +20,7 @@ _COUNTS = _Counts()
 
 
 def count_launches(launches: Launches) -> None:
-    """Add launches of this thread, or those that a graph repeats."""
+    """Add launches to this thread's count, a graph's replays included."""
     _COUNTS.launches.update(launches)
 
 

@@ -150,7 +150,7 @@ def open_any_head(
     if isinstance(head, Artifact):
         target = head.manifest.target
         return OpenedHead(
-            head.head, head.rank_order_ids, head.num_forced, head.tokenizer_hash,
+            head.head, head.manifest.rank_order_ids, head.manifest.num_forced, head.tokenizer_hash,
             target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
             coverage=head.manifest.coverage, target_folder=target.get("name"), folder=head.folder, offline=offline,
         )  # fmt: skip
@@ -209,7 +209,7 @@ def _naming(target: str | Path) -> Iterator[None]:
                 "no class of its own for it"
             )
         folder = "" if Path(target).exists() else "there is no such folder here, and "
-        # Of a folder nothing is fetched: a request behind such an error (of a module's code) is not its reason.
+        # Nothing of a folder is fetched, so the Hub cannot be the reason there.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
             reason = trouble.headline
         raise TargetError(

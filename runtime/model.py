@@ -403,9 +403,9 @@ class SpeculativeModel:
                 logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32
                     [1, vocab]); functions of these alone (`api.sampling`). They are called on the host.
                 generation_config: as in transformers, for what no argument says. Further fields of one, which can be
-                    arguments too: ``max_length`` and ``min_length`` (prompt, with its padding, and answer),
-                    ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``,
-                    ``bad_words_ids``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
+                    arguments too: ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``,
+                    ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``, ``bad_words_ids``,
+                    ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
                     ``return_dict_in_generate``. The target's own configuration gives the defaults of those that act
                     on greedy decoding too (`api.sampling.PENALTIES`).
                 inputs: another name for ``input_ids``.
@@ -445,7 +445,7 @@ class SpeculativeModel:
             _warn_if_nothing_is_accepted(stats.num_passes, accepted, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
         answers = [result.token_ids for result in results]
-        sequences = join_sequences(call.prompts.rows, answers, call.fill, call.prompts.device)
+        sequences = join_sequences(call.rows, answers, call.fill, call.device)
         return kind(sequences, tuple(results), stats, call.seed)
 
     def chat(

@@ -1,4 +1,4 @@
-"""Kernel or twin, on which GPU, under which name for a profiler, and where graphs are captured: the one place for it.
+"""Operations as kernels or twins, profiler ranges, the current GPU, and the side stream for graph capture.
 
 An operation is a function that launches Triton kernels; its twin is the plain PyTorch function in the same module whose
 name ends in ``_ref``, with the same arguments and results, which defines it.
@@ -32,7 +32,7 @@ class Ops:
 
     @classmethod
     def for_device(cls, device: torch.device) -> Ops:
-        """Kernels on a GPU, twins elsewhere."""
+        """Choose kernels on a GPU, twins elsewhere."""
         return cls(device.type == "cuda")
 
     def __call__(self, operation: Operation) -> Operation:
@@ -44,13 +44,13 @@ class Ops:
 
 
 def ranges_wanted() -> bool:
-    """Whether the environment asks for a range around every operation."""
+    """Return whether ``EAGLE_SLIM_RANGES`` is set."""
     return os.environ.get("EAGLE_SLIM_RANGES", "0") not in ("", "0")
 
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Name what runs inside for profilers: PyTorch's, and on a GPU NVTX."""
+    """Run a block in a named range of PyTorch's profiler, on a GPU of NVTX too."""
     has_nvtx = torch.cuda.is_available()
     if has_nvtx:
         torch.cuda.nvtx.range_push(name)

@@ -78,7 +78,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
     for name in (options["head"], *options.get("heads", ())):
         open_head_source(name, offline=options["offline"])
-    # Whose built-in copy may stand in.
+    # The built-in copy may stand in for its repository.
     if options["target"] not in (None, EMBEDDED_TARGET_REPO):
         target = given_target(options["target"], options["offline"], options["revision"])
         if not isinstance(target, Path):

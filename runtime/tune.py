@@ -73,7 +73,7 @@ class Trial:
 
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Parameters over the same layout that differ from ``params`` in one thing each, most promising first.
+    """Return variants over the same layout, each with one change of ``params``, most promising first.
 
     What cannot fit is left out.
     """
@@ -103,7 +103,7 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 
 def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Parameters over other layouts: other groups of programs."""
+    """Return parameters over layouts with other groups of programs."""
     own = params.layout
     splits = {
         f"at most {most} to a group": {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
@@ -127,16 +127,12 @@ def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
 
 
 def trials_of(
-    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None
 ) -> tuple[LaunchParams, dict[str, LaunchParams]]:
-    """Return the derived parameters and variants of them by name, at most ``most``.
-
-    ``layout``: what the head is packed in; None tries several.
-    """
+    """Return the derived parameters, and variants by name over the packed ``layout``, or over several for None."""
     derived = choose_launch(cfg, chip, layout)
     tried = {} if layout is not None else layout_variants(derived, cfg, chip)
-    tried |= variants(derived, cfg, chip)
-    return derived, dict(list(tried.items())[:most])
+    return derived, tried | variants(derived, cfg, chip)
 
 
 def tune(
@@ -145,13 +141,12 @@ def tune(
     measure: Measure,
     left: Callable[[], float],
     layout: StoredLayout | None = None,
-    most: int | None = None,
 ) -> tuple[LaunchParams, list[Trial]]:
     """Choose parameters for one configuration: the derived ones, a variant, or the gains together.
 
-    Stops with the best so far when no time (seconds) is ``left``. ``layout``, ``most``: as in `trials_of`.
+    Stops with the best so far when no time (seconds) is ``left``. ``layout``: as in `trials_of`.
     """
-    derived, tried = trials_of(cfg, chip, layout, most)
+    derived, tried = trials_of(cfg, chip, layout)
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -170,17 +165,13 @@ def tune(
 
     if attempt("derived", derived).fault:
         raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}")
-    longest = 0.0
     for name, params in tried.items():
-        if left() < longest:
-            break
-        before = left()
-        attempt(name, params)
-        longest = max(longest, before - left())
+        if left() > 0:
+            attempt(name, params)
     good = sorted((trial for trial in trials[1:] if trial.gain > LEAST_GAIN), key=lambda trial: -trial.gain)
     best, gain = (tried[good[0].name], good[0].gain) if good else (derived, LEAST_GAIN)
     together = combine(derived, [tried[trial.name] for trial in good])
-    if together not in (best, derived) and left() > longest:
+    if together not in (best, derived) and left() > 0:
         trial = attempt(" + ".join(trial.name for trial in good), together)
         best = together if trial.gain > gain else best
     return best, trials
@@ -213,7 +204,7 @@ class GraphTimer:
         return capture(lambda: launch_drafter(cfg, features, weights, bufs))
 
     def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
-        """The head in one layout, packed once for all parameters over it."""
+        """Return the head in one layout, packed once for all parameters over it."""
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
         launches = FixedLaunch(params)
@@ -262,7 +253,7 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
 
 
 def whole_from(least: int) -> Callable[[str], int]:
-    """A whole number of at least ``least``."""
+    """Return a parser of whole numbers from ``least`` on."""
 
     def parse(text: str) -> int:
         try:
@@ -277,7 +268,7 @@ def whole_from(least: int) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written."""
+    """Parse the path of a file that can be written."""
     try:
         check_output(Path(text), "this option")
     except UsageError as error:
@@ -286,7 +277,7 @@ def output_file(text: str) -> Path:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Raise `UsageError` unless a file can be written, or made together with the folders that are missing.
+    """Raise `UsageError` unless a file can be written; missing folders would be made.
 
     ``option``: how to name another one.
     """
@@ -308,7 +299,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
-    parser.add_argument("--variants", type=whole_from(0), help="most variants to try of each; 0: only the derived one")
     try:
         run(parser.parse_args(argv))
     except EagleSlimError as error:
@@ -330,7 +320,7 @@ def run(args: argparse.Namespace) -> None:
         return float(args.budget - (time.perf_counter() - started))
 
     def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
-        """The layout that a configuration has to take; None where it may set it."""
+        """Return a configuration's fixed layout; None where it may set one."""
         may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
         return None if may_set else cache.layout(cfg, chip)
 
@@ -339,7 +329,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
     jobs = []
     for dims, cfg in todo:
-        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
+        derived, tried = trials_of(cfg, chip, layout_for(cfg))
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, chip.capability, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
@@ -350,7 +340,7 @@ def run(args: argparse.Namespace) -> None:
             break
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
+        best, trials = tune(cfg, chip, timer, left, layout_for(cfg))
         print_trials(cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()

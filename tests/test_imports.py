@@ -45,7 +45,7 @@ FLOORS = {
         errors default
         artifact/checksums atomic files heads/names
         rows
-        hub artifact/manifest
+        hub artifact/manifest artifact/writer
         rows/hub_tensor
         sources
         heads

@@ -32,9 +32,10 @@ Message = Mapping[str, Any]
 
 # A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
 RENDER_DATE = datetime(2024, 7, 26)
-MAX_CONVERSATION_CHARS = 4 << 20
 # So much of another message is no accident. A shorter message must stand before the turn.
 _BORROWED_CHARS = 8
+# Characters before a turn in which an added token is looked for.
+_HEADER_CHARS = 256
 _PROBE = "\ue000probe\ue001"
 
 _CALL = "function_call"
@@ -98,14 +99,14 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
     where = f"message {position}"
     if not isinstance(message, dict):
         raise ChatError(f"{where}: expected an object with role and content, found {kind_of(message)}")
-    rest = {key: item for key, item in message.items() if item is not None and key not in ("role", "content")}
+    rest = {key: item for key, item in message.items() if item is not None}
     # Tables write calls as JSON text, and a message without calls has an empty list of them.
     calls = rest.pop("tool_calls", None)
     if calls := _json(calls) if isinstance(calls, str) else calls:
         rest["tool_calls"] = calls
-    role, content = message.get("role"), message.get("content")
-    if role is None and "from" in message:
-        speaker = rest.pop("from", None)
+    role, content = rest.pop("role", None), rest.pop("content", None)
+    if role is None and "from" in rest:
+        speaker = rest.pop("from")
         role, content = _ROLES.get(str(speaker).lower()), rest.pop("value", None)
         if role is None:
             raise ChatError(f"{where}: unknown speaker {speaker!r}; known are {', '.join(_ROLES)}")
@@ -134,9 +135,8 @@ def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     num_calls = 0
     waiting: list[tuple[str, str]] = []
     for message in messages:
-        told = message.get("function_call")
-        if message["role"] == _CALL and isinstance(message["content"], str):
-            told = _json(message["content"])
+        role, content = message["role"], message["content"]
+        told = _json(content) if role == _CALL and isinstance(content, str) else message.get("function_call")
         told = told if isinstance(told, list) else [told]
         calls = [call for call in told if isinstance(call, dict) and "name" in call]
         if calls:
@@ -146,15 +146,12 @@ def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
                 {"id": call_id, "type": "function", "function": {"name": name, "arguments": call.get("arguments", {})}}
                 for (call_id, name), call in zip(waiting, calls, strict=True)
             ]
-            content = None if message["role"] == _CALL else message["content"]
             kept = {key: item for key, item in message.items() if key != "function_call"}
-            message = {**kept, "role": "assistant", "content": content, "tool_calls": tool_calls}
-        elif message["role"] == _CALL:
-            message = {**message, "role": "assistant"}
-        elif message["role"] in ("tool", "function") and waiting:
+            message = {**kept, "content": None if role == _CALL else content, "tool_calls": tool_calls}
+        elif role in ("tool", "function") and waiting:
             call_id, name = waiting.pop(0)
             message = {"tool_call_id": call_id, "name": name, **message}
-        found.append(message)
+        found.append({**message, "role": "assistant"} if calls or role == _CALL else message)
     return found
 
 
@@ -191,12 +188,7 @@ def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSp
     added = tokenizer.backend.get_added_tokens_decoder()
     borders = {token.content for token in added.values() if token.content and not token.single_word}
     ends = {token.content for token_id, token in added.items() if token_id in tokenizer.ending_ids and token.content}
-    return ChatSpec(template, dict(tokenizer.special_tokens), _longest_first(borders), _longest_first(ends))
-
-
-def _longest_first(texts: set[str]) -> tuple[str, ...]:
-    # Where one is the beginning of another, tokenizers take the longest.
-    return tuple(sorted(sorted(texts), key=len, reverse=True))
+    return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), tuple(ends))
 
 
 class ChatTemplate:
@@ -224,55 +216,29 @@ class ChatTemplate:
         fixed = {"strftime_now": RENDER_DATE.strftime, "tools": None, "documents": None}
         self._variables: dict[str, Any] = {**spec.special_tokens, **fixed}
         # Templates for tools alone take a list for granted.
-        with suppress(ChatError):
-            self._variables["tools"] = self._tools_that_pass([{"role": "user", "content": "Hi"}])
+        if not self._takes(tools=None) and self._takes(tools=[]):
+            self._variables["tools"] = []
 
-    def _tools_that_pass(self, messages: Sequence[Message]) -> list[Any] | None:
-        try:
-            self.render(messages)
-        except ChatError:
-            self.render(messages, tools=[])
-            return []
-        return None
+    def _takes(self, **variables: Any) -> bool:
+        with suppress(ChatError):
+            self.render([{"role": "user", "content": "Hi"}], **variables)
+            return True
+        return False
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """Render as `apply_chat_template(tokenize=False)` does; `variables` are further ones, such as `tools`.
 
         Raises:
-            ChatError: the template refuses the conversation, or the text is too long.
+            ChatError: the template refuses the conversation.
         """
         try:
             text: str = self._template.render(
-                self._variables,
-                messages=_with_reasoning(messages),
-                add_generation_prompt=add_generation_prompt,
-                **variables,
+                self._variables, messages=messages, add_generation_prompt=add_generation_prompt, **variables
             )
         # A template is a program: it may refuse in its own words, or trip over anything in a message.
         except (self._refusal, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatError(f"the chat template refuses this conversation: {error}") from error
-        if len(text) > MAX_CONVERSATION_CHARS:
-            raise ChatError(
-                f"the conversation is too long: {len(text):,} characters, at most {MAX_CONVERSATION_CHARS:,}"
-            )
         return text
-
-
-def _with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
-    """Repeat reasoning under every name that templates read, as transformers' apply_chat_template does."""
-    if all(len(message) == 2 for message in messages):
-        return messages
-    aliased = []
-    for message in messages:
-        reasoning = _reasoning(message)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        aliased.append(message)
-    return aliased
-
-
-def _reasoning(message: Message) -> Any:
-    return next((message[key] for key in _REASONING if message.get(key) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -310,56 +276,59 @@ class ChatRenderer:
             ChatError: the template refuses it in every form.
         """
         rendered: list[str] = []
-        refusals: list[ChatError] = []
         for form in _forms(messages):
-            try:
+            with suppress(ChatError):
                 text = self._template.render(form)
-            except ChatError as error:
-                refusals.append(error)
-                continue
-            rendered.append(text)
-            if all(self._find(text, _content(message), 0) for message in messages):
-                return [Piece(text)]
-        if not rendered:
-            raise refusals[0]
-        return [Piece(rendered[0])]
+                if all(self._find(text, _content(message), 0) for message in messages):
+                    return [Piece(text)]
+                rendered.append(text)
+        return [Piece(rendered[0] if rendered else self._template.render(messages))]
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return what the assistant wrote: each turn, with the few characters before it that its tokens depend on."""
-        missing = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
-        found: dict[int, list[Piece]] = {}
-        for form in _forms(messages):
-            for position in missing:
-                piece = self._turn(form, position)
-                if piece is not None:
-                    found[position] = [piece]
-            missing = [position for position in missing if position not in found]
-            if not missing:
-                break
-        for position in missing:
-            spoken = [text for text in _own_texts(messages[position]) if text]
-            found[position] = [Piece(text, is_apart=number == 0) for number, text in enumerate(spoken)]
-        return [piece for position in sorted(found) for piece in found[position]]
+        pieces: list[Piece] = []
+        forms = list(_forms(messages))
+        for position, message in enumerate(messages):
+            if message["role"] == "assistant":
+                turns = (self._turn(form, position) for form in forms)
+                found = next((turn for turn in turns if turn is not None), None)
+                spoken = [text for text in _own_texts(message) if text]
+                apart = [Piece(text, is_apart=number == 0) for number, text in enumerate(spoken)]
+                pieces += apart if found is None else [found]
+        return pieces
 
     def _turn(self, messages: Sequence[Message], position: int) -> Piece | None:
         """Return the turn of one assistant message; None where the template refuses it or it does not count."""
         try:
             before = self._template.render(messages[:position], add_generation_prompt=True)
             text = self._template.render(messages[: position + 1])
-            start = self._start(messages[:position], before, text)
-            place = self._place(messages, position, text, start, start)
-            if place is None:
-                # What the generation prompt opens, such as a thought, may stand in the message, too.
-                prompt = self._generation_prompt(messages[:position], before)
-                place = self._place(messages, position, text, start, max(start - len(prompt), 0))
         except ChatError:
             return None
-        if place is None:
+        start = self._start(before, text)
+        stop = self._stop(messages, position, text, start)
+        if stop is None:
             return None
-        begin = self._last_border(text, start)
-        return Piece(text[begin:place], start - begin)
+        # From the last added token on, or from the beginning: one found where the search begins may be part of another.
+        low = max(start - _HEADER_CHARS, 0)
+        borders = [token.start() for token in self._border.finditer(text, low, start)]
+        begin = borders[-1] if borders and (low == 0 or borders[-1] >= low + self._longest) else 0
+        return Piece(text[begin:stop], start - begin)
 
-    def _start(self, earlier: Sequence[Message], before: str, text: str) -> int:
+    @cached_property
+    def _usual(self) -> tuple[str, str]:
+        """The generation prompt, and the token that ends a turn of words; "" for one that a probe does not show."""
+        question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}
+        for form in _forms([question, answer]):
+            with suppress(ChatError):
+                asked, prompted = (self._template.render(form[:1], prompted) for prompted in (False, True))
+                text = self._template.render(form)
+                if _PROBE in text:
+                    end = self._end.search(text, text.rindex(_PROBE))
+                    prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
+                    return prompt, end.group() if end else ""
+        return "", ""
+
+    def _start(self, before: str, text: str) -> int:
         """Return where the turn begins: behind the longest common prefix of the two renderings."""
         if text.startswith(before):
             return len(before)
@@ -367,7 +336,7 @@ class ChatRenderer:
         start = next((place for place, (one, other) in enumerate(letters) if one != other), len(text))
         # The history spells something else than the generation prompt. It may still have the prompt, behind a shift,
         # as where a template ends the whole text and not each turn.
-        prompt = self._generation_prompt(earlier, before)
+        prompt, _ = self._usual
         found = text.find(prompt, max(start - len(prompt), 0), start + 2 * len(prompt)) if prompt.strip() else -1
         if found >= 0:
             return found + len(prompt)
@@ -375,17 +344,13 @@ class ChatRenderer:
         cut = [token.start() for one in (before, text) if (token := self._token_around(one, start)) is not None]
         return min([start, *cut])
 
-    def _generation_prompt(self, earlier: Sequence[Message], before: str) -> str:
-        plain = self._template.render(earlier)
-        return before[len(plain) :] if before.startswith(plain) else ""
-
-    def _place(self, messages: Sequence[Message], position: int, text: str, start: int, low: int) -> int | None:
-        """Return where the turn that begins at `start` ends; None unless it counts.
-
-        The message's own words are looked for from `low` on.
-        """
+    def _stop(self, messages: Sequence[Message], position: int, text: str, start: int) -> int | None:
+        """Return where the turn that begins at `start` ends; None unless it counts."""
         message = messages[position]
-        content, reasoning, calls = _content(message), _reasoning(message), _call_words(message)
+        content, reasoning, calls = _content(message), _reasoning(message), list(_call_words(message))
+        prompt, usual_end = self._usual
+        # What the generation prompt opens, such as a thought, may stand in the message, too.
+        low = max(start - len(prompt), 0)
         own = [self._find(text, content, low)]
         if isinstance(reasoning, str) and own[0] is not None:
             own.append(self._find(text, reasoning, low, own[0][0] if content.strip() else len(text)))
@@ -396,37 +361,20 @@ class ChatRenderer:
         if len(held) < len(own):
             return None
         last = max(start, *(stop for _, stop in held))
-        end = self._end_behind(text, last, ends_in_words=not calls and bool(content.strip()))
-        return end if self._has_no_others(messages[:position], text, start, end, held) else None
-
-    def _end_behind(self, text: str, last: int, ends_in_words: bool) -> int:
-        """Return the end of the first special token behind the last own word, or of the text.
-
-        Behind a tool call or a thought, closing marks may come first: the turn ends as one of words does.
-        """
-        if not ends_in_words and self._usual_end and (found := text.find(self._usual_end, last)) >= 0:
-            return found + len(self._usual_end)
         end = self._end.search(text, last)
-        return len(text) if end is None else end.end()
-
-    @cached_property
-    def _usual_end(self) -> str | None:
-        """The token that ends a turn of words, or None where that cannot be told."""
-        question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}
-        for form in _forms([question, answer]):
-            with suppress(ChatError):
-                text = self._template.render(form)
-                if _PROBE in text and (end := self._end.search(text, text.rindex(_PROBE))):
-                    return end.group()
-        return None
+        stop = len(text) if end is None else end.end()
+        # Behind a tool call or a thought, closing marks may come first: the turn ends as one of words does.
+        if (calls or not content.strip()) and usual_end and (found := text.find(usual_end, last)) >= 0:
+            stop = found + len(usual_end)
+        return stop if self._has_no_others(messages[:position], text, start, stop, held) else None
 
     def _has_no_others(
-        self, others: Sequence[Message], text: str, start: int, end: int, own: Sequence[tuple[int, int]]
+        self, others: Sequence[Message], text: str, start: int, stop: int, own: Sequence[tuple[int, int]]
     ) -> bool:
         """Whether a turn, but for the message's own words, holds no text of another message."""
         rest: list[str] = []
         at = start
-        for first, behind in [*sorted(own), (end, end)]:
+        for first, behind in [*sorted(own), (stop, stop)]:
             rest += map(str.strip, self._border.split(text[at : max(first, at)]))
             at = max(at, behind)
         if not any(rest):
@@ -434,12 +382,8 @@ class ChatRenderer:
         previous = next((words for words in map(_content, reversed(others)) if words.strip()), "").strip()
         if 0 < len(previous) < _BORROWED_CHARS and text.find(previous, 0, start) < 0:
             return False
-        grams = {
-            part[place : place + _BORROWED_CHARS] for part in rest for place in range(len(part) - _BORROWED_CHARS + 1)
-        }
-        if not grams:
-            return True
         told = "\n".join(words for message in others for words in _own_texts(message))
+        grams = (part[at : at + _BORROWED_CHARS] for part in rest for at in range(len(part) - _BORROWED_CHARS + 1))
         return not any(gram in told and gram not in self._template.source for gram in grams)
 
     def _find(self, text: str, words: str, low: int, high: int | None = None) -> tuple[int, int] | None:
@@ -450,7 +394,11 @@ class ChatRenderer:
             return low, low
         at = text.rfind(wanted, low, high)
         # Letters of an added token are no words.
-        while at >= 0 and len(wanted) < self._longest and self._is_cut(text, at, at + len(wanted)):
+        while (
+            at >= 0
+            and len(wanted) < self._longest
+            and any(self._token_around(text, place) for place in (at, at + len(wanted)))
+        ):
             at = text.rfind(wanted, low, at + len(wanted) - 1)
         if at >= 0:
             return at, at + len(wanted)
@@ -459,26 +407,15 @@ class ChatRenderer:
         at = "".join(text[low:high].split()).rfind(wanted)
         return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
 
-    def _is_cut(self, text: str, *places: int) -> bool:
-        return any(self._token_around(text, place) is not None for place in places)
-
     def _token_around(self, text: str, place: int) -> re.Match[str] | None:
         """Return the added token that a place falls into, or None; its ends are outside."""
         nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
         return next((token for token in nearby if token.start() < place < token.end()), None)
 
-    def _last_border(self, text: str, stop: int) -> int:
-        """Return the start of the last added token before a place; 0 without one."""
-        for low in (max(stop - 256, 0), 0):
-            starts = [token.start() for token in self._border.finditer(text, low, stop)]
-            # A token found where the search begins may be the end of a longer one.
-            if starts and (low == 0 or starts[-1] >= low + self._longest):
-                return starts[-1]
-        return 0
-
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+    # Where one is the beginning of another, tokenizers take the longest.
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -498,7 +435,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
 
 def _formed(message: Message, as_text: bool, null: str | None, in_parts: bool) -> Message:
-    content = message["content"]
+    content, calls, reasoning = message["content"], message.get("tool_calls"), _reasoning(message)
     if content is None:
         message = {**message, "content": null}
     elif in_parts and isinstance(content, str):
@@ -507,22 +444,40 @@ def _formed(message: Message, as_text: bool, null: str | None, in_parts: bool) -
         if not all(isinstance(_text_of(part), str) for part in content):
             raise ChatError("a content has parts that are no text")
         message = {**message, "content": _content(message)}
-    if isinstance(message.get("tool_calls"), list):
-        message = {**message, "tool_calls": [_formed_call(call, as_text) for call in message["tool_calls"]]}
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_formed_call(call, as_text) for call in calls]}
+    if reasoning is not None:
+        # Under every name that templates read, as transformers' apply_chat_template has it.
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 
 def _formed_call(call: Any, as_text: bool) -> Any:
-    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
-        return {**call, "function": _formed_call(call["function"], as_text)}
-    if not isinstance(call, Mapping) or "arguments" not in call:
+    function = _function(call)
+    if "arguments" not in function:
         return call
-    arguments = call["arguments"]
-    if as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    elif isinstance(arguments, str) and isinstance(parsed := _json(arguments), dict):
-        arguments = parsed
-    return {**call, "arguments": arguments}
+    arguments = function["arguments"]
+    if not as_text:
+        arguments = _parsed(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _function(call: Any) -> Mapping[str, Any]:
+    """Return the name and arguments of a tool call, which OpenAI's form has under `function`."""
+    found = call.get("function", call) if isinstance(call, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _parsed(arguments: Any) -> Any:
+    parsed = _json(arguments) if isinstance(arguments, str) else None
+    return arguments if parsed is None else parsed
+
+
+def _reasoning(message: Message) -> Any:
+    return next((message[key] for key in _REASONING if message.get(key) is not None), None)
 
 
 def _text_of(part: Any) -> Any:
@@ -537,15 +492,11 @@ def _content(message: Message) -> str:
     return content or ""
 
 
-def _calls(message: Message) -> Iterator[tuple[str, Any]]:
-    """Yield name and arguments of each tool call."""
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    """Return name and arguments of each tool call."""
     calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping):
-            arguments = function.get("arguments")
-            parsed = _json(arguments) if isinstance(arguments, str) else arguments
-            yield str(function.get("name")), arguments if parsed is None else parsed
+    functions = [function for call in (calls if isinstance(calls, list) else []) if (function := _function(call))]
+    return [(str(function.get("name")), _parsed(function.get("arguments"))) for function in functions]
 
 
 def _own_texts(message: Message) -> list[str]:
@@ -557,25 +508,15 @@ def _own_texts(message: Message) -> list[str]:
     return [reasoning if isinstance(reasoning, str) else "", _content(message), *calls]
 
 
-def _call_words(message: Message) -> list[list[str]]:
-    """Return every word of the tool calls, each in the ways that templates spell it."""
-    found: list[list[str]] = []
-
-    def add(value: Any) -> None:
+def _call_words(message: Message) -> Iterator[tuple[str, ...]]:
+    """Yield every word of the tool calls, each in the ways that templates spell it."""
+    waiting: list[Any] = [*_calls(message)]
+    for value in waiting:
         if isinstance(value, Mapping):
-            for key, item in value.items():
-                if item is not None:
-                    add(str(key))
-                    add(item)
-        elif isinstance(value, list):
-            for item in value:
-                add(item)
+            waiting += [part for item in value.items() if item[1] is not None for part in item]
+        elif isinstance(value, list | tuple):
+            waiting += value
         elif isinstance(value, str):
-            found.append([value, json.dumps(value, ensure_ascii=False)[1:-1]])
+            yield value, json.dumps(value, ensure_ascii=False)[1:-1]
         elif not isinstance(value, bool | None):
-            found.append([json.dumps(value), str(value)])
-
-    for name, arguments in _calls(message):
-        add(name)
-        add(arguments)
-    return found
+            yield json.dumps(value), str(value)

@@ -19,7 +19,7 @@ from .common_cli import (
     warn,
     whole_numbers,
 )
-from .count_cli import count, counts_to_write, named_tokenizer, tokenizer_options
+from .count_cli import count, named_tokenizer, tokenizer_options
 from .errors import UsageError, printable
 from .files import refuse_existing
 from .token_maps import FORMATS
@@ -75,7 +75,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     from .counts import TokenCounts, merge_counts
 
     merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
-    path = counts_to_write(out, force)
+    path = refuse_existing(out, force)
     merged.save(path)
     rows = [{"name": s.name, "weight": s.weight, "tokens": s.num_tokens} for s in merged.sources]
     if as_json:

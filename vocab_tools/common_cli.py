@@ -130,8 +130,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     debug = "--debug" in arguments
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
-        if sys.stdout is not None:  # Closed by whoever started the command, as with `>&-`.
-            sys.stdout.flush()
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -144,9 +143,8 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
         return int(error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        hint = f" Try `{context.command_path} --help`." if context is not None else ""
-        message = error.format_message().rstrip(".")
-        return _fail(message + ("" if message.endswith("?") else ".") + hint, error.exit_code, debug)
+        hint = "" if context is None else f" Try `{context.command_path} --help`."
+        return _fail(error.format_message() + hint, error.exit_code, debug)
     except EagleSlimError as error:
         return _fail(str(error), error.exit_code, debug)
     except OSError as error:

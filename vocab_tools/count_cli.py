@@ -32,8 +32,6 @@ KEY is one of these. Amounts may have a unit (10M). Quote globs.
   shuffle        true reads files and shards in a random order, by the seed
   config, split, revision     of a dataset of the Hub; default split: the only one, or train"""
 
-_OTHER_FORMATS = (".json", ".jsonl", ".txt", ".csv", ".npy", ".npz", ".pt", ".pth", ".bin", ".parquet")
-
 
 def tokenizer_options(function: _Decorated) -> _Decorated:
     """Add the options that name the target's tokenizer."""
@@ -61,17 +59,6 @@ def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: boo
     if tokenizer_revision is not None and expand_home(tokenizer).exists():
         raise UsageError(f"{tokenizer}: a local tokenizer has no revisions. Leave out --tokenizer-revision.")
     return load_tokenizer(tokenizer, tokenizer_revision, offline)
-
-
-def counts_to_write(out: str, force: bool) -> Path:
-    """The path of a file of counts to write; UsageError where it exists, or its name promises another format."""
-    from .errors import UsageError
-    from .files import refuse_existing
-
-    path = refuse_existing(out, force)
-    if path.suffix.lower() in _OTHER_FORMATS:
-        raise UsageError(f"{path}: counts are a safetensors file. End the name in .safetensors.")
-    return path
 
 
 def parse_sources(specs: Sequence[str]) -> list[CorpusSource]:
@@ -151,8 +138,9 @@ def count(
 ) -> None:
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
+    from .files import refuse_existing
 
-    path = counts_to_write(out, force)
+    path = refuse_existing(out, force)
     if options["run_on"] == "ray":
         from .ray_workers import require_ray
 

@@ -115,7 +115,7 @@ class CoverageReport:
 
     def table(self) -> str:
         """Return a plain text table: one row per source and size, in percent."""
-        rows = [("source", "text", "size", "covered", "95% interval", "first ids", "difference")]
+        rows = [("source", "text", "size", "covered", "95% interval", "first ids")]
         for source in self.sources:
             name, text = printable(source.name), f"{source.part}, {source.tokens:,} tokens"
             for size in self.shown:
@@ -123,14 +123,13 @@ class CoverageReport:
                 covered, first = source.coverage[position], source.baseline[position]
                 low, high = source.interval or (None, None)
                 interval = "-" if low is None or high is None else f"{low[position]:.2%} – {high[position]:.2%}"
-                difference = f"{100 * (covered - first):+.2f}"
-                rows.append((name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}", difference))
+                rows.append((name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}"))
                 name = text = ""
         return aligned(rows, num_left=2)
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int) -> str:
-    """Return a plain text table of rows of as many cells: the first ``num_left`` columns on the left, others right."""
+    """Return rows of cells as a plain text table: the first ``num_left`` columns left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -233,13 +232,17 @@ def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int6
         lengths = np.array([source.counts.sum()])
         owner = np.zeros(len(token_ids), np.int64)
     else:
-        token_ids, times = held_out.token_ids, None
+        token_ids, times = held_out.token_ids, np.ones(held_out.num_tokens, np.int64)
         lengths = np.diff(held_out.doc_offsets)
         owner = np.repeat(np.arange(len(lengths)), lengths)
     tokens = int(lengths.sum())
     if tokens == 0:
         raise VocabularyError(f"source {source.name!r}: there are no tokens to measure coverage on.")
-    covered, first = (_covered(owner, row[token_ids], times, len(lengths), num_sizes) for row in buckets)
+    # Of each document, how many tokens each size is the first to cover; the last place is for those none does.
+    hits = np.zeros((2, len(lengths), num_sizes + 1))
+    for document_hits, bucket_of_id in zip(hits, buckets, strict=True):
+        np.add.at(document_hits, (owner, bucket_of_id[token_ids]), times)
+    covered, first = hits.cumsum(axis=2)[:, :, :num_sizes]
     return SourceCoverage(
         name=source.name,
         weight=share,
@@ -250,23 +253,6 @@ def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int6
         error=_standard_error(covered, lengths),
         baseline=first.sum(axis=0) / tokens,
     )
-
-
-def _covered(
-    owner: NDArray[np.int64],
-    buckets: NDArray[np.int64],
-    times: NDArray[np.int64] | None,
-    documents: int,
-    num_sizes: int,
-) -> NDArray[np.float64]:
-    """Return how many tokens of each document each size covers, float64 [documents, sizes].
-
-    `owner` and `buckets` [tokens] are the document of each token and the position of the first size that covers it,
-    `times` [tokens] how often it occurs (once, by default).
-    """
-    cells = owner * (num_sizes + 1) + buckets
-    hits = np.bincount(cells, times, minlength=documents * (num_sizes + 1)).reshape(documents, num_sizes + 1)
-    return np.cumsum(hits, axis=1)[:, :num_sizes].astype(np.float64)
 
 
 def _standard_error(covered: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:

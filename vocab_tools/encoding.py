@@ -30,7 +30,7 @@ MAX_TEXT_CHARS = 1 << 20
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """All it takes to build an encoder in another process.
+    """The description of an encoder, from which any process builds it.
 
     Attributes:
         tokenizer_json: a tokenizer.json without truncation, padding and post-processor.
@@ -44,7 +44,7 @@ class EncoderSpec:
 
 
 def encoder_spec(backend: Tokenizer, vocab_size: int) -> EncoderSpec:
-    """Take from a tokenizer what encoding plain text needs, and nothing that adds to it or cuts it."""
+    """Describe a tokenizer without its truncation, padding and post-processor."""
     definition = json.loads(backend.to_str())
     definition.update(truncation=None, padding=None, post_processor=None)
     return EncoderSpec(json.dumps(definition, ensure_ascii=False), vocab_size)
@@ -161,7 +161,7 @@ def _join(parts: Sequence[Encoded]) -> Encoded:
 
 
 class TailEncoder:
-    """Ids of the tokens in the last part of a text, as the whole text is tokenized."""
+    """Encodes whole texts and keeps the tokens of their last part."""
 
     def __init__(self, tokenizer_json: str) -> None:
         from tokenizers import Tokenizer

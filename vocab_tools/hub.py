@@ -65,13 +65,13 @@ _limit_s: float | None = None
 
 
 def limit_silence() -> None:
-    """Let requests of this process for which nobody sets a limit end after `SILENCE_S`; for commands."""
+    """Set a time limit of `SILENCE_S` for requests that have none; for commands."""
     global _limit_s
     _limit_s = SILENCE_S
 
 
 def keep_limit() -> None:
-    """Give huggingface_hub's client the limit of `limit_silence`, if it was called; before anything is asked."""
+    """Apply `limit_silence`, if it was called; before anything is asked, as it imports huggingface_hub."""
     global _limit_s
     if _limit_s is None:
         return
@@ -135,10 +135,7 @@ def _listing(repo_id: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
     from huggingface_hub import HfApi, constants
 
     with explained(repo_id, revision):
-        try:
-            info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError("the answer about the repository has another form than the Hub's") from error
+        info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if not isinstance(info.sha, str):
             raise ValueError("the answer about the repository names no commit")
     return info.sha, tuple(sibling.rfilename for sibling in info.siblings or ())
@@ -211,20 +208,16 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     name, said = type(cause).__name__, plain(getattr(cause, "server_message", None) or cause)
     hub, status = constants.ENDPOINT, getattr(getattr(cause, "response", None), "status_code", None)
     no_access = (errors.LocalTokenNotFoundError, errors.DisabledRepoError)
+    no_repository = (errors.HFValidationError, *((errors.RepositoryNotFoundError,) if purpose == "read" else ()))
     advice = f"See {hub}/{repo_id}."
-    if isinstance(cause, errors.LocalEntryNotFoundError):
+    if isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return not_cached(repo_id)
-    if isinstance(cause, errors.OfflineModeIsEnabled):
-        reason, what, advice = "offline", "fetching is off: HF_HUB_OFFLINE is set", "Unset it."
-    elif isinstance(cause, errors.GatedRepoError):
+    if isinstance(cause, errors.GatedRepoError):
         reason, what = "access", "a gated repository, and this account has no access to it"
         advice = f"Ask for access at {hub}/{repo_id}. Then: {_LOGIN}"
-    elif isinstance(cause, errors.HFValidationError):
-        reason, what = "missing", f"no such folder here, and not the id of a repository ({said})"
-        advice = "Expected a folder, or a repository such as name/model."
-    elif isinstance(cause, errors.RepositoryNotFoundError) and purpose == "read":
+    elif isinstance(cause, no_repository):
         reason, what = "missing", f"no such folder here, and no such repository at {hub}, or a private one"
-        advice = f"Check the spelling. For a private one: {_LOGIN}"
+        advice = f"Check the spelling; expected is name/model. For a private one: {_LOGIN}"
     elif isinstance(cause, errors.RevisionNotFoundError | errors.EntryNotFoundError):
         reason, what = "missing", f"not found at revision {revision or 'main'!r} ({said})"
     elif status in (401, 403) or isinstance(cause, no_access):
@@ -247,20 +240,17 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
             "Check the connection, the proxy and HF_ENDPOINT, or the spelling of a folder's name. Where the network is "
             "only slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."
         )
-    elif "Consistency check failed" in str(cause):
-        reason, what = "broken", "a file did not come as it is on the Hub"
-        advice = "It was cut off, or changed on the Hub meanwhile: run the same command again."
     elif isinstance(cause, ValueError | errors.FileMetadataError):
         reason, what = "unreachable", f"what {hub} answers is not the Hub's ({said})"
         advice = "A network that wants a login first answers so: open a page in a browser, then try again."
     else:
         reason, what = "disk", f"the transfer failed ({said})"
-        advice = "Try again; where the disk of the cache is the cause, set HF_HOME to a folder on another."
+        advice = "Run the same command again; where the cache's disk is the cause, set HF_HOME to a folder on another."
     return HubError(f"{repo_id}: {what}", advice, reason)
 
 
 def not_cached(repo_id: str, what: str = "") -> HubError:
-    """Describe what is not in the cache while fetching is off: a repository, or `what` of it."""
+    """Return the error of a repository, or `what` of it, that is not in the cache while fetching is off."""
     advice = "Run the same command once with a connection (without --offline or HF_HUB_OFFLINE), or give a folder."
     missing = f"{what} is not" if what else "not"
     return HubError(f"{repo_id}: {missing} in the cache, and the Hub was not asked", advice, "offline")

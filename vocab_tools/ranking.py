@@ -154,10 +154,10 @@ def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = Non
 def tokens_for_sizing(
     counts: TokenCounts, weights: Mapping[str, float] | None = None
 ) -> tuple[NDArray[np.float64], Part]:
-    """Return the weighted share of every id in the text that coverage is about, float64 [vocab], and which text it is.
+    """Return the weighted share of every id in the held-out text, or else in the counted text, float64 [vocab].
 
-    It is the held-out text, if every source with a weight above 0 has some, else the counted one. Sources without a
-    token are left out, as in `TokenCounts.weighted`.
+    The counted text is taken, as the second value says, where a source with a weight above 0 held nothing out. Sources
+    without a token are left out, as in `TokenCounts.weighted`.
     """
     shares = source_shares(counts, weights)
     parts = [
@@ -187,19 +187,17 @@ class _Pool:
         ids: may be chosen, int64 [pool], ascending: the tokenizer's ids that the target has rows for, and that the
             head was trained on.
         forced: must be, int64 [forced], ascending, all in `ids`.
-        reasons: why an id is forced.
         target_vocab: rows of the target's LM head.
         trained: number of ids the head was trained on, None for a head without a map.
-        untrained: ids that would be forced, but that the head never trained.
+        account: for the provenance.
         warnings: for the user; more are added on the way.
     """
 
     ids: NDArray[np.int64]
     forced: NDArray[np.int64]
-    reasons: Mapping[int, str]
     target_vocab: int
     trained: int | None
-    untrained: list[int]
+    account: dict[str, Any]
     warnings: list[str]
 
     @classmethod
@@ -215,8 +213,8 @@ class _Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
         if target_vocab < 1:
             raise UsageError(f"--target-vocab {target_vocab}: expected the number of rows of the target's LM head.")
-        real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
-        real = real[real < target_vocab]
+        ids = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
+        ids = ids[ids < target_vocab]
         if forced is None:
             forced = () if tokenizer is None else forced_ids(tokenizer)
         reasons: Mapping[int, str] = {}
@@ -225,29 +223,29 @@ class _Pool:
             warnings.extend(forced.warnings)
         else:
             wanted = np.unique(np.array([index(token_id) for token_id in forced], np.int64))
-        is_real = np.isin(wanted, real)
+        is_real = np.isin(wanted, ids)
         if not is_real.all():
             outside = f"outside the target's vocabulary of {target_vocab}"
             if not isinstance(forced, ForcedIds):
                 raise UsageError(f"--force-id {wanted[~is_real][0]} is {outside}.")
             warnings.append(f"forced ids {outside} are left out: {_some(wanted[~is_real])}")
             wanted = wanted[is_real]
-        if candidates is None:
-            return cls(real, wanted, reasons, target_vocab, None, [], warnings)
-        if isinstance(candidates, DraftVocab):
-            _check_made_with(candidates, tokenizer, "the candidates")
-            candidates = candidates.ascending_ids
-        trained = check_ids(candidates, target_vocab, "ids the head was trained on")
-        pool = real[np.isin(real, trained)]
-        if len(pool) < len(trained):
-            warnings.append(
-                f"{len(trained) - len(pool)} of the {len(trained)} ids that the head was trained on belong to no token"
-            )
-        is_trained = np.isin(wanted, pool)
-        untrained = wanted[~is_trained]
-        if len(untrained):
-            warnings.append(f"forced ids that this head was never trained on are not added: {_some(untrained)}")
-        return cls(pool, wanted[is_trained], reasons, target_vocab, len(trained), untrained.tolist(), warnings)
+        trained, account = None, {}
+        if candidates is not None:
+            if isinstance(candidates, DraftVocab):
+                _check_made_with(candidates, tokenizer, "the candidates")
+                candidates = candidates.ascending_ids
+            of_head = check_ids(candidates, target_vocab, "ids the head was trained on")
+            trained, ids = len(of_head), ids[np.isin(ids, of_head)]
+            if len(ids) < trained:
+                warnings.append(f"{trained - len(ids)} of the {trained} ids of the head's map belong to no token")
+            untrained = wanted[~np.isin(wanted, ids)]
+            if len(untrained):
+                warnings.append(f"forced ids that this head was never trained on are not added: {_some(untrained)}")
+            wanted = wanted[np.isin(wanted, ids)]
+            account = {"trained_ids": trained, "forced_but_untrained": untrained.tolist()}
+        account = {"forced": {str(i): reasons.get(i, "by request") for i in wanted.tolist()}, **account}
+        return cls(ids, wanted, target_vocab, trained, account, warnings)
 
     def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return all ids of the pool: forced first, then by score descending, ties by id."""
@@ -262,7 +260,7 @@ class _Pool:
         return len(self.ids) if self.trained is not None else len(self.ids) - 1
 
     def cut(self, order: NDArray[np.int64], size: int | None, provenance: dict[str, Any]) -> DraftVocab:
-        """Take the first N of an order and record how it came about."""
+        """Take the first N of an order as a vocabulary with its provenance."""
         if size is None:
             size = len(order)
         else:
@@ -273,15 +271,11 @@ class _Pool:
                 f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving "
                 f"engines pad it, and tensor parallelism needs a multiple (the next is {_round_up(size)})"
             )
-        provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
-        if self.trained is not None:
-            provenance["trained_ids"] = self.trained
-            provenance["forced_but_untrained"] = self.untrained
-        provenance["warnings"] = self.warnings
-        return DraftVocab(order[:size], len(self.forced), self.target_vocab, provenance)
+        account = {**provenance, **self.account, "warnings": self.warnings}
+        return DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
 
     def check_size(self, size: int) -> None:
-        """Raise UsageError for a size that no order of these ids has."""
+        """Raise UsageError unless `size` of the ids can be chosen."""
         if size < 1:
             problem = "is too small: at least one id is needed."
         elif size < len(self.forced):

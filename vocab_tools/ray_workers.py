@@ -1,44 +1,38 @@
 """Counting on a Ray cluster: the same blocks and the same order, so the same bytes in the end.
 
-Ray Data runs the work: a pool of actors, each with one tokenizer thread, takes units of a source and gives back what
-they hold. It restarts an actor that died and repeats its unit; a unit has one result however often it was begun, so
-nothing is lost and nothing is counted twice. Results come back in the order of the source, which limits and messages
-about bad records need.
+Ray tasks count units of a source. Ray repeats a task whose process or node was lost; a unit has one result however
+often it was begun, so nothing is lost and nothing is counted twice.
 
     files that can be cut without reading them    unit = blocks of about 64 MB; workers read the files themselves
     packed files, arrays, Parquet, the Hub        unit = one shard (file), opened and read by the worker
+    sources with a limit                          unit = one block, read here
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from .errors import EagleSlimError, UsageError
 from .records import Block
 from .sources import OpenSource
-from .workers import BlockCounter, Counted, CountPlan, Tally, Workers, use_one_tokenizer_thread
+from .workers import BlockCounter, Counted, CountPlan, Workers, in_order, use_one_tokenizer_thread
 
 _UNIT_BLOCKS = 16
 
-
-@dataclass(frozen=True)
-class _Unit:
-    """A piece of work: blocks that need only be read, or a shard."""
-
-    blocks: tuple[Block, ...] = ()
-    shard: int = 0
+Unit = tuple[Block, ...] | int
+"""A piece of work: blocks that need only be read, or the number of a shard."""
 
 
 def require_ray() -> None:
-    """Raise UsageError where Ray Data is not installed."""
+    """Raise UsageError where Ray is not installed."""
     try:
-        import ray.data  # noqa: F401
+        import ray  # noqa: F401
     except ImportError as error:
-        raise UsageError("--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'") from error
+        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
 
 
 class RayWorkers(Workers):
@@ -46,7 +40,7 @@ class RayWorkers(Workers):
 
     Args:
         plan: what a worker needs.
-        workers: actors of one CPU each; None: one for each CPU the cluster has now.
+        workers: tasks at a time, of one CPU each; None: one for each CPU the cluster has now.
 
     Raises:
         UsageError: Ray is not installed.
@@ -81,82 +75,54 @@ class RayWorkers(Workers):
 
         if self._started:
             ray.shutdown()
-            self._started = False
 
     def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """Yield a block and a result for each block of a source with limits, for others one for each unit."""
+        """Yield a block and a tally for each block of a source with limits, for others one for each unit."""
         import ray
 
-        merge = not opened.source.is_limited
-        units = list(_units(opened, _UNIT_BLOCKS if merge else 1))
-        if not units:
-            return
+        # In a tuple a reference stays one, so that only a process without a counter fetches the plan.
+        plan, shared = (ray.put(self._plan),), ray.put(opened)
+        task = ray.remote(num_cpus=1, max_retries=-1)(_count_unit)
         workers = self._workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        dataset = ray.data.from_items([{"unit": unit} for unit in units], override_num_blocks=len(units)).map_batches(
-            _UnitCounter,
-            fn_constructor_args=(self._plan, source, opened, merge),
-            batch_size=1,
-            batch_format="numpy",
-            compute=ray.data.ActorPoolStrategy(size=min(workers, len(units))),
-            num_cpus=1,
-        )
-        dataset.context.execution_options.preserve_order = True
-        dataset.context.enable_progress_bars = False
-        # Data that a worker reads may be larger than a block; a result must not wait for others to fill one.
-        dataset.context.target_max_block_size = 1
-        for row in dataset.iter_rows():
-            result = row["result"]
-            if isinstance(result, EagleSlimError):
-                raise result
-            yield result
+        for _, result in in_order(_units(opened), lambda unit: task.remote(plan, source, shared, unit), workers):
+            try:
+                yield from ray.get(result)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
 
 
-def _units(opened: OpenSource, unit_blocks: int) -> Iterator[_Unit]:
+def _units(opened: OpenSource) -> Iterator[Unit]:
+    if opened.source.is_limited:
+        yield from ((block,) for block in opened.blocks())
+        return
     for shard in opened.order:
         if not opened.is_cheap_to_cut(shard):
-            yield _Unit(shard=shard)
+            yield shard
             continue
         blocks = opened.shard_blocks(shard)
-        while held := tuple(islice(blocks, unit_blocks)):
-            yield _Unit(held)
+        while held := tuple(islice(blocks, _UNIT_BLOCKS)):
+            yield held
 
 
-class _UnitCounter:
-    """An actor: counts the blocks of units."""
+_counter: tuple[Any, BlockCounter] | None = None
+"""Of this process: the plan's reference, and the counter made for it."""
 
-    def __init__(self, plan: CountPlan, source: int, opened: OpenSource, merge: bool) -> None:
+
+def _count_unit(plan: tuple[Any], source: int, opened: OpenSource, unit: Unit) -> list[Counted]:
+    """Add the tallies of a unit's blocks up to the next bad record, whose place is that of its block."""
+    import ray
+
+    global _counter
+    if _counter is None or _counter[0] != plan[0]:
         use_one_tokenizer_thread()
-        self._plan = plan
-        self._source = source
-        self._opened = opened
-        self._merge = merge
-        self._counter = BlockCounter(plan)
-
-    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
-        for unit in batch["unit"]:
-            try:
-                for result in self._merged(unit) if self._merge else self._each(unit):
-                    yield {"result": [result]}
-            except EagleSlimError as error:
-                # As a value: Ray would wrap an exception, and its text would no longer be ours.
-                yield {"result": [error]}
-
-    def _each(self, unit: _Unit) -> Iterator[Counted]:
-        for block in unit.blocks or self._opened.shard_blocks(unit.shard):
-            yield block, self._counter.count(self._source, block)
-
-    def _merged(self, unit: _Unit) -> Iterator[Counted]:
-        """Add the results up to the next bad record, whose place is that of its block."""
-        total: Tally | None = None
-        size = 0
-        for block, result in self._each(unit):
-            size += block.size
-            if total is None:
-                total = result
-            else:
-                total.add(result)
-            if total.bad:
-                yield replace(block, size=size, data=None), total
-                total, size = None, 0
-        if total is not None:
-            yield replace(block, size=size, data=None), total
+        _counter = plan[0], BlockCounter(ray.get(plan[0]))
+    found: list[Counted] = []
+    for block in opened.shard_blocks(unit) if isinstance(unit, int) else unit:
+        tally = _counter[1].count(source, block)
+        if found and not found[-1][1].bad:
+            before, total = found.pop()
+            total.add(tally)
+            block, tally = replace(block, size=before.size + block.size), total
+        # Where a limit falls in a block, it is counted again.
+        found.append((replace(block, data=None) if isinstance(unit, int) else block, tally))
+    return found

@@ -1,4 +1,4 @@
-"""Token maps: which target id a draft row stands for, in the forms of published heads and of other tools' files.
+"""Token maps: the target id of each draft row, in the forms of published heads and of other tools' files.
 
     format       file                     content                                            read and written by
     freq         freq_N.pt                list[int] or int64 tensor, ids in rank order       FR-Spec, SGLang
@@ -15,11 +15,10 @@ form: `target_id = d2t[row]`, which no engine reads, though files with it exist.
 
     d2t, offset form      (1, 3, 3)
     d2t, absolute form    (1, 4, 5)
-    t2d                   (F, T, F, F, T, T)
+    t2d                   (F, T, F, F, T, T), the mask over the target's vocabulary
 
-`t2d` is the membership mask over the target's vocabulary, and `nonzero(t2d) == d2t + arange` when rows ascend. d2t is
-written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a vocabulary
-read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`.
+d2t is written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a
+vocabulary read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _mask(t2d: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
 def _form_by_mask(
     values: NDArray[np.int64], offset_ids: NDArray[np.int64], mask: NDArray[np.bool_], form: D2TForm | None
 ) -> D2TForm:
-    """Return the form in which d2t reaches just the ids that t2d marks."""
+    """Return the form in which d2t gives the ids that t2d marks."""
     expected = np.flatnonzero(mask)
     candidates: dict[D2TForm, NDArray[np.int64]] = {"offset": offset_ids, "absolute": values}
     fitting = [name for name, ids in candidates.items() if np.array_equal(np.sort(ids), expected)]
@@ -135,7 +134,7 @@ def _form_by_mask(
 
 
 def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form: D2TForm | None = None) -> DraftVocab:
-    """Read a token map; its content shows which format it has (see the top of this module).
+    """Read a token map of any format at the top of this module; its content shows which.
 
     Args:
         path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
@@ -321,27 +320,21 @@ def read_pickle(path: Path) -> Any:
             # torch warns about odd pickle protocols; whatever it returns is checked below.
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
+        return {key: _numpy(part) for key, part in value.items()} if isinstance(value, dict) else _numpy(value)
     except pickle.UnpicklingError as error:
         raise VocabularyError(
             f"{path}: refused, because the pickle holds more than lists and tensors and could run code when loaded "
             f"({_first_line(error)}). Ask its author for a plain list of ids."
         ) from error
-    # torch's reader raises all kinds of errors on a damaged file: struct.error, AssertionError, KeyError, ...
+    # torch's reader raises all kinds of errors on a damaged file, and numpy TypeError for bfloat16.
     except Exception as error:
         raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.") from error
-    if isinstance(value, dict):
-        return {key: _numpy(part) for key, part in value.items()}
-    return _numpy(value)
 
 
 def _numpy(value: Any) -> Any:
     import torch
 
-    if not isinstance(value, torch.Tensor):
-        return value
-    # numpy does not know bfloat16; a float map is refused later, by its dtype.
-    plain = value.float() if value.dtype == torch.bfloat16 else value
-    return np.asarray(plain.detach().numpy())
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _first_line(error: BaseException) -> str:

@@ -75,7 +75,7 @@ class LoadedTokenizer:
         revision: commit of the Hub repository, or None for local files.
         chat_templates: Jinja sources by name; the usual single one is called "default".
         special_tokens: role names of tokenizer_config.json ("bos_token", "eos_token", ...) to token text.
-        generation_config: generation_config.json; without that file, the token ids that config.json names.
+        generation_config: generation_config.json, completed by the token ids that config.json names.
     """
 
     backend: Tokenizer
@@ -93,12 +93,12 @@ class LoadedTokenizer:
     @cached_property
     def added_tokens(self) -> dict[int, str]:
         """Added tokens by id: markers, reserved slots, and in some vocabularies white space or HTML tags."""
-        return {token_id: token.content for token_id, token in self._added.items()}
+        return {token_id: token.content for token_id, token in sorted(self.backend.get_added_tokens_decoder().items())}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the added tokens that the tokenizer itself calls special."""
-        return frozenset(token_id for token_id, token in self._added.items() if token.special)
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:
@@ -107,7 +107,7 @@ class LoadedTokenizer:
 
     @cached_property
     def configured_ids(self) -> tuple[tuple[int, str], ...]:
-        """The ids that the configuration files call eos, bos or pad, with that name; some may be of no token."""
+        """Ids that configuration files name as eos, bos or pad, each with its role; some may be of no token."""
         found: list[tuple[int, str]] = []
         for role in ("eos", "bos", "pad"):
             value = self.generation_config.get(f"{role}_token_id")
@@ -117,10 +117,6 @@ class LoadedTokenizer:
             if token_id is not None:
                 found.append((token_id, role))
         return tuple(found)
-
-    @cached_property
-    def _added(self) -> dict[int, Any]:
-        return dict(sorted(self.backend.get_added_tokens_decoder().items()))
 
     @cached_property
     def real_ids(self) -> NDArray[np.int64]:
@@ -171,16 +167,12 @@ class LoadedTokenizer:
     def byte_of_id(self) -> dict[int, int]:
         """The tokens that stand for one byte: id to byte value, spelled in the byte alphabet or as `<0xNN>`."""
         found: dict[int, int] = {}
-        added = self.added_tokens
         for text, token_id in self.vocab.items():
-            if token_id in added:
-                continue
-            fallback = _BYTE_FALLBACK.fullmatch(text)
-            if self.byte_level and len(text) == 1 and text in _BYTE_OF_SYMBOL:
+            if self.byte_level and text in _BYTE_OF_SYMBOL:
                 found[token_id] = _BYTE_OF_SYMBOL[text]
-            elif fallback:
-                found[token_id] = int(fallback.group(1), 16)
-        return dict(sorted(found.items()))
+            elif fallback := _BYTE_FALLBACK.fullmatch(text):
+                found[token_id] = int(fallback[1], 16)
+        return {token_id: byte for token_id, byte in sorted(found.items()) if token_id not in self.added_tokens}
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token adds to the text (a SentencePiece "▁" is a space); b"" for an unknown id."""
@@ -232,9 +224,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
 
 
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
-    """Check that a tokenizer is the one that some data, named by `where`, was made with; returns warnings to show.
+    """Check that the data named by `where`, which records `tokenizer_hash`, was made with a tokenizer.
 
-    None for a hash that the data does not record passes with a warning.
+    Returns a warning where the data records no hash.
 
     Raises:
         TokenizerError: the hashes differ.
@@ -258,7 +250,7 @@ def _wanted(names: Sequence[str], where: str) -> list[str]:
 
 
 def _load(source: str, file: Path, folder: Path | None, commit: str | None = None) -> LoadedTokenizer:
-    """Load tokenizer.json, or what is in its place, with the files beside it in `folder`; None for the file alone."""
+    """Load a tokenizer file, or a folder with one or other forms of it; without a folder, nothing beside the file."""
 
     def beside(name: str) -> dict[str, Any]:
         if folder is None or not (folder / name).is_file():

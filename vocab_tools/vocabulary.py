@@ -168,7 +168,7 @@ class DraftVocab:
 
 
 def is_native(value: Any) -> bool:
-    """Whether a JSON value claims to be a draft vocabulary of ours."""
+    """Whether a JSON value says that it is in the format of `DraftVocab.save`."""
     return isinstance(value, dict) and value.get("format") == _FORMAT
 
 

@@ -10,14 +10,14 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,6 +229,8 @@ class BlockCounter:
 # Workers
 
 Counted = tuple[Block, Tally]
+T = TypeVar("T")
+F = TypeVar("F")
 
 
 class Workers:
@@ -261,23 +263,25 @@ class Processes(Workers):
 
     def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
         """See `Workers`."""
-        waiting: deque[tuple[Block, Future[Tally]]] = deque()
-        blocks = opened.blocks()
         try:
-            while True:
-                for block in islice(blocks, self._in_flight - len(waiting)):
-                    waiting.append((block, self._pool.submit(_work, source, block)))
-                if not waiting:
-                    return
-                block, future = waiting.popleft()
+            for block, future in in_order(
+                opened.blocks(), lambda block: self._pool.submit(_work, source, block), self._in_flight
+            ):
                 yield block, future.result()
         except BrokenProcessPool as error:
             raise EagleSlimError(
                 "A worker process died, perhaps because memory ran out; fewer --workers need less memory."
             ) from error
-        finally:
-            for _, future in waiting:
-                future.cancel()
+
+
+def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterator[tuple[T, F]]:
+    """Submit units, at most so many ahead, and yield each with its future in their order."""
+    waiting: deque[tuple[T, F]] = deque()
+    while True:
+        waiting.extend((unit, submit(unit)) for unit in islice(units, most - len(waiting)))
+        if not waiting:
+            return
+        yield waiting.popleft()
 
 
 def use_one_tokenizer_thread() -> None:

@@ -26,10 +26,10 @@ from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder, Phase
-from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD, list_active
+from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
-from eagle_slim.runtime.step.shapes import CHAIN, LARGE, ShapeChooser
+from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
@@ -112,18 +112,7 @@ class RandomModel:
 
     def any_shape_decoder(self, cache: KVCache, draft_vocab: int, ranks: Tensor) -> NodeDrawnDecoder:
         """Build a decoder whose steps may have any shape, and whose acceptance is drawn by node."""
-        drafter = self._drafter_of(LARGE, draft_vocab)
-        keys = drafter.allocate_cache(cache.num_slots, cache.capacity)
-        for tensor in keys:
-            tensor.normal_()
-
-        def another(tree: TreeConfig, beside: BufferedDrafter | None = None) -> BufferedDrafter:
-            return drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity, keys, beside)
-
-        first = another(CHAIN)
-        return NodeDrawnDecoder(
-            ranks, self.target, cache, first, self._waits, another=lambda tree: another(tree, first)
-        )  # fmt: skip
+        return NodeDrawnDecoder(ranks, self.target, cache, self._drafter(cache, LARGE, draft_vocab), self._waits)
 
     def drawn_partial_decoder(
         self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
@@ -133,14 +122,12 @@ class RandomModel:
         *lists, option = drawn
         return kind(*lists, self.target, cache, drafter, option, self._waits)
 
-    def _drafter_of(self, tree: TreeConfig, draft_vocab: int) -> Drafter:
+    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
         if draft_vocab not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
             self._drafters[draft_vocab] = Drafter(self.head.of_rows(slice(draft_vocab)), tree, backend)
-        return self._drafters[draft_vocab].like(self._drafters[draft_vocab].weights, tree)
-
-    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
-        found = self._drafter_of(tree, draft_vocab).on_slots(cache.num_slots, cache.capacity)
+        drafter = self._drafters[draft_vocab]
+        found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
@@ -179,21 +166,10 @@ def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], dev
 
 
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
-    """Pretend that ``num_active`` sequences of ``prefix`` tokens are running, without an end in sight.
-
-    ``turn``: drawn lengths that each has taken before.
-    """
-    decoder.clear_()
+    """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has taken before."""
+    decoder.fill_(num_active, prefix)
     if isinstance(decoder, DrawnDecoder):
         decoder.turns.fill_(turn)
-    state = decoder.state
-    state.lengths[:num_active] = prefix
-    state.num_new[:num_active] = 1
-    state.prefix[:num_active] = prefix - 1
-    state.new_tokens[:num_active, 0] = 7
-    state.max_generated.fill_(1 << 30)
-    state.running[:num_active] = 1
-    decoder.ops(list_active)(state)
 
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:

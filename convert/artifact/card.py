@@ -11,8 +11,6 @@ from typing import Any
 
 from .manifest import Manifest
 
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
-
 
 def model_card(
     manifest: Manifest,
@@ -84,30 +82,27 @@ def _summary(manifest: Manifest, rows_before: int) -> str:
 def _coverage(coverage: Mapping[str, Any] | None) -> str:
     if coverage is None:
         return ""
-    text = "## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose"
-    text += f" ({coverage['note']}).\n\n" if coverage.get("note") else ".\n\n"
+    note = f" ({coverage['note']})" if coverage.get("note") else ""
+    text = f"## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose{note}.\n\n"
     rows = []
     for source in coverage["sources"]:
         for size in coverage["shown"]:
-            at = coverage["sizes"].index(size)
-            low, high = source["low"], source["high"]
-            cells = (
-                f"{source['name']} ({source['part']})",
-                f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
-                f"{source['coverage'][at]:.2%}",
-                "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
-                f"{source['baseline_first_ids'][at]:.2%}",
+            at, low, high = coverage["sizes"].index(size), source["low"], source["high"]
+            rows.append(
+                (
+                    f"{source['name']} ({source['part']})",
+                    f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
+                    f"{source['coverage'][at]:.2%}",
+                    "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
+                    f"{source['baseline_first_ids'][at]:.2%}",
+                )
             )
-            rows.append(cells)
     return text + _table(("text", "draft vocabulary", "covered", "95% interval", "first ids instead"), rows)
 
 
 def _serving(manifest: Manifest, refused: Collection[str]) -> str:
     target = manifest.target.get("repo_id") or "TARGET"
     text = "## Serving\n\n`HEAD` is this repository or folder, `TARGET` the target model.\n"
-    if manifest.kind != "eagle3":
-        # SGLang refuses an EAGLE-1/2 head by its class name alone, of which the card tells.
-        refused = ()
     for title, command in _commands(manifest, target, refused).items():
         text += f"\n{title}:\n\n```bash\n{command}\n```\n"
     if manifest.kind == "eagle":
@@ -115,55 +110,46 @@ def _serving(manifest: Manifest, refused: Collection[str]) -> str:
             "\nSGLang loads the head only under a class name that ends in `Eagle`, which `eagle-convert --for sglang` "
             "writes. It gathers the rows of `freq_N.pt` from the target itself.\n"
         )
-    if left_out := [_TITLES[engine] for engine in _TITLES if engine in refused]:
-        text += f"\nNot with {' or '.join(left_out)}: *Good to know* says why.\n"
     return text
 
 
 def _commands(manifest: Manifest, target: str, refused: Collection[str]) -> dict[str, str]:
-    """The command of each engine that serves the head, by the engine's name."""
-    own = {"eagle-slim": f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'"}
+    """Return the command of each engine that serves the head, by the engine's name."""
     if manifest.flavour == "lmdeploy":
         command = f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
         return {"LMDeploy": command + "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3"}
     vllm = {"method": manifest.kind, "model": "HEAD", "num_speculative_tokens": 7 if manifest.kind == "dflash" else 3}
+    served = {"vLLM": f"vllm serve {target} --speculative-config '{json.dumps(vllm)}'"}
+    if manifest.kind == "dflash":
+        return served
     algorithm, token_map = "EAGLE3", ""
     if manifest.kind == "eagle":
         algorithm, token_map = "EAGLE", f" --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt"
-    commands = {
-        "vllm": f"vllm serve {target} --speculative-config '{json.dumps(vllm)}'",
-        "sglang": f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\\n"
+    sglang = (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \\\n"
         "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
-        f"    --speculative-num-draft-tokens 32{token_map}",
-    }
-    left_out = {"eagle3": "", "eagle": "vllm", "dflash": "sglang"}[manifest.kind]
-    served = {_TITLES[name]: commands[name] for name in commands if name not in refused and name != left_out}
-    return served | own if manifest.kind == "eagle3" else served
+        f"    --speculative-num-draft-tokens 32{token_map}"
+    )
+    if manifest.kind == "eagle":
+        return {"SGLang": sglang}
+    served |= {"SGLang": sglang}
+    served = {name: command for name, command in served.items() if name.lower() not in refused}
+    return served | {"eagle-slim": f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'"}
 
 
 def _making(manifest: Manifest) -> str:
     lines = [f"## How it was made\n\nBy eagle-slim {manifest.tool['version']}, from:\n"]
-    lines.append(f"- head: {_source(manifest.head)}")
-    lines.append(f"- target: {_source(manifest.target)}")
-    if manifest.lm_head is not None:
-        origin = "the head's own" if manifest.lm_head["from"] == "head" else "the target's"
-        kept = (
-            f"rounded from {manifest.lm_head['source_dtype']} to nearest even {manifest.lm_head['dtype']}"
-            if manifest.lm_head["rounded"]
-            else "bit-identical"
-        )
-        lines.append(f"- LM-head rows: {origin} `{manifest.lm_head['tensor']}`, {kept}")
+    lines += [f"- head: {_source(manifest.head)}", f"- target: {_source(manifest.target)}"]
+    if (rows := manifest.lm_head) is not None:
+        kept = f"rounded from {rows['source_dtype']} to nearest even {rows['dtype']}"
+        kept = kept if rows["rounded"] else "bit-identical"
+        lines.append(f"- LM-head rows: the {rows['from']}'s `{rows['tensor']}`, {kept}")
     if manifest.vocabulary is not None:
         lines.append(f"- ranking: {_ranking(manifest.vocabulary)}")
         if manifest.num_uncounted is not None:
             lines.append(f"- ids that the counted text does not hold, forced ones apart: {manifest.num_uncounted:,}")
-        lines.append(
-            f"- {manifest.num_forced} ids are in whatever their rank (end of turn, chat markers, single bytes)"
-        )
-    lines.append(
-        "\n`eagle_slim.json` lists every id in rank order with its provenance, and the checksums that `eagle-verify` "
-        "compares.\n"
-    )
+        lines.append(f"- {manifest.num_forced} ids whatever their rank (end of turn, chat markers, single bytes)")
+    lines.append("\n`eagle_slim.json` lists every id in rank order and the checksums that `eagle-verify` compares.\n")
     return "\n".join(lines)
 
 

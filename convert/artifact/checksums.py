@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,37 +19,32 @@ ROW_CHECKSUM_BYTES = 8
 
 
 def sha256_of(data: bytes | memoryview) -> str:
-    """SHA-256 of bytes as lower-case hex."""
+    """Return the SHA-256 of bytes as lower-case hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes as lower-case hex."""
-    with path.open("rb") as file:
-        return sha256_from(file).hexdigest()
-
-
-def sha256_from(file: BinaryIO) -> hashlib._Hash:
-    """SHA-256 of what an open file holds from its position on, to be updated with what comes after; pieces of 1 MiB."""
+    """Return the SHA-256 of a file's bytes as lower-case hex."""
     digest = hashlib.sha256()
-    while piece := file.read(1 << 20):
-        digest.update(piece)
-    return digest
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def row_checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Checksums uint8 [rows, 8] of the contiguous rows of a matrix, uint8 [rows, row_bytes]."""
+    """Hash each contiguous row of a matrix uint8 [rows, row_bytes]: uint8 [rows, 8]."""
     joined = b"".join(map(xxh3_64_digest, rows))
     return np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), ROW_CHECKSUM_BYTES)
 
 
 def encode_checksums(checksums: NDArray[np.uint8]) -> str:
-    """Checksums as one base64 string, 8 bytes per row in row order."""
+    """Encode checksums as one base64 string, 8 bytes per row in row order."""
     return base64.b64encode(checksums.tobytes()).decode("ascii")
 
 
 def decode_checksums(text: str, num_rows: int) -> NDArray[np.uint8]:
-    """The inverse of `encode_checksums`.
+    """Decode what `encode_checksums` returned.
 
     Raises:
         ValueError: not base64, or not `num_rows` checksums.

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ..heads import names
 from ..heads.draft_head import DraftHead
+from ..rows.checkpoint import SourceRows
 from ..rows.lm_head import LmHead, rows_of_ids
-from ..rows.writer import SourceRows, TensorPlan
 from .eagle3 import copy_plan, plan_map
+from .writer import TensorPlan
 
 # Paths of the machine that trained the draft, code that is not in the artifact, a quantisation of nothing.
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "quantization_config")
@@ -31,11 +32,11 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
         source, stored = head.tensors.source, head.tensors.stored[name]
         rows[name] = SourceRows(source, stored, dtype, head.location, own, target_ids)
     plans = [copy_plan(head, name) for name in head.tensors if name not in rows]
-    return plans + [found.plan(name) for name, found in rows.items()] + plan_map(head, target_ids)
+    return plans + [TensorPlan.of(name, found) for name, found in rows.items()] + plan_map(head, target_ids)
 
 
 def slim_config(head: DraftHead, draft_vocab: int) -> dict[str, Any]:
-    """config.json as it was, in its own form, with `draft_vocab_size`, which vLLM reads at top level in both."""
+    """Copy config.json in its own form, with `draft_vocab_size`, which vLLM reads at top level in both."""
     config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
     nested = config.get("transformer_layer_config")
     if isinstance(nested, Mapping):

@@ -15,15 +15,15 @@ from ..engines import flavoured_architecture
 from ..heads import config as head_config
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..rows.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan, zero_output_bias
+from .writer import TensorPlan, zeros_plan
 
 # Paths of the machine that trained the head, or code that is not in the artifact.
 _DROPPED_KEYS = ("bias", "_name_or_path", "auto_map")
 
 
 def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
-    """The tensors of an EAGLE-1/2 head as they are, with a zero `fc.bias` [hidden] where it has none.
+    """Plan the tensors of an EAGLE-1/2 head as they are, with a zero `fc.bias` [hidden] where it has none.
 
     With biases of q, k and v alone, which SafeAILab trains, the output projection gets one of zeros too.
     """
@@ -34,7 +34,7 @@ def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
 
 
 def repaired_config(head: DraftHead, flavour: str = "default") -> dict[str, Any]:
-    """config.json as it was, without the keys that no engine may read, and with the class name of the flavour."""
+    """Copy config.json without the keys that no engine may read, and with the class name of the flavour."""
     source = head_config.flattened_text(head.source_config, head.location)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if head.config["attention_bias"]:

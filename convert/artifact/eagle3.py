@@ -17,9 +17,10 @@ from ..engines import flavoured_architecture
 from ..heads import config as head_config
 from ..heads import names
 from ..heads.draft_head import DraftHead
+from ..rows.checkpoint import SourceRows
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, all_ids
-from ..rows.writer import SourceRows, TensorPlan, array_plan, zeros_plan
+from .writer import TensorPlan, array_plan, zeros_plan
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -33,18 +34,18 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
     left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
     plans = [copy_plan(head, name) for name in head.tensors if name not in left_out]
     plans += zero_output_bias(head)
-    plans.append(gathered.plan(names.LM_HEAD))
+    plans.append(TensorPlan.of(names.LM_HEAD, gathered))
     return plans + ([] if target_ids is None else plan_map(head, target_ids))
 
 
 def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
-    """`d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab], of int64 [draft_vocab] ascending ids."""
+    """Plan `d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab] of ascending ids int64 [draft_vocab]."""
     mask = t2d_from_ids(target_ids, head.target_vocab)
     return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", mask)]
 
 
 def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
-    """A bias of zeros where the output projection lacks one: `attention_bias` is one switch for q, k, v and o.
+    """Plan a bias of zeros where the output projection lacks one: one switch, `attention_bias`, is for q, k, v and o.
 
     vLLM, SGLang and TensorRT-LLM leave it uninitialised where the file has none, as in heads with Qwen2's attention.
     vLLM's Qwen3 layer, of heads with norms of q and k, has none.
@@ -56,7 +57,7 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
-    """config.json of the slim head: the head's own values, with what every engine demands made explicit."""
+    """Make config.json of the slim head: the head's own values, with what every engine demands made explicit."""
     config = dict(head.config)
     config |= layer_class(head.has_head_norms, flavour)
     config["draft_vocab_size"] = draft_vocab
@@ -66,7 +67,7 @@ def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> 
 
 
 def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
-    """The keys of config.json by which engines and transformers choose a class: `architectures` and `model_type`."""
+    """Choose `architectures` and `model_type`, by which engines and transformers choose a class."""
     if has_head_norms:
         return {"architectures": [head_config.QWEN3_ARCHITECTURE], "model_type": "qwen3"}
     return {"architectures": [flavoured_architecture("eagle3", flavour, _ARCHITECTURE)], "model_type": "llama"}
@@ -75,4 +76,4 @@ def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
 def copy_plan(head: DraftHead, name: str) -> TensorPlan:
     """Plan a tensor of the head as it is."""
     rows = SourceRows(head.tensors.source, head.tensors.stored[name], head.tensors.info(name).dtype, head.location)
-    return rows.plan(name)
+    return TensorPlan.of(name, rows)

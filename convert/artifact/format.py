@@ -13,7 +13,6 @@ import pickle
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from ..errors import ArtifactError
 from ..heads.open import DraftHead, open_head
 from ..sources.source import ResolvedSource, open_head_source
-from .checksums import sha256_of
 from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 
 CARD_NAME = "README.md"
@@ -38,16 +36,6 @@ class Artifact:
     manifest: Manifest
 
     @property
-    def rank_order_ids(self) -> NDArray[np.int64] | None:
-        """Target ids in rank order, int64 [draft_vocab]; None for a full vocabulary. Any prefix is a vocabulary."""
-        return self.manifest.rank_order_ids
-
-    @property
-    def num_forced(self) -> int:
-        """The smallest prefix of `rank_order_ids` that holds every forced id."""
-        return self.manifest.num_forced
-
-    @property
     def tokenizer_hash(self) -> str | None:
         """Hash of the tokenizer that the vocabulary was chosen for, or None where none was at hand."""
         found = (self.manifest.tokenizer or {}).get("hash")
@@ -58,32 +46,6 @@ class Artifact:
         """Repository of the target model, or None where it was a local folder."""
         found = self.manifest.target.get("repo_id")
         return found if isinstance(found, str) else None
-
-    def prefix(self, draft_vocab: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of a smaller draft vocabulary: the first `draft_vocab` ids by rank.
-
-        Returns:
-            rows of `lm_head.weight` to keep, ascending, int64 [draft_vocab] (EAGLE-1/2: rows of the target's LM head);
-            target ids of these rows, ascending, int64 [draft_vocab].
-
-        Raises:
-            ArtifactError: fewer than the forced ids, more than there are, or a full vocabulary without ranks.
-        """
-        ranked = self.rank_order_ids
-        if ranked is None:
-            raise ArtifactError.at(
-                self.folder, "holds the full vocabulary without ranks.\nConvert it with --draft-vocab N."
-            )
-        if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
-            raise ArtifactError.at(
-                self.folder,
-                f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
-                f"(the forced ids) to {len(ranked)} (its rows).",
-            )
-        ids = np.sort(ranked[:draft_vocab])
-        if self.head.kind == "eagle":
-            return ids, ids
-        return np.searchsorted(np.sort(ranked), ids).astype(np.int64), ids
 
     @classmethod
     def load(cls, folder: str | Path | ResolvedSource) -> Artifact:
@@ -100,18 +62,13 @@ class Artifact:
         manifest = source.manifest or Manifest.load(folder)
         # The side files are for engines and readers; a snapshot of the Hub may lack them.
         for name in (CONFIG_NAME, WEIGHTS_NAME):
-            entry, path = manifest.files.get(name, {}), folder / name
-            if not path.is_file():
-                raise ArtifactError.at(
-                    folder, f"{name} is missing.\nFetch the artifact again, or convert the head again."
-                )
-            if (size := path.stat().st_size) != entry.get("size_bytes"):
-                raise ArtifactError.at(
-                    path, f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again."
-                )
+            path, expected = folder / name, manifest.files.get(name, {}).get("size_bytes")
+            size = path.stat().st_size if path.is_file() else "no file"
+            if size != expected:
+                advice = "Fetch the artifact again, or convert the head again."
+                raise ArtifactError.at(path, f"expected {expected} bytes, found {size}.\n{advice}")
         head = open_head(source)
-        problem = _disagreement(head, manifest)
-        if problem is not None:
+        if (problem := _disagreement(head, manifest)) is not None:
             raise ArtifactError.at(folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.")
         return cls(folder, head, manifest)
 
@@ -125,8 +82,6 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
     if ranked is not None and len(np.unique(ranked)) != len(ranked):
         return "rank_order_ids holds an id twice"
     if head.kind == "eagle":
-        if ranked is not None and (ranked.min() < 0 or ranked.max() >= head.target_vocab):
-            return "rank_order_ids names ids outside the vocabulary"
         return None
     if head.draft_vocab != manifest.draft_vocab:
         return f"lm_head.weight has {head.draft_vocab} rows, the manifest says {manifest.draft_vocab}"
@@ -139,12 +94,12 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
 
 
 def freq_name(draft_vocab: int) -> str:
-    """File name of the token map with `draft_vocab` ids, as FR-Spec spells it."""
+    """Name the token map with `draft_vocab` ids, as FR-Spec does."""
     return f"freq_{draft_vocab}.pt"
 
 
 def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
-    """A token map as SGLang and FR-Spec read it with `torch.load`: a list[int] in rank order.
+    """Write a token map as SGLang and FR-Spec read it with `torch.load`: a list[int] in rank order.
 
     The archive of `torch.save`, whose import takes longer than many a conversion, with a fixed name and time.
     Format: `torch/serialization.py`, `_save`; `caffe2/serialize/inline_container.h`.
@@ -159,8 +114,3 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
         for name, data in records.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
     return buffer.getvalue()
-
-
-def record_of_bytes(data: bytes) -> dict[str, Any]:
-    """Return the manifest's entry for a small file."""
-    return {"size_bytes": len(data), "sha256": sha256_of(data)}

@@ -28,8 +28,6 @@ from ..heads import names
 from ..heads.config import default_taps
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
-from ..rows.dtypes import rounded
-from ..rows.writer import TensorPlan
 from ..sources.builtin import LAYER_TENSORS
 from .checksums import sha256_file
 
@@ -54,7 +52,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class GgufChoice:
-    """The GGUF files to write, one for each type of the matrices, and their facts about the target.
+    """GGUF files to write, one for each type of the matrices, and what they say of the target.
 
     `taps`: the head reads the inputs of these decoder layers of the target.
     """
@@ -111,14 +109,6 @@ def write_gguf(folder: Path, choice: GgufChoice, name: str) -> dict[str, dict[st
         _write(path, head, kind, choice, name)
         written[path.name] = {"size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
     return written
-
-
-def check_values(plans: Sequence[TensorPlan], kinds: Sequence[GgufType]) -> None:
-    """Raise MismatchError where a value of the slim head's tensors is too large for one of the types."""
-    for plan in plans:
-        for piece in plan.pieces() if len(plan.shape) == 2 else ():
-            for kind in kinds:
-                _encoded(rounded(piece, plan.dtype, "F32").view(np.float32), kind, plan.name)
 
 
 def _write(path: Path, head: DraftHead, kind: GgufType, choice: GgufChoice, name: str) -> None:
@@ -190,7 +180,7 @@ def _tensor(head: DraftHead, name: str, kind: GgufType) -> NDArray[Any]:
 
 
 def _encoded(values: NDArray[np.float32], kind: GgufType, where: str) -> NDArray[Any]:
-    """Rows [n, columns] in a type of GGUF: the bytes of q8_0 and bf16, the numbers of the others."""
+    """Encode rows [n, columns] in a type of GGUF: the bytes of q8_0 and bf16, the numbers of the others."""
     with np.errstate(over="ignore"):
         result: NDArray[Any] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind.upper()])
     scales = result
@@ -202,7 +192,7 @@ def _encoded(values: NDArray[np.float32], kind: GgufType, where: str) -> NDArray
 
 
 def _rope_factors(head: DraftHead) -> NDArray[np.float32] | None:
-    """Divisors of the frequencies, float32 [head_dim / 2], with Llama-3's scaling; None without.
+    """Return the divisors of the frequencies, float32 [head_dim / 2], with Llama-3's scaling; None without.
 
     Source: `_compute_llama3_parameters` in transformers, `modeling_rope_utils.py`.
     """

@@ -108,7 +108,7 @@ class Manifest:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of the file."""
+        """Return the JSON object of the file."""
         arrays = {
             "tap_layers": None if self.tap_layers is None else list(self.tap_layers),
             "warnings": list(self.warnings),
@@ -120,7 +120,7 @@ class Manifest:
         return found
 
     def to_bytes(self) -> bytes:
-        """The bytes of the file: indented to be read, with lists of plain values on one line."""
+        """Return the bytes of the file: indented to be read, with lists of plain values on one line."""
         return (_pretty(self.to_json(), "") + "\n").encode()
 
     @classmethod
@@ -135,41 +135,40 @@ class Manifest:
             problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
             raise ArtifactError.at(folder, problem)
         value = read_object(path, ArtifactError, str(folder))
-        where = str(path)
         if value.get("format") != FORMAT_NAME:
-            raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
-        version = value.get("format_version")
-        if version != FORMAT_VERSION:
-            is_newer = isinstance(version, int) and version > FORMAT_VERSION
-            raise ArtifactError(
-                f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}.\n"
-                + ("Upgrade eagle-slim." if is_newer else "Convert the head again.")
-            )
+            raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
+        if (found := value.get("format_version")) != FORMAT_VERSION:
+            advice = "Take the eagle-slim that wrote it, or convert the head again."
+            problem = f"format_version {found!r}, this eagle-slim reads {FORMAT_VERSION}.\n{advice}"
+            raise ArtifactError.at(path, problem)
         for key, types in _TYPES.items():
             if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):
                 found = "nothing" if key not in value else type(value[key]).__name__
                 expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-                raise _broken(where, f"{key}: expected {expected}, found {found}")
+                raise _broken(path, f"{key}: expected {expected}, found {found}")
         for key, is_sound in _parts(value):
             if not is_sound:
-                raise _broken(where, f"{key}: an entry is missing or of a wrong type")
+                raise _broken(path, f"{key}: an entry is missing or of a wrong type")
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
-            raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
-        draft_vocab = value["draft_vocab"]
-        if not 0 < draft_vocab <= value["target_vocab"] < 2**31:
-            raise _broken(where, f"draft_vocab is {draft_vocab} of a target_vocab of {value['target_vocab']}")
-        ranked = value["rank_order_ids"]
-        ids = None if ranked is None else _ids(ranked, draft_vocab, where, "rank_order_ids")
-        if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
-            raise _broken(where, f"num_forced is {value['num_forced']} of {draft_vocab} ids")
-        checksums = value["row_checksums"]
-        rows = None if checksums is None else _checksums(checksums, draft_vocab, where, "row_checksums")
-        taps = value["tap_layers"]
-        return cls(
-            **{key: value[key] for key in _TYPES}
-            | {"rank_order_ids": ids, "row_checksums": rows, "tap_layers": None if taps is None else tuple(taps)}
-            | {"warnings": tuple(value["warnings"])}
-        )
+            raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
+        rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
+        if not 0 < rows <= vocab < 2**31:
+            raise _broken(path, f"draft_vocab is {rows} of a target_vocab of {vocab}")
+        arrays: dict[str, Any] = {"warnings": tuple(value["warnings"])}
+        if ranked is not None:
+            if not _are_integers(ranked) or len(ranked) != rows or not all(0 <= each < vocab for each in ranked):
+                raise _broken(path, f"rank_order_ids: expected {rows} ids below {vocab}, found {len(ranked)} entries")
+            if not 0 <= value["num_forced"] <= rows:
+                raise _broken(path, f"num_forced is {value['num_forced']} of {rows} ids")
+            arrays["rank_order_ids"] = np.array(ranked, np.int64)
+        if value["row_checksums"] is not None:
+            try:
+                arrays["row_checksums"] = decode_checksums(value["row_checksums"], rows)
+            except ValueError as error:
+                raise _broken(path, f"row_checksums: {error}") from error
+        if value["tap_layers"] is not None:
+            arrays["tap_layers"] = tuple(value["tap_layers"])
+        return cls(**{key: value[key] for key in _TYPES} | arrays)
 
 
 _NULL = type(None)
@@ -196,11 +195,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Keys whose entries readers rely on, and whether these have the right types."""
+    """Check the types of the entries that readers rely on, key by key."""
     for name, entry in value["files"].items():
         yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
     for key in ("head", "target"):
-        yield key, all(isinstance(value[key].get(name), str | None) for name in _NAMES)
+        names = ("repo_id", "revision", "subfolder", "weights_file")
+        yield key, all(isinstance(value[key].get(name), str | None) for name in names)
     yield "tap_layers", _are_integers(value["tap_layers"] or [])
     vocabulary = value["vocabulary"] or {}
     forced = vocabulary.get("forced", {})
@@ -209,36 +209,17 @@ def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
 
 
-_NAMES = ("repo_id", "revision", "subfolder", "weights_file")
-
-
 def _is_record(entry: dict[str, Any]) -> bool:
-    hashes = entry.get("tensors")
-    is_hashed = isinstance(entry.get("sha256"), str) or (
-        isinstance(hashes, dict)
-        and all(isinstance(found, str) for found in (entry.get("header_sha256"), *hashes.values()))
-    )
-    return is_hashed and type(entry.get("size_bytes")) is int
+    tensors = entry.get("tensors")
+    hashes = (entry.get("header_sha256"), *tensors.values()) if isinstance(tensors, dict) else (entry.get("sha256"),)
+    return type(entry.get("size_bytes")) is int and all(isinstance(found, str) for found in hashes)
 
 
 def _are_integers(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
 
 
-def _ids(values: list[Any], count: int, where: str, key: str) -> NDArray[np.int64]:
-    if not _are_integers(values) or len(values) != count:
-        raise _broken(where, f"{key}: expected {count} integers, found {len(values)} entries")
-    return np.array(values, dtype=np.int64)
-
-
-def _checksums(text: str, count: int, where: str, key: str) -> NDArray[np.uint8]:
-    try:
-        return decode_checksums(text, count)
-    except ValueError as error:
-        raise _broken(where, f"{key}: {error}") from error
-
-
-def _broken(where: str, problem: str) -> ArtifactError:
+def _broken(where: Path, problem: str) -> ArtifactError:
     return ArtifactError.at(where, f"{problem}.\nConvert the head again.")
 
 

@@ -18,10 +18,10 @@ from ..heads.open import open_head
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead, rows_of_ids
-from ..rows.writer import TensorPlan
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import ResolvedSource, open_head_source
 from .manifest import Manifest
+from .writer import TensorPlan
 
 
 def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> dict[str, Any]:
@@ -37,11 +37,11 @@ def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> di
 
 def describe_lm_head(head: DraftHead, lm_head: LmHead) -> dict[str, Any]:
     """Describe the matrix that the rows come from, and whether they are rounded on the way."""
-    found, written = lm_head.dtype_name, lm_head.dtype_written(head)
+    found, written = lm_head.info.dtype, lm_head.dtype_written(head)
     return {
         "from": lm_head.origin,
         "tensor": lm_head.name,
-        "rows": lm_head.shape[0],
+        "rows": lm_head.info.num_rows,
         "source_dtype": LONG_NAMES[found],
         "dtype": LONG_NAMES[written],
         "rounded": found != written,

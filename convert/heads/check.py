@@ -92,7 +92,7 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], is_qwen3: bool, w
 def settle_taps(
     tensors: LazyTensors, config: Mapping[str, Any], where: str, given: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Find which layers' inputs an EAGLE-3 head reads, as far as the target is not needed (`DraftHead.taps`).
+    """Find the target layers whose inputs an EAGLE-3 head reads, as far as known without the target (`DraftHead.taps`).
 
     Raises:
         CheckpointError: there is no `fc.weight`.
@@ -148,7 +148,7 @@ def _stated_taps(config: Mapping[str, Any], where: str) -> tuple[int, ...] | Non
 
 
 def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:
-    """Shapes of all tensors that a decoder layer may have; `inputs`: width of the vectors that q, k and v take."""
+    """List the shapes of all tensors that a decoder layer may have; `inputs`: columns of the q, k and v projections."""
     hidden, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     matrices = {

@@ -16,20 +16,15 @@ from . import names
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 _NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
-_INPUTS, _OUTPUTS = 0, 1
-TAP_KEYS = {
-    AUX_LAYER_KEY: _INPUTS,
-    "aux_hidden_state_layer_ids": _INPUTS,
-    "layer_ids": _INPUTS,
-    "target_layer_ids": _OUTPUTS,
-    "dspark_target_layer_ids": _OUTPUTS,
-    _NESTED_AUX: _OUTPUTS,
-    "eagle_config.aux_hidden_state_layer_ids": _INPUTS,
-    "eagle_config.layer_ids": _INPUTS,
-    "eagle_config.target_layer_ids": _OUTPUTS,
-    "dflash_config.layer_ids": _INPUTS,
-    "dflash_config.target_layer_ids": _OUTPUTS,
-}
+_NAME_INPUTS = (
+    AUX_LAYER_KEY, "aux_hidden_state_layer_ids", "layer_ids", "eagle_config.aux_hidden_state_layer_ids",
+    "eagle_config.layer_ids", "dflash_config.layer_ids",
+)  # fmt: skip
+_NAME_OUTPUTS = (
+    "target_layer_ids", "dspark_target_layer_ids", _NESTED_AUX, "eagle_config.target_layer_ids",
+    "dflash_config.target_layer_ids",
+)  # fmt: skip
+TAP_KEYS = dict.fromkeys(_NAME_INPUTS, 0) | dict.fromkeys(_NAME_OUTPUTS, 1)
 """Keys that name the layers which a draft reads, each with the number that makes an id that of the layer's input.
 
 Sources: vLLM 0.32.0, `v1/worker/gpu/spec_decode/eagle/eagle3_utils.py`; SGLang 0.5.23,
@@ -132,7 +127,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def flattened_text(source: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Lift out a `text_config`, where heads of multimodal targets keep their sizes, and which engines take for all.
+    """Flatten a `text_config`, where heads of multimodal targets keep their sizes; engines would read nothing else.
 
     Likewise a `model`, where old configurations of vLLM keep those of an EAGLE-1/2 head
     (`transformers_utils/configs/eagle.py`).
@@ -156,18 +151,18 @@ def ordered_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metadata_target(source: Mapping[str, Any]) -> str | None:
-    """The target model that a head's own configuration names (the verifier of the speculators form), if any."""
+    """Read the target model that a configuration names: the verifier of the speculators form; None without one."""
     name = _part(_part(source, "speculators_config"), "verifier").get("name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 def uses_aux_layers(config: Mapping[str, Any]) -> bool:
-    """False for the rare EAGLE-3 head that reads only the target's last hidden state (`use_aux_hidden_state` false)."""
+    """Tell whether an EAGLE-3 head reads captured layers, as all but a few do, and not the last hidden state alone."""
     return _part(config, "eagle_config").get("use_aux_hidden_state") is not False
 
 
 def says_qwen3(source: Mapping[str, Any]) -> bool:
-    """Whether a head's own configuration, flat or nested, promises Qwen3's norms of q and k in an EAGLE-3 layer.
+    """Tell whether a configuration, flat or nested, promises Qwen3's norms of q and k in an EAGLE-3 layer.
 
     As vLLM decides: by the class, or in speculators' form by the model type (`transformers_utils/configs/speculators`).
     """
@@ -177,16 +172,16 @@ def says_qwen3(source: Mapping[str, Any]) -> bool:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the layer attends to, its own included, by a normalised configuration; None for all before it.
+    """Read the sliding window of a normalised configuration, in tokens, the query's own included; None without one.
 
-    Counted as by transformers, vLLM and speculators: a key is seen if query position - key position < window.
+    As in transformers, vLLM and speculators, a key is seen if query position - key position < window.
     """
     types = config.get("layer_types")
     return config["sliding_window"] if isinstance(types, list) and types[:1] == [_SLIDING] else None
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs every engine captures for an EAGLE-3 head that names none: 2, n // 2, n - 3."""
+    """Return the layers whose inputs every engine captures for an EAGLE-3 head that names none: 2, n // 2, n - 3."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -224,7 +219,7 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
 
 
 def could_be_inputs(config: Mapping[str, Any]) -> int | None:
-    """The number of layers of a target with which the list in `eagle_config` would name inputs; None without it."""
+    """Return the number of target layers with which the list in `eagle_config` would name inputs; None without it."""
     ids = _part(config, "eagle_config").get(AUX_LAYER_KEY)
     return max(ids) if isinstance(ids, list) and ids and all(type(layer) is int for layer in ids) else None
 
@@ -248,7 +243,7 @@ def given_tap_layers(given: Sequence[int], where: str) -> tuple[int, ...]:
 
 
 def _tap_lists(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under `TAP_KEYS`, and the lists of numbers under any key that looks like one, by key."""
+    """Collect the values under `TAP_KEYS`, and lists of numbers under any key that looks like one, by key."""
     found = {}
     for place in ("", "eagle_config", "dflash_config"):
         for name, value in (_part(config, place) if place else config).items():
@@ -261,13 +256,13 @@ def _tap_lists(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under a key; an empty one for anything else."""
+    """Return the object under a key; an empty one where it is none."""
     found = config.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
 def is_dflash(source: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a DFlash or DSpark draft of a form that is converted (`dflash.py`)."""
+    """Tell whether a configuration is that of a DFlash or DSpark draft of a form that is converted (`dflash.py`)."""
     form, found = source.get("speculators_model_type"), source.get("architectures")
     if form is not None:
         return form in ("dflash", "dspark")
@@ -305,9 +300,9 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
 
 
 def quantisation(config: Any) -> str | None:
-    """The method by which a `quantization_config` quantises weights; None for one that quantises none.
+    """Read the method by which a `quantization_config` quantises weights; None for one that quantises none.
 
-    Trainers copy the target's or leave one that says nothing: no method, no group with weights, 16 bits, all left out.
+    Trainers leave such ones behind: no method, no group with weights, 16 bits, or all modules left out.
     """
     if not isinstance(config, Mapping):
         return None
@@ -350,7 +345,7 @@ def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
 
 
 def _drop_empty_taps(config: dict[str, Any]) -> None:
-    """An empty list of tap layers means the default to every reader but SGLang, which would capture no layer at all."""
+    """Drop empty lists of tap layers: the default for every reader but SGLang, which would capture no layer at all."""
     for key in TAP_KEYS:
         if config.get(key) == []:
             del config[key]
@@ -417,7 +412,7 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
 
 
 def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The RoPE parameters under a key, of the head's one layer where each type of layer has its own; {} for none."""
+    """Read the RoPE parameters under a key: those of the head's layer where each type has its own; {} without any."""
     rope = config.get(key)
     if rope is None:
         return {}

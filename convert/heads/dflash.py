@@ -33,7 +33,7 @@ _MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a draft in one level; RoPE and windows, which each layer may have of its own, are copied unread."""
+    """Read the sizes of a draft, in one level; RoPE and windows, which may differ by layer, are copied unread."""
     merged = _in_one_level(source_config)
     return {key: merged[key] for key in _KEYS if key in merged}
 
@@ -109,7 +109,7 @@ def settle_dflash(
 
 
 def _in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of either form in one level, with the defaults that speculators leaves out."""
+    """Flatten config.json of either form, with the defaults that speculators leaves out."""
     nested = source_config.get("transformer_layer_config")
     nested = nested if isinstance(nested, Mapping) else {}
     is_brief = bool(nested) and nested.get("model_type") in (None, "qwen3")
@@ -117,7 +117,7 @@ def _in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_tap_layers(source_config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
-    """The configuration with the layers named where its form has them: inputs in speculators', outputs in z-lab's."""
+    """Name the layers under the key of the form: inputs in speculators', outputs in z-lab's."""
     if "transformer_layer_config" in source_config:
         return {**source_config, "aux_hidden_state_layer_ids": list(layers)}
     own = source_config.get("dflash_config")

@@ -27,7 +27,7 @@ MOST_PADDING = 2048
 
 
 def has_padding_of(rows: int, vocab: int) -> bool:
-    """Whether rows are those of a vocabulary, with padding or without: not of another model's vocabulary."""
+    """Tell whether `rows` may be a vocabulary of `vocab` ids, padded for the GPU or not."""
     return vocab <= rows <= vocab + MOST_PADDING
 
 
@@ -69,7 +69,7 @@ class LazyTensors:
         return self.source.rows(self.stored[name], ids)
 
     def is_nonzero(self, name: str) -> bool:
-        """Whether a floating-point tensor is there and holds anything but zeros, of either sign."""
+        """Tell whether a floating-point tensor is there and holds a number other than 0 and -0."""
         if name not in self:
             return False
         # Every bit but the sign of each element, which is the highest of its last byte.
@@ -160,11 +160,11 @@ class DraftHead:
         return self.tensors.info(matrix).dtype
 
     def without_padding(self, vocab: int) -> DraftHead:
-        """The same head for a vocabulary of `vocab` ids, where its own is padded beyond them."""
+        """Return the same head for the `vocab` ids of a target whose vocabulary the head pads."""
         return replace(self, config={**self.config, "vocab_size": vocab})
 
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
-        """The decoder layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
+        """Find the layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
 
         Raises:
             MismatchError: the configuration contradicts itself, or names a layer that the target has not.

@@ -20,7 +20,7 @@ _INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "
 
 
 def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm) -> NDArray[np.int64] | None:
-    """The absolute target id of each LM-head row, int64 [draft_vocab]; None for the identity.
+    """Read the target id of each LM-head row, int64 [draft_vocab]; None for the identity.
 
     Fills in `vocab_size` and `draft_vocab_size` of `config`.
 
@@ -67,7 +67,7 @@ def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2t
 
 
 def vocab_size(config: Mapping[str, Any], t2d_length: int | None, where: str) -> int:
-    """V, from config.json or the length of `t2d`.
+    """Find V, in config.json or by the length of `t2d`.
 
     Raises:
         MismatchError: neither says it, or they disagree.

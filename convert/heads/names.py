@@ -203,18 +203,18 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
 
 
 def dflash_layers(names: Iterable[str]) -> int:
-    """Number of decoder layers that a DFlash draft's tensors name."""
+    """Count the decoder layers that a DFlash draft's tensors name."""
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
 
 
 def other_draft(draft: str, where: str) -> UnsupportedHeadError:
-    """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
+    """Make the error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
     found, advice = OTHER_DRAFTS[draft]
     return UnsupportedHeadError.at(where, f"this is {found}; {advice}.")
 
 
 def is_fc_norm(name: str) -> bool:
-    """Whether a canonical name is one of the norms over the captured layers, `fc_norm.N.weight`."""
+    """Tell whether a canonical name is that of a norm over a captured layer, `fc_norm.N.weight`."""
     return name.startswith("fc_norm.")
 
 

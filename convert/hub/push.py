@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained, plain
+from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained, trouble_of
 
 from ..errors import SourceError
 
@@ -49,10 +49,7 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
         operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
         try:
             api.create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
+        # The library's wrapper around whatever stopped the upload of one large file.
         except RuntimeError as error:
-            # The library's wrapper around whatever stopped the upload of one large file.
-            raise SourceError(
-                f"{repo_id}: the upload failed: {plain(error)} ({plain(error.__cause__)}).\n"
-                "Nothing was committed: run the same command again."
-            ) from error
+            raise trouble_of(error, repo_id, purpose="write") from error
     return str(created)

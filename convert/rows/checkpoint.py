@@ -5,7 +5,9 @@ Opening reads headers and indexes; data is mapped, and comes into memory where i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..artifact.checksums import sha256_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from .bin import TorchFile
-from .dtypes import LONG_NAMES
+from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
 from .paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
 from .safetensors_file import Bytes, SafetensorsFile, TensorInfo, damaged, shorten
 
@@ -154,6 +156,66 @@ class Checkpoint:
         import torch
 
         return torch.from_numpy(array.reshape(-1)).view(self.dtype(name)).reshape(shape)
+
+
+@dataclass
+class SourceRows:
+    """Rows of a checkpoint's tensor on their way to the slim file: as they are, or rounded to another dtype.
+
+    Attributes:
+        name: of the tensor in the checkpoint.
+        dtype: of the rows that are written.
+        where: source in words, for messages.
+        row_ids: int64 [rows], the rows wanted, in that order; None for all of them.
+        target_ids: int64 [rows], the token of each row, for messages.
+        sha256: of the bytes that were read, once all were, where these are not the bytes written.
+    """
+
+    source: Checkpoint
+    name: str
+    dtype: str
+    where: str
+    row_ids: NDArray[np.int64] | None = None
+    target_ids: NDArray[np.int64] | None = None
+    sha256: str = field(default="", init=False)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the rows change dtype on the way."""
+        return self.source.info(self.name).dtype != self.dtype
+
+    def pieces(self) -> Iterator[Bytes]:
+        """Yield the rows in order, uint8 [n, row_bytes].
+
+        Raises:
+            CheckpointError: a row holds NaN or infinity.
+            MismatchError: a row holds a value too large for the dtype.
+        """
+        found, start, digest = self.source.info(self.name).dtype, 0, hashlib.sha256()
+        for rows in self.source.pieces(self.name, self.row_ids):
+            if (row := first_nonfinite_row(rows, found)) is not None:
+                problem = f"{self._place(start + row)} holds NaN or infinity"
+                raise CheckpointError(f"{problem}.\nThe checkpoint is damaged: fetch it again.")
+            if self.rounded:
+                digest.update(rows.data)
+                rows = rounded(rows, found, self.dtype)
+                if (row := first_nonfinite_row(rows, self.dtype)) is not None:
+                    problem = f"{self._place(start + row)} holds a value too large for {LONG_NAMES[self.dtype]}"
+                    raise MismatchError(f"{problem}.\nConvert a head in the target's dtype, {LONG_NAMES[found]}.")
+            start += len(rows)
+            yield rows
+        self.sha256 = digest.hexdigest() if self.rounded else ""
+
+    def record(self, written_sha256: str) -> dict[str, Any]:
+        """Record what was read, for the manifest."""
+        info = self.source.info(self.name)
+        rows = None if self.row_ids is None else len(self.row_ids)
+        size = info.size_bytes if rows is None else rows * info.row_bytes
+        return {"tensor": self.name, "rows": rows, "size_bytes": size, "sha256": self.sha256 or written_sha256}
+
+    def _place(self, row: int) -> str:
+        token = f"row {row}" if self.target_ids is None else f"row of token {self.target_ids[row]}"
+        return f"{self.where}: {self.name}: {token}"
 
 
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:

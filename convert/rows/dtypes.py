@@ -27,7 +27,7 @@ _INFINITY_BITS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
 def item_size(name: str) -> int:
-    """Bytes per element of a dtype of whole bytes."""
+    """Return the bytes per element of a dtype of whole bytes."""
     return 1 if name == "BOOL" else int(re.findall(r"\d+", name)[0]) // 8
 
 
@@ -46,7 +46,7 @@ def all_finite(raw: NDArray[np.uint8], dtype: str) -> bool:
 
 
 def first_nonfinite_row(raw: NDArray[np.uint8], dtype: str) -> int | None:
-    """Index of the first row of [rows, row_bytes] that holds NaN or infinity, or None."""
+    """Find the first row of [rows, row_bytes] that holds NaN or infinity: its index, or None."""
     if all_finite(raw, dtype):
         return None
     return next(row for row in range(len(raw)) if not all_finite(raw[row], dtype))
@@ -69,5 +69,5 @@ def rounded(raw: NDArray[np.uint8], dtype: str, wanted: str) -> NDArray[np.uint8
 
 
 def _widened(flat: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Numbers of bf16 in fp32, whose upper half they are."""
+    """Convert bf16 to fp32, whose upper half it is."""
     return (flat.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from ..errors import MismatchError
 from ..heads import names
 from ..heads.draft_head import MOST_PADDING, DraftHead
-from .checkpoint import Checkpoint
-from .writer import SourceRows
+from .checkpoint import Checkpoint, SourceRows
+from .safetensors_file import TensorInfo
 
 
 @dataclass(frozen=True)
 class LmHead:
-    """The matrix that a slim head's rows come from: the head's own, or a target's, opened without its other weights.
+    """The matrix that rows are gathered from: the head's own, or the target's.
 
     Attributes:
         checkpoint: holds at least this tensor; records what was read.
@@ -38,58 +38,49 @@ class LmHead:
     file: str = ""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """`(rows, hidden)`; a target's vocabulary may be padded beyond the tokenizer's."""
-        return self.checkpoint.shape(self.name)
-
-    @property
-    def dtype_name(self) -> str:
-        """Dtype of the rows as they are stored, in safetensors' spelling."""
-        return self.checkpoint.info(self.name).dtype
+    def info(self) -> TensorInfo:
+        """Dtype and shape as stored; a target's vocabulary may be padded beyond the tokenizer's."""
+        return self.checkpoint.info(self.name)
 
     def dtype_written(self, head: DraftHead) -> str:
-        """Dtype of the rows in the slim head: the head's own keep theirs, the target's become the head's."""
-        return head.dtype_name if self.origin == "target" else self.dtype_name
+        """Return the dtype of the rows in the slim head: the target's are rounded to the head's."""
+        return head.dtype_name if self.origin == "target" else self.info.dtype
 
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:
-        """The rows of `target_ids`, in that order, in the head's dtype.
+        """Choose the rows of `target_ids`, in that order; nothing is read yet.
 
         Raises:
-            MismatchError: as `rows_of_ids`, or an id beyond the rows of a target whose vocabulary is padded less.
+            MismatchError: as `rows_of_ids`, or an id beyond the rows of the target.
         """
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
-        if len(rows) and int(rows.max()) >= self.shape[0]:
-            raise MismatchError(
-                f"{self.where}: {self.name} has {self.shape[0]} rows, none for id {int(rows.max())} of the head's "
-                f"{head.target_vocab}.\nGive a number of rows with --draft-vocab."
-            )
+        if len(rows) and (last := int(rows.max())) >= self.info.num_rows:
+            problem = f"{self.name} has {self.info.num_rows} rows, none for id {last} of the head's {head.target_vocab}"
+            raise MismatchError.at(self.where, f"{problem}.\nGive a number of rows with --draft-vocab.")
         return SourceRows(self.checkpoint, self.name, self.dtype_written(head), self.where, rows, target_ids)
 
 
 def own_lm_head(head: DraftHead) -> LmHead:
-    """The LM head of a head that has one."""
+    """Return the LM head of a head that has one."""
     return LmHead(head.tensors.source, head.tensors.stored[names.LM_HEAD], head.location, "head")
 
 
 def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
-    """A target's LM head, named in messages by that target, if it fits the head whose rows it lends.
+    """Check that a target's LM head fits the head, and return it under the target's name.
 
     Raises:
         MismatchError: its shape is not [vocab_size, hidden_size] of the head.
     """
     where = f"target {target}"
-    rows, columns = lm_head.shape
+    rows, columns = lm_head.info.shape
     if abs(rows - head.target_vocab) > MOST_PADDING or columns != head.hidden_size:
-        raise MismatchError(
-            f"{where}: {lm_head.name} is [{rows}, {columns}], the head {head.location} needs "
-            f"[{head.target_vocab}, {head.hidden_size}].\n"
-            "This is not the target that the head was trained for: give that one with --target."
-        )
+        needed = f"the head {head.location} needs [{head.target_vocab}, {head.hidden_size}]"
+        advice = "This is not the target that the head was trained for: give that one with --target."
+        raise MismatchError.at(where, f"{lm_head.name} is [{rows}, {columns}], {needed}.\n{advice}")
     return replace(lm_head, where=where)
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
+    """Return the LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
 
     Raises:
         MismatchError: an id that the head was never trained on.
@@ -101,24 +92,19 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
     place = np.minimum(np.searchsorted(trained, target_ids), len(trained) - 1)
     missing = target_ids[trained[place] != target_ids]
     if len(missing):
-        raise MismatchError.at(
-            head.location,
-            f"{len(missing)} of the {len(target_ids)} wanted ids have no row, the first is {missing[0]}.\n"
-            f"The head was trained on {len(trained)} ids, and a draft vocabulary must be among them.",
-        )
+        problem = f"{len(missing)} of the {len(target_ids)} wanted ids have no row, the first is {missing[0]}"
+        advice = f"The head was trained on {len(trained)} ids, and a draft vocabulary must be among them."
+        raise MismatchError.at(head.location, f"{problem}.\n{advice}")
     return order[place]
 
 
 def all_ids(head: DraftHead) -> NDArray[np.int64]:
-    """Every target id, int64 [target_vocab], as a full vocabulary holds them.
+    """Return every target id, int64 [target_vocab].
 
     Raises:
         MismatchError: the head was trained on fewer.
     """
     if head.draft_vocab < head.target_vocab:
-        raise MismatchError.at(
-            head.location,
-            f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
-            f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
-        )
+        problem = f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full vocabulary"
+        raise MismatchError.at(head.location, f"{problem}.\nUse --draft-vocab {head.draft_vocab} to normalise it.")
     return np.arange(head.target_vocab, dtype=np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,37 +26,22 @@ from .lm_head import LmHead
 from .paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
 from .safetensors_file import SafetensorsFile, shorten
 
-LM_HEAD_NAMES = (
-    "lm_head.weight",
-    "language_model.lm_head.weight",
-    "model.lm_head.weight",
-    "model.language_model.lm_head.weight",
-    "language_model.model.lm_head.weight",
-    "text_model.lm_head.weight",
-)
+_MODEL = ("", "model.", "language_model.", "model.language_model.", "language_model.model.", "text_model.")
+LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _MODEL)
 """Spellings of an LM head of its own: plain, and inside multimodal models."""
 
-_TIE = "tie_word_embeddings"
-
-EMBEDDING_NAMES = (
-    "model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "model.language_model.model.embed_tokens.weight",
-    "language_model.embed_tokens.weight",
-    "text_model.embed_tokens.weight",
-    "model.text_model.embed_tokens.weight",
-    "embed_tokens.weight",
-)
+_TEXT = ("model.", *_MODEL, "model.language_model.model.", "model.text_model.")
+EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
+
+_TIE = "tie_word_embeddings"
 
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
 
     Raises:
-        CheckpointError: there is neither under any known name; or no LM head, and `tied` False says that the embedding
-            is none.
+        CheckpointError: there is neither, or no LM head where `tied` is False.
     """
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
         problem = f"no LM head: config.json says {_TIE}: false, and the weights hold none"
@@ -80,20 +65,18 @@ def ties_embedding(folder: Path) -> bool | None:
         return None
     parts = (config, config.get("text_config"))
     said = [part[_TIE] for part in parts if isinstance(part, dict) and part.get(_TIE) is not None]
-    agreed = [value for value in (True, False) if said and all(found is value for found in said)]
-    return agreed[0] if agreed else None
+    return next((value for value in (True, False) if said and all(found is value for found in said)), None)
 
 
 def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead:
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
-    From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
-    header of one shard and the bytes of this tensor are fetched (`hub_tensor`). Of a repository that has only
-    `pytorch_model.bin`, whose layout does not allow it, the whole file or shard is fetched, after a notice; with
-    `offline`, nothing is.
+    From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the bytes of this
+    tensor are fetched (`hub_tensor`); of a repository that has only `pytorch_model.bin`, the whole file or shard, after
+    a notice. With `offline`, nothing is.
 
     Raises:
-        SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.
+        SourceError: as `target_files`; or the server ignores byte ranges.
         CheckpointError: the weights are damaged, or have no LM head in floating point.
     """
     if target.repo_id is None:
@@ -118,7 +101,7 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
 
 
 def _checked(lm_head: LmHead) -> LmHead:
-    """The LM head, if it is a matrix of floating-point numbers (and not quantised to integers, say)."""
+    """Check that an LM head is a matrix of floating-point numbers, and return it."""
     info = lm_head.checkpoint.info(lm_head.name)
     if len(info.shape) != 2 or info.dtype not in FLOATS:
         problem = f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}"
@@ -136,8 +119,7 @@ def _fetch(target: ResolvedSource) -> LmHead:
         shard_of = read_index(target.folder / chosen)
         chosen = shard_of[find_lm_head(shard_of, target.label, tied)]
     if chosen.endswith(TORCH_SUFFIXES):
-        why = "has no safetensors, so that one tensor cannot be fetched alone"
-        print(f"{target.label}: {why}: fetching {chosen} whole", file=sys.stderr)
+        logging.getLogger(__name__).warning(f"{target.label}: has no safetensors: fetching {chosen} whole")
         fetch(snapshot, [chosen], offline=False)
         return open_local_lm_head(target.folder, target.label)
     file = HubFile.open(snapshot.repo_id, snapshot.commit, chosen, f"{target.label}/{chosen}")

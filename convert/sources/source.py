@@ -31,7 +31,7 @@ _HEAD_FILES = (*_TARGET_FILES, "hf_quant_config.json", MANIFEST_NAME, "README.md
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A folder on this disk, where it came from, and what its own files say of it.
+    """A head or a target in a folder on this disk, and where it came from.
 
     Attributes:
         folder: holds the files; a snapshot of the Hub's cache where `repo_id` is set.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from ..errors import MismatchError, SourceError
 from ..files import read_object
 from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
 from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from .public_heads import known_target
 from .source import ResolvedSource, target_files
 
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
@@ -76,6 +76,13 @@ def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) 
     if (named := head.source.on_card("base_model")) is not None:
         return TargetChoice(named, "named in the head's model card")
     return None
+
+
+def known_target(head: str | None) -> str | None:
+    """Return the target of a public head, as the author names it, from public_heads.json; None for other heads."""
+    targets = json.loads((Path(__file__).parent / "public_heads.json").read_text(encoding="utf-8"))
+    # The Hub does not tell upper from lower case when it looks a repository up.
+    return {name.lower(): target for name, target in targets.items()}.get((head or "").lower())
 
 
 def is_missing_folder(name: str) -> bool:

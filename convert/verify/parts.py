@@ -51,7 +51,7 @@ class _Part(Generic[_T]):
 
 @dataclass
 class Parts:
-    """An artifact folder, read part by part; each part raises an EagleSlimError once, and `SkipCheck` from then on.
+    """An artifact folder, read part by part: a bad part raises an EagleSlimError once, and `SkipCheck` from then on.
 
     `found` has the parts read so far, by name.
     """

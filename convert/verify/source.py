@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.forced import forced_ids
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 
 from ..artifact.checksums import row_checksums
 from ..artifact.manifest import Manifest
@@ -28,7 +26,7 @@ from .parts import Parts, SkipCheck, join, refuse
 
 @dataclass
 class SourceChecks:
-    """Checks that are skipped where nothing is at hand to compare with; what the user named must be there."""
+    """Checks that are skipped where their source is not on this machine, unless the user named it."""
 
     parts: Parts
     head_name: str | None
@@ -113,25 +111,18 @@ class SourceChecks:
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
     def tokenizer(self) -> str:
-        """The vocabulary was chosen for this tokenizer, and holds what it forces and nothing that it lacks."""
-        manifest = self.parts.manifest
-        loaded = self._tokenizer(manifest)
-        recorded = (manifest.tokenizer or {}).get("hash")
-        if recorded is None:
-            raise SkipCheck("the artifact was made without a tokenizer")
-        refuse(
-            loaded.tokenizer_hash != recorded, f"another vocabulary: expected {recorded}, found {loaded.tokenizer_hash}"
-        )
-        ranked, vocabulary = manifest.rank_order_ids, manifest.vocabulary or {}
-        if ranked is not None:
-            outside = np.setdiff1d(ranked, loaded.real_ids)
-            is_chosen = vocabulary.get("trained_ids") is None
-            refuse(bool(len(outside)) and is_chosen, f"{len(outside)} ids belong to no token")
-            untrained = np.array(vocabulary.get("forced_but_untrained", []), np.int64)
-            forced = forced_ids(loaded).ids
-            missing = np.setdiff1d(np.setdiff1d(forced[forced < manifest.target_vocab], untrained), ranked)
-            refuse(bool(len(missing)), f"{len(missing)} needed ids are missing, the first is {missing[:1]}")
-        changed = (manifest.tokenizer or {}).get("chat_template_hash") != loaded.chat_template_hash
+        """The tokenizer is the one that the vocabulary was chosen for."""
+        recorded = self.parts.manifest.tokenizer or {}
+        if self.tokenizer_name is None and self._target is None:
+            raise SkipCheck("no tokenizer is at hand; name it with --tokenizer or --target")
+        vocab = self.parts.manifest.target_vocab
+        with self._skipped_unless_named("the target's tokenizer", "--tokenizer", self.tokenizer_name):
+            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline)
+        if loaded is None or "hash" not in recorded:
+            raise SkipCheck("the target has no tokenizer, or the artifact was made without one")
+        expected, found = recorded["hash"], loaded.tokenizer_hash
+        refuse(found != expected, f"another vocabulary: expected {expected}, found {found}")
+        changed = recorded.get("chat_template_hash") != loaded.chat_template_hash
         return "hash agrees" + ("; its chat template has changed since" if changed else "")
 
     @property
@@ -144,7 +135,7 @@ class SourceChecks:
         """Skip the check where its source cannot be had, unless the user named it."""
         try:
             yield
-        except (SourceError, CheckpointError) as error:
+        except (SourceError, CheckpointError, TokenizerError) as error:
             if named is not None:
                 raise
             raise SkipCheck(f"{what} is not at hand; name it with {option} ({error})") from error
@@ -159,7 +150,7 @@ class SourceChecks:
         return found
 
     def _at_hand(self, recorded: Mapping[str, Any]) -> str | None:
-        """A local head or target that still lies under its name beside the artifact, if its files have their sizes."""
+        """Find a local head or target of the recorded name and file sizes beside the artifact."""
         found = folder_beside(self.parts.folder, recorded)
         if found is None:
             return None
@@ -179,12 +170,3 @@ class SourceChecks:
             return TargetChoice(name, "beside")
         was = "was a local folder, which is not beside it" if "name" in manifest.target else "is not recorded"
         raise SkipCheck(f"the target {was}; name it with --target")
-
-    def _tokenizer(self, manifest: Manifest) -> LoadedTokenizer:
-        if self.tokenizer_name is None and self._target is None:
-            raise SkipCheck("no tokenizer is at hand; name it with --tokenizer or --target")
-        with contextlib.suppress(TokenizerError) if self.tokenizer_name is None else contextlib.nullcontext():
-            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, manifest.target_vocab, self.offline)
-            if loaded is not None:
-                return loaded
-        raise SkipCheck("the target has no tokenizer; name it with --tokenizer")

@@ -94,7 +94,7 @@ def verify_artifact(
 
 
 def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
-    """Whether an engine takes such a head, in a version that was tried; its notes come with the ok."""
+    """Check the head against an engine, and the engine's version; notes come with the ok."""
     manifest = parts.manifest
     facts = HeadFacts.of(
         parts.head,

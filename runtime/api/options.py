@@ -1,7 +1,7 @@
 """Options of a call by transformers' names: keywords, then a given `GenerationConfig`, then the target's own penalties.
 
-Whatever is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
-that would act on greedy decoding. None leaves an option as it is without it.
+What is not served is refused by name: a keyword, a field of a given configuration, and a field of the target's own
+configuration that would change greedy decoding. An option that is None counts as not given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from ..errors import SamplingWarning, UsageError, did_you_mean, misfit
 from ..settings import SamplingConfig
 from ..target.wrapper import TargetModel
-from .prompts import ReadPrompts, check_prompts, read_prompts, read_token_id
+from .prompts import check_prompts, read_prompts, read_token_id
 from .request import Request
 from .sampling import PENALTIES, build_processors
 
@@ -45,8 +45,9 @@ _WITHOUT_EFFECT = (
 """Beginnings of names that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
 _ON_GREEDY = (
-    "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-    "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "penalty_alpha", "dola_layers",
+    "min_length", "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "renormalize_logits",
+    "penalty_alpha", "dola_layers",
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
 _PROCESSORS = " What changes logits can be given as a logits_processor."
@@ -62,7 +63,10 @@ class Call:
     sampling: SamplingConfig
     options: Mapping[str, Any]
     """Fields of a `GenerationConfig` that are set, by name (`join_options`)."""
-    prompts: ReadPrompts
+    rows: list[tuple[int, ...]]
+    """The prompts as they were given, padding included."""
+    device: torch.device
+    """Device of the given tensor; the CPU for anything else."""
     fill: int
     """Id that fills ``sequences`` where an answer has ended."""
     seed: int | tuple[int, ...] | None
@@ -91,8 +95,8 @@ def read_call(
         eos = frozenset()
     pads = _read_ids(options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs))
     padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
-    read = read_prompts(given[0], own["attention_mask"], padding, tokenizer)
-    seeds = _read_seeds(own["seed"], len(read.prompts))
+    prompts = read_prompts(given[0], own["attention_mask"], padding, tokenizer)
+    seeds = _read_seeds(own["seed"], len(prompts))
     sampling = read_sampling(options, fields, own["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
     if repeats > 1 and sampling.is_greedy:
@@ -100,29 +104,29 @@ def read_call(
             f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
             "temperature."
         )
-    read = read.repeated(repeats)
+    prompts = [prompt for prompt in prompts for _ in range(repeats)]
     shared: dict[str, Any] = {
         "eos_ids": eos, "context_limit": context_limit,
         "stop": _read_stop(options.get("stop_strings") if own["stop"] is None else own["stop"], tokenizer is not None),
         "decode": partial(_decode, tokenizer) if tokenizer else None,
-        "criteria": _read_criteria(own["stopping_criteria"]),
+        "criteria": _read_callables("stopping_criteria", own["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")), "device": target.device,
     }  # fmt: skip
-    requests = []
-    for index, prompt in enumerate(read.prompts):
-        # As in transformers, lengths of prompt and answer together count the padding that was given.
-        length = len(read.rows[index])
-        new = _read_max_new_tokens(options, length)
+    processors, requests = _read_callables("logits_processor", own["logits_processor"]), []
+    for index, (row, prompt) in enumerate(prompts):
+        # As in transformers, a length of prompt and answer together counts the padding that was given.
+        new = _read_max_new_tokens(options, len(row))
         process = build_processors(
-            _with_new_minimum(options, length), len(prompt), eos, int(target.text_config.vocab_size),
-            own["logits_processor"] or (), target.device,
+            options, len(prompt), eos, int(target.text_config.vocab_size), processors, target.device
         )  # fmt: skip
         # With a seed of its own a prompt's draws are those that it would have alone in its call.
         stream = (sampling.seed, index) if seeds is None else (seeds[index // repeats], index % repeats)
         requests.append(Request(index, prompt, new, process=process, stream=stream, **shared))
     check_prompts(requests, target.embedding.shape[0])
     seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
-    return Call(requests, sampling, options, read, (*pads, *ends, 0)[0], seed)
+    ids = given[0]["input_ids"] if isinstance(given[0], Mapping) else given[0]
+    device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
+    return Call(requests, sampling, options, [row for row, _ in prompts], device, (*pads, *ends, 0)[0], seed)
 
 
 def join_options(
@@ -139,7 +143,7 @@ def join_options(
         if not _asks_nothing(name, getattr(own, name, None)):
             raise UsageError(
                 f"The target's own generation_config asks for {name}, which is not served. Set that to None to do "
-                "without it, or give what changes logits as a logits_processor.",
+                f"without it.{_PROCESSORS}"
             )
     known = vars(GenerationConfig())
     found = {name: getattr(own, name, None) for name in PENALTIES}
@@ -243,12 +247,12 @@ def _read_deadline(max_time: Any) -> float | None:
     return time.monotonic() + float(max_time)
 
 
-def _read_criteria(criteria: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
-    """Return stopping criteria: one callable, or a list of them such as a `StoppingCriteriaList`."""
-    given = [criteria] if callable(criteria) and not isinstance(criteria, Sequence) else criteria or ()
-    if not isinstance(given, Sequence) or not all(callable(criterion) for criterion in given):
-        raise misfit("stopping_criteria", "a list of callables of (input_ids, scores), as in transformers", criteria)
-    return tuple(given)
+def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
+    """Return one callable, or a list of them such as a `StoppingCriteriaList` of transformers, as a tuple."""
+    found = [given] if callable(given) and not isinstance(given, Sequence) else given or ()
+    if not isinstance(found, Sequence) or not all(callable(each) for each in found):
+        raise misfit(name, "a list of callables of (input_ids, scores), as in transformers", given)
+    return tuple(found)
 
 
 def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
@@ -267,15 +271,6 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
             "tokens. Give max_new_tokens to limit the answer alone."
         )
     return length - prompt_length
-
-
-def _with_new_minimum(options: Mapping[str, Any], prompt_length: int) -> Mapping[str, Any]:
-    """Turn ``min_length``, of prompt and answer together, into new tokens; ``min_new_tokens`` takes precedence."""
-    if "min_length" not in options:
-        return options
-    length = read_count("min_length", options["min_length"], 0)
-    rest = {name: value for name, value in options.items() if name != "min_length"}
-    return rest if "min_new_tokens" in rest else {**rest, "min_length": max(0, length - prompt_length)}
 
 
 def _read_ids(*found: Any) -> list[int]:

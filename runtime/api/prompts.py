@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from numbers import Integral
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
@@ -30,23 +28,10 @@ def read_token_id(token: Any) -> int:
     return int(token)
 
 
-@dataclass(frozen=True)
-class ReadPrompts:
-    """Token ids of each prompt: as they were given, and without the padding."""
-
-    rows: list[tuple[int, ...]]
-    prompts: list[tuple[int, ...]]
-    device: torch.device
-    """Device of the given tensor; the CPU for anything else."""
-
-    def repeated(self, times: int) -> ReadPrompts:
-        """Return them with each prompt ``times`` times in a row."""
-        rows, prompts = ([row for row in each for _ in range(times)] for each in (self.rows, self.prompts))
-        return ReadPrompts(rows, prompts, self.device)
-
-
-def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None) -> ReadPrompts:
-    """Return the token ids of each prompt.
+def read_prompts(
+    given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the token ids of each prompt as they were given, and without the padding.
 
     ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
     [prompts, seq], as in transformers; None marks nothing. Raises `UsageError` for anything that is no prompt, text
@@ -57,7 +42,6 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
             raise UsageError(f"input_ids: a mapping needs them, got {brief(list(given))}. {_USE_ENCODE_CHAT}")
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
-    device = given.device if isinstance(given, Tensor) else torch.device("cpu")
     if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
         attention_mask = given != pad
     values = [given] if isinstance(given, str) else _as_list("input_ids", "text or token ids", given)
@@ -78,13 +62,13 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
         )
     rows = [tuple(read_token_id(token) for token in row) for row in values]
     if attention_mask is None:
-        return ReadPrompts(rows, rows, device)
+        return [(row, row) for row in rows]
     mask = _as_list("attention_mask", "of the shape of input_ids", attention_mask)
     if mask and isinstance(mask[0], (int, float)):
         mask = [mask]
     if [len(keep) for keep in mask] != [len(row) for row in rows]:
         raise misfit("attention_mask", f"of the shape of input_ids, {brief([len(row) for row in rows])}", mask)
-    return ReadPrompts(rows, [tuple(compress(row, keep)) for row, keep in zip(rows, mask, strict=True)], device)
+    return [(row, tuple(compress(row, keep))) for row, keep in zip(rows, mask, strict=True)]
 
 
 def check_prompts(requests: Sequence[Request], vocab: int) -> None:

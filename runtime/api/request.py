@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from .sampling import Processors, noise_keys
 from .stats import GenerationStats, most_frequent_first
@@ -93,7 +92,7 @@ class RunningRequest:
             self.finish_reason = "length"
 
     def emit(self, tokens: Sequence[int]) -> bool:
-        """Take tokens one by one until something finishes the request, which is returned; the rest is dropped."""
+        """Append tokens until one ends the request, and drop the rest. Returns whether the request has ended."""
         before = len(self.token_ids)
         for token in tokens:
             self.token_ids.append(token)
@@ -144,7 +143,7 @@ class RunningRequest:
 
     def _is_ended_by_criteria(self) -> bool:
         ids = torch.tensor([[*self.request.prompt_ids, *self.token_ids]], device=self.request.device)
-        return any(_is_met(criterion, ids) for criterion in self.request.criteria)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)
 
     def _stop_in_tail(self) -> bool:
         assert self.request.decode is not None
@@ -164,22 +163,13 @@ class RunningRequest:
         return text
 
 
-def _is_met(criterion: Callable[[Tensor, Any], Any], ids: Tensor) -> bool:
-    found = criterion(ids, None)
-    if found is None:
-        name = getattr(criterion, "__name__", type(criterion).__name__)
-        raise UsageError(f"stopping_criteria: {name} returned None; expected True or False, or a tensor of them.")
-    return bool(torch.as_tensor(found).all())
-
-
 def start(
     requests: Sequence[Request], sampling: SamplingConfig, streamer: Streamer | None, head: HeadWeights | None
 ) -> list[RunningRequest]:
     """Begin requests; ``streamer`` gets the new tokens, ``head`` is as in `RunningRequest`."""
     states = []
     for request in requests:
-        # No more keys than the context has room for, whatever was asked, and a path: a pass counts in full what it
-        # accepts beyond the answer's end.
+        # Keys for the room in the context, and for one path more: a pass may accept tokens beyond the answer's end.
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
         keys = None if sampling.is_greedy else noise_keys(*request.stream, room)
         states.append(RunningRequest(request, keys, streamer, head=head))

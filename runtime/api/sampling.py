@@ -25,7 +25,7 @@ from transformers.generation import logits_process as hf
 from ..errors import UsageError, misfit
 
 PENALTIES = (
-    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "suppress_tokens",
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "suppress_tokens",
 )  # fmt: skip
 """Fields of a `GenerationConfig` that act on greedy decoding too, in transformers' order."""
 
@@ -75,25 +75,19 @@ def build_processors(
 ) -> Processors | None:  # fmt: skip
     """Build the processors of one request; None where nothing changes logits.
 
-    ``options``: `PENALTIES` that are set, ``min_length`` counting new tokens alone. ``vocab_size``: logits per
-    position. ``extra`` processors come last. Raises `UsageError` for a value that transformers refuses, a token id
-    outside the vocabulary, and an ``extra`` that is no list of callables.
+    ``options``: `PENALTIES` that are set. ``vocab_size``: logits per position. ``extra`` processors come last. Raises
+    `UsageError` for a value that transformers refuses, and for a token id outside the vocabulary.
     """
-    if not isinstance(extra, Sequence) or not all(callable(processor) for processor in extra):
-        raise misfit("logits_processor", "a list of callables of (input_ids, scores)", extra)
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}
     eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
-
-    def minimum(value: Any) -> Any:
-        return value and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, value, eos_tensor, **place)
-
     builders: dict[str, Callable[[Any], Any]] = {
         "repetition_penalty": lambda v: v != 1 and hf.RepetitionPenaltyLogitsProcessor(float(v)),
         "no_repeat_ngram_size": lambda v: v and hf.NoRepeatNGramLogitsProcessor(v),
         "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(v, eos_tensor),
-        "min_length": minimum,
-        "min_new_tokens": minimum,
+        "min_new_tokens": lambda v: (
+            v and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, v, eos_tensor, **place)
+        ),
         "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
     }
     steps: list[tuple[str, Any]] = []

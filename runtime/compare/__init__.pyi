@@ -1,13 +1,12 @@
 from .options import CompareOptions
 from .prompts import Prompt, load_prompts
-from .report import Advice, Answer, CompareReport, Comparison, Row
+from .report import Advice, Answer, Comparison, Row
 from .run import compare
 
 __all__ = [
     "Advice",
     "Answer",
     "CompareOptions",
-    "CompareReport",
     "Comparison",
     "Prompt",
     "Row",

@@ -27,10 +27,10 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the things compared: a head over a draft vocabulary with a tree, or plain decoding, with its defaults."""
+    """A head over a draft vocabulary with a tree; the defaults are plain decoding."""
 
     label: str
-    """Its name, which no other candidate has."""
+    """Unique name."""
     size: str
     """The draft vocabulary in words, such as "4,096" or "full (49,152)"."""
     model: SpeculativeModel = field(repr=False, compare=False)
@@ -145,7 +145,7 @@ class RankedHead:
         return [self._named(cut) for cut in found]
 
     def follow(self, cuts: Sequence[Candidate], options: CompareOptions, say: Say) -> list[Candidate]:
-        """Return each size in each way to follow; one that nothing can join is compared as it is.
+        """Return each size alone and following the prompt, as asked; a size that nothing can join stays alone.
 
         Raises `UsageError` where nothing can join any of them.
         """
@@ -204,7 +204,7 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
 
 
 def find_candidates(heads: Sequence[RankedHead], options: CompareOptions, say: Say) -> list[Candidate]:
-    """Return every size of every head with every tree, in every way to follow; sizes that are the same are one."""
+    """List the sizes of each head, alone and following the prompt, with each tree; equal sizes are listed once."""
     found = []
     for head in heads:
         for cut in head.follow(head.sizes(options.sizes), options, say):

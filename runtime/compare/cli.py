@@ -97,7 +97,7 @@ def compare(
         sampling=SamplingConfig(temperature, seed=seed),
         use_chat_template=not raw,
     )
-    # What would be refused in the end is refused before anything is loaded, and before everything is answered.
+    # Check what needs no model before one is loaded.
     prompts = load_prompts(prompt_file, limit)
     check_names(options)
     if out is not None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from eagle_slim.vocab_tools.files import check_named
-
 from ..errors import UsageError, misfit
 from ..settings import SamplingConfig, TreeConfig
 
@@ -63,8 +61,6 @@ class CompareOptions:
     use_chat_template: bool = True
 
     def __post_init__(self) -> None:
-        for path in (self.token_map, *self.counts):
-            check_named(path)
         for name in ("sizes", "trees", "follow", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):

@@ -82,7 +82,7 @@ def _read_prompt(value: Any, where: str) -> Prompt:
             f'{where}: expected "turns" (a list of texts), "messages" (with one of the user), "prompt" or "question" '
             f"(a text), found {brief(value)}."
         )
-    # A name of a row, which a line break would tear apart.
+    # The category names a row of the table: no line breaks.
     category = " ".join(str(found.get("category") or "").split())
     return Prompt(tuple(turns), category or DEFAULT_CATEGORY, opening)
 

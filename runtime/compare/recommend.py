@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .candidates import PLAIN
-from .report import Advice, CompareReport, Row
+from .report import ALL, Advice, Row
 from .statistics import Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
@@ -13,13 +12,16 @@ _MARGIN = 0.02
 _VERDICTS = {True: "faster", False: "slower", None: "no significant difference"}
 
 
-def recommend(report: CompareReport) -> list[Advice]:
-    """Advise for each mode and batch size of a report."""
-    return [_advise(report, *place) for place in dict.fromkeys((row.mode, row.batch) for row in report.rows)]
+def recommend(rows: Sequence[Row]) -> list[Advice]:
+    """Advise for each mode and batch size."""
+    places: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row.category == ALL:
+            places.setdefault((row.mode, row.batch), []).append(row)
+    return [_advise(mode, batch, *place) for (mode, batch), place in places.items()]
 
 
-def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
-    rows = [report.find(candidate.label, mode, batch=batch) for candidate in report.candidates]
+def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     measured = [row for row in rows if row.measured is not None]
     where = mode if batch == 1 else f"{mode}, batch {batch}"
     if not measured:
@@ -32,7 +34,6 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     others = {row.label: _compare(row, best, max(1, len(measured) - 1)) for row in measured if row is not best}
     close = [row for row in measured if row is best or not _is_slower(others[row.label])]
     chosen = min(close, key=lambda row: (row.candidate.draft_bytes, -row.tokens_per_s))
-    plain = report.find(PLAIN, mode, batch=batch)
     # Plain decoding must beat all that may be the fastest.
     verdicts = {_beats(row.speedup) for row in close}
     beats = False if verdicts == {False} else _beats(chosen.speedup) or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -133,29 +133,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class CompareReport:
-    """Everything that was measured; `recommend` draws the conclusions."""
-
-    rows: tuple[Row, ...]
-    curves: tuple[CoverageCurve, ...]
-    setup: dict[str, Any]
-    is_complete: bool = True
-    """Whether all answers that were planned are in."""
-
-    def find(self, label: str, mode: str, category: str = ALL, batch: int | None = None) -> Row:
-        """Return one row, of the first batch size unless one is given. Raises KeyError when it is not there."""
-        for row in self.rows:
-            if (row.label, row.mode, row.category) == (label, mode, category) and batch in (None, row.batch):
-                return row
-        raise KeyError((label, mode, category, batch))
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        """The candidates, in the order given, without plain decoding."""
-        return list(dict.fromkeys(row.candidate for row in self.rows if not row.candidate.is_plain))
-
-
-@dataclass(frozen=True)
 class Advice:
     """Recommend a candidate for one mode and batch size, with the reasons as complete sentences."""
 
@@ -181,17 +158,24 @@ class Advice:
 class Comparison:
     """Everything that `compare` found."""
 
-    report: CompareReport
-    """The figures: a row for each candidate, mode, batch size and category."""
+    rows: Sequence[Row]
+    """The figures of each candidate, mode, batch size and category."""
+    curves: Sequence[CoverageCurve]
+    setup: Mapping[str, Any]
+    """What was compared, on which device and how."""
     recommendations: Sequence[Advice]
     """Which draft vocabulary to use on this device, for each mode and batch size."""
     answers: Sequence[Answer]
     """Every answer, in the order in which they were made."""
+    is_complete: bool = True
+    """Whether all answers that were planned are in."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all answers that were planned are in."""
-        return self.report.is_complete
+    def find(self, label: str, mode: str, category: str = ALL) -> Row:
+        """Return one row, of the first batch size. Raises KeyError when it is not there."""
+        for row in self.rows:
+            if (row.label, row.mode, row.category) == (label, mode, category):
+                return row
+        raise KeyError((label, mode, category))
 
     def write(self, folder: str | Path, force: bool = False) -> None:
         """Write compare.json and compare.html into a folder, both or none.
@@ -206,10 +190,10 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the answers as plain values: setup, rows, coverage curves, advice."""
         return {
-            "setup": self.report.setup,
+            "setup": self.setup,
             "is_complete": self.is_complete,
-            "rows": [row.to_json() for row in self.report.rows],
-            "coverage": [asdict(curve) for curve in self.report.curves],
+            "rows": [row.to_json() for row in self.rows],
+            "coverage": [asdict(curve) for curve in self.curves],
             "recommendations": [asdict(each) for each in self.recommendations],
         }
 
@@ -220,7 +204,7 @@ class Comparison:
         outside the draft vocabulary; ``exact``: answers equal to plain decoding's, of all; "equal" where the target
         promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
-        table = aligned([_HEADINGS, *(row.cells() for row in self.report.rows)], _NUM_NAMES)
+        table = aligned([_HEADINGS, *(row.cells() for row in self.rows)], _NUM_NAMES)
         return "\n\n".join([table, *("\n  ".join([each.headline, *each.reasons]) for each in self.recommendations)])
 
     def to_html(self) -> str:
@@ -230,22 +214,17 @@ class Comparison:
         return template.replace(_DATA_MARK, json.dumps(self.to_json(), ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def build_report(
-    candidates: Sequence[Candidate], options: CompareOptions, answers: Sequence[Answer],
-    curves: Iterable[CoverageCurve], setup: dict[str, Any], is_complete: bool = True,
-) -> CompareReport:  # fmt: skip
+def build_rows(candidates: Sequence[Candidate], options: CompareOptions, answers: Sequence[Answer]) -> list[Row]:
     """Work out the figures of every candidate, mode, batch size and category from answers, all of them or a part."""
     categories = list(dict.fromkeys(answer.category for answer in answers if answer.category is not None))
-    shown = [ALL, *(categories if len(categories) > 1 else [])]
     rows: list[Row] = []
     for mode in options.modes:
         for batch in options.batches:
             run = [answer for answer in answers if (answer.place.mode, answer.place.batch) == (mode, batch)]
-            for category in shown:
-                chosen = [answer for answer in run if category in (ALL, answer.category)]
-                if chosen:
+            for category in (ALL, *(categories if len(categories) > 1 else ())):
+                if chosen := [answer for answer in run if category in (ALL, answer.category)]:
                     rows += _rows(candidates, chosen, (mode, batch, category))
-    return CompareReport(tuple(rows), tuple(curves), setup, is_complete)
+    return rows
 
 
 def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]) -> Iterator[Row]:

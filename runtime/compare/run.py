@@ -1,10 +1,10 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt and balanced (`balanced_orders`), so that neither a place in it nor
-the candidate just before favours one. Every answer is compared with plain decoding of the same prompt (greedy, or
-sampled with the same seed), and the report says how many were identical: all of them in float32. Where the target
-promises it in every type (`GenerationStats.exactness`), one that differs is an error. Times are of this device alone.
+for all. Their order is drawn anew for each prompt and balanced (`balanced_orders`): no candidate gains by its place or
+by the one before it. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the same
+seed), and identical ones are counted: all of them in float32. Where `GenerationStats.exactness` promises it for other
+types, a difference is an error. Times are of this device alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
 from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import ALL, Answer, Comparison, Place, build_report
+from .report import ALL, Answer, Comparison, Place, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -46,15 +46,13 @@ def compare(
         progress: called after each answer with how many there are and how many there will be.
         say: called with what a user may want to know before it begins.
 
-    Returns:
-        The comparison. Ctrl-C ends it early: then ``is_complete`` is false, and the figures are those of the turns that
-        every candidate has answered.
+    Ctrl-C ends it early: then ``is_complete`` is false, and the figures are those of the turns that every candidate has
+    answered; before the first one it raises KeyboardInterrupt.
 
     Raises:
         UsageError: the options fit neither models nor prompts.
         EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
         PromptError: a prompt has no room in the context; for a first turn this is found before anything is measured.
-        KeyboardInterrupt: Ctrl-C before the first turn was answered.
         VocabularyError, TokenizerError: the counts or the token map cannot be used for these heads.
     """
     options = options or CompareOptions()
@@ -67,8 +65,8 @@ def compare(
     answers = run.answer_all()
     tokens = [token for each in answers if each.candidate == PLAIN for row in each.token_ids for token in row]
     curves = heads[0].curves(tokens)
-    report = build_report(candidates, options, answers, curves, run.setup(), len(answers) == run.num_calls)
-    return Comparison(report, recommend(report), answers)
+    rows = build_rows(candidates, options, answers)
+    return Comparison(rows, curves, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
 
 
 def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
@@ -154,13 +152,13 @@ class Run:
         return [tuple((first + i) % count for i in range(batch)) for first in range(0, count, batch)]
 
     def _warm_up(self) -> None:
-        # A prompt that does not fit the context is refused here, by its place, and not after hours.
+        # Refuse a prompt that does not fit the context now, not after hours.
         opening = [[*prompt.opening, _said("user", prompt.turns[0])] for prompt in self.prompts]
         self.model.generate([self._encode(messages) for messages in opening], max_new_tokens=0)
         hello = self._encode([_said("user", "Hi")])
         for candidate in self.candidates:
             for batch in self.options.batches:
-                # One-off work (allocation, packing) must not be timed with the first prompt.
+                # Keep one-off work (allocation, packing) out of the first prompt's times.
                 candidate.model.generate(
                     [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
                 )
@@ -216,7 +214,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 def _category(prompt: Prompt) -> str:
-    # Must not be mistaken for the row over all categories.
+    # Not to be mistaken for the row over all categories.
     return f"{ALL} (category)" if prompt.category == ALL else prompt.category
 
 

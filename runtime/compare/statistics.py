@@ -1,9 +1,9 @@
 """Speeds from noisy timings: medians over steps, and paired bootstrap intervals over prompts.
 
-All candidates answer the same prompts, so a resample draws the same prompts for all of them, and what a prompt does to
-every candidate cancels in the ratio of two. The target's work in a step is the same for every draft vocabulary, so its
-time is one quantity: the median over the steps of all candidates whose trees have as many nodes. An interval is the
-bootstrap's standard error of the logarithm times Student's t for the number of prompts. Fewer than five give none.
+All candidates answer the same prompts, so a resample draws the same prompts for all of them, and an easy or a hard
+prompt cancels in the ratio of two candidates. Verifying costs the same for every draft vocabulary: its time is the
+median over the steps of all candidates whose trees have as many nodes. An interval is the bootstrap's standard error of
+the logarithm times Student's t for the number of prompts. Fewer than five prompts give none.
 """
 
 from __future__ import annotations

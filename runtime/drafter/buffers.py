@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, misfit
+from ..settings import TreeConfig
 from .dimensions import DrafterConfig, check_kernel_limits
 from .follow import Tails
 from .kernels.frontier import MAX_DEPTH
@@ -22,7 +25,11 @@ BLANK = {
     "draft_tokens": -1, "parents": -1, "tree_mask": False, "tree_position_ids": 0, "retrieve_indices": -1,
     "num_leaves": 0,
 }  # fmt: skip
-"""The outputs, and what they hold for inactive slots."""
+"""The outputs, with their values for inactive slots."""
+INPUTS = (
+    "new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "keys", "values", "tables",
+)  # fmt: skip
+"""Fields that drafters of different trees can share."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ class Buffers:
     retrieve_indices: Tensor
     num_leaves: Tensor
     cfg: DrafterConfig
-    """What they are allocated for."""
+    """Configuration that they are allocated for."""
+    tree: TreeConfig
+    """Shape of the outputs: the tree of ``cfg``, or a smaller one (`of_tree`)."""
     tables: tuple[Tensor, Tensor]
     """RoPE: cos and sin, each fp32 [positions, head_dim / 2]."""
     params: LaunchParams | None = None
@@ -73,42 +82,49 @@ class Buffers:
         cfg: DrafterConfig,
         head: HeadWeights,
         params: LaunchParams | None = None,
-        cache: tuple[Tensor, Tensor] | None = None,
+        shared: Mapping[str, Any] = MappingProxyType({}),
     ) -> Buffers:
         """Allocate for a configuration and its head; outputs start as -2, a value no draft writes.
 
-        ``params``: allocates the kernel's workspace too. ``cache``: keys and values to use instead of new ones
-        (`cache_shape`), which other buffers may share. Raises as `check_kernel_limits`, with ``params``.
+        ``params``: allocates the kernel's workspace too. ``shared``: fields of other buffers to use instead of new
+        ones. Raises as `check_kernel_limits`, with ``params``.
         """
-        device = head.device
-        tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
-        tensors |= {
+        device, found = head.device, dict(shared)
+        found |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
             for name, (shape, dtype) in buffer_layout(cfg).items()
-            if name not in tensors
+            if name not in found
         }
         if params is not None:
             check_kernel_limits(cfg)
-            tensors["workspace"] = allocate_workspace(cfg, params, device)
-        tails = allocate_tails(cfg, params, device) if cfg.tail_rows else None
-        tables = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
-        bufs = cls(**tensors, cfg=cfg, tables=tables, params=params, tails=tails)
-        bufs.num_new.fill_(1)
-        for name in ("active_slots", "active_inverse"):
-            torch.arange(cfg.num_slots, out=getattr(bufs, name))
-        bufs.active_count.fill_(cfg.num_slots)
+            found["workspace"] = allocate_workspace(cfg, params, device)
+        if "tables" not in found:
+            found["tables"] = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
+        if cfg.tail_rows and "tails" not in found:
+            found["tails"] = allocate_tails(cfg, params, device)
+        bufs = cls(**found, cfg=cfg, tree=cfg.tree, params=params)
+        if "num_new" not in shared:
+            bufs.num_new.fill_(1)
+            for name in ("active_slots", "active_inverse"):
+                torch.arange(cfg.num_slots, out=getattr(bufs, name))
+            bufs.active_count.fill_(cfg.num_slots)
         return bufs
 
-    def with_inputs_of(self, other: Buffers) -> Buffers:
-        """Return these buffers with the inputs, the ids that joined among them, of a draft of another tree."""
-        tails = self.tails
-        if tails is not None and other.tails is not None:
-            tails = replace(tails, ranks=other.tails.ranks, ids=other.tails.ids, sizes=other.tails.sizes)
-        return replace(
-            self, new_tokens=other.new_tokens, num_new=other.num_new, prefix=other.prefix,
-            active_slots=other.active_slots, active_inverse=other.active_inverse, active_count=other.active_count,
-            tails=tails,
-        )  # fmt: skip
+    def of_tree(self, tree: TreeConfig) -> Buffers:
+        """Return buffers for smaller trees over the same memory: outputs in their shapes, all else shared.
+
+        A draft into either overwrites the outputs of the other. Raises `UsageError` for a tree of another ``top_k``,
+        deeper or with more nodes.
+        """
+        most = self.tree
+        if tree.top_k != most.top_k or tree.depth > most.depth or tree.total_tokens > most.total_tokens:
+            wanted = f"top_k = {most.top_k}, at most depth = {most.depth} and total_tokens = {most.total_tokens}"
+            raise misfit("tree", wanted, tree)
+        layout, views = buffer_layout(self.cfg, tree), {}
+        for name in BLANK:
+            shape, _ = layout[name]
+            views[name] = getattr(self, name).view(-1)[: math.prod(shape)].view(shape)
+        return replace(self, tree=tree, **views)
 
     def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
         """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
@@ -150,22 +166,26 @@ class Buffers:
             self.host.update(new=max(map(len, new_tokens), default=0), version=self.num_new._version)
 
     def most_new_tokens(self) -> int:
-        """Most new tokens of a sequence, as `set_step` wrote them; 0 if something else may have written since."""
+        """Return the most new tokens of a sequence in the last `set_step`; 0 if ``num_new`` was written since."""
         is_known = bool(self.host) and self.host["version"] == self.num_new._version
         return self.host["new"] if is_known else 0
 
 
 def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
-    """Shape of the keys, and of the values, of a configuration."""
+    """Return the shape of a KV cache's keys, which is that of its values."""
     return cfg.num_slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim
 
 
-def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own."""
-    slots, total, tree, cache = cfg.num_slots, cfg.total_tokens, cfg.tree, cache_shape(cfg)
+def buffer_layout(cfg: DrafterConfig, tree: TreeConfig | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of each tensor of `Buffers`, the kernel's workspace aside.
+
+    ``tree``: what outputs are for, by default the tree of ``cfg``.
+    """
+    tree = cfg.tree if tree is None else tree
+    slots, total, cache = cfg.num_slots, tree.total_tokens, cache_shape(cfg)
     int32, int64 = torch.int32, torch.int64
     return {
-        "new_tokens": ((slots, tree.new_tokens_width), int32), "num_new": ((slots,), int32),
+        "new_tokens": ((slots, cfg.tree.new_tokens_width), int32), "num_new": ((slots,), int32),
         "prefix": ((slots,), int32), "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32),
         "active_count": ((1,), int32), "keys": (cache, cfg.dtype), "values": (cache, cfg.dtype),
         "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),

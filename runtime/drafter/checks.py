@@ -14,7 +14,7 @@ from .packing import Weights
 
 
 def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Refuse features that are not of this configuration; returns the taps, one or three."""
+    """Refuse features of another configuration; returns the taps, one or three."""
     taps = (X,) if isinstance(X, Tensor) else X
     separate = not isinstance(X, Tensor)
     are_tensors = isinstance(taps, (tuple, list)) and all(isinstance(tap, Tensor) for tap in taps)
@@ -44,20 +44,15 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     """Refuse weights and buffers of another configuration: the kernel would read and write out of bounds."""
     check_head_fits(cfg, weights.head)
-    layout = buffer_layout(cfg)
-    tensors = {name: (getattr(bufs, name), dtype, shape) for name, (shape, dtype) in layout.items()}
-    try:
-        check_tensors(weights.head.device, **tensors)
-    except UsageError as error:
-        raise UsageError(
-            f"The buffers are of another configuration: {error} Allocate them with allocate_buffers(cfg, weights)."
-        ) from error
     if bufs.cfg != cfg:
         different = [name for name, value in vars(cfg).items() if getattr(bufs.cfg, name) != value]
         raise UsageError(
             f"The buffers are of a configuration with other {', '.join(different)}. Allocate them with "
             "allocate_buffers(cfg, weights)."
         )
+    layout = buffer_layout(cfg, bufs.tree)
+    tensors = {name: (getattr(bufs, name), dtype, shape) for name, (shape, dtype) in layout.items()}
+    check_tensors(weights.head.device, **tensors)
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
     packed = weights.packed

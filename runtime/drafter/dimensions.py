@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -116,8 +116,18 @@ class DrafterConfig:
 
     @property
     def tree(self) -> TreeConfig:
-        """The tree's three numbers."""
+        """Shape of the draft tree."""
         return TreeConfig(self.depth, self.top_k, self.total_tokens)
+
+    def with_tree(self, tree: TreeConfig) -> DrafterConfig:
+        """Return the configuration of another tree, with room for as many tokens."""
+        if tree == self.tree:
+            return self
+        width, num_tokens = tree.new_tokens_width, self.num_tokens
+        return replace(
+            self, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
+            max_positions=num_tokens + tree.depth * tree.top_k + width,
+        )  # fmt: skip
 
     @property
     def tree_rows(self) -> int:
@@ -151,7 +161,7 @@ class DrafterConfig:
 
 
 def check_kernel_limits(cfg: DrafterConfig) -> None:
-    """Raise unless the persistent kernel can do this: `UnsupportedModelError` for the activation, else `UsageError`.
+    """Check the persistent kernel's limits: raises `UnsupportedModelError` for the activation, else `UsageError`.
 
     hidden up to 16,384, head_dim to 256, draft_vocab to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
     slots 1 to 16, positions to 131,072 and a tree, tail_rows to 8,192; bfloat16, float16 or float32.
@@ -201,7 +211,7 @@ def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
 
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:
-    """Return the fields of a configuration that its head decides: all but ``draft_vocab``, of which it may use less."""
+    """Return the fields of a configuration that follow from its head: all but ``draft_vocab``, which may be smaller."""
     w = head.tensors
     has_fc = head.kind == "eagle" or head.feature_width != head.hidden
     return {

@@ -1,8 +1,8 @@
-"""A drafter: what drafts, how it is chosen, and its state on the device.
+"""The drafter of a model: how it is chosen, and its state on the device.
 
-`Drafter` says what drafts: a head, the shape of its trees, and a backend. `Drafter.on_slots` gives it buffers for a
-number of sequences. Nothing of a draft passes through the host there: lengths, new tokens and active slots are read
-from `Buffers`, features from one tensor. "triton" is the persistent kernel; "reference" gives the same results with
+`Drafter` is a head, the shape of its trees, and a backend. `Drafter.on_slots` allocates buffers for a number of
+sequences. A draft reads lengths, new tokens and active slots from `Buffers`, features from one tensor: nothing passes
+through the host. "triton" is the persistent kernel; "reference" gives the same results with
 PyTorch and waits for the device; a `DraftFunction` is a drafter of the caller's own over the same buffers.
 
 ``draft_weights`` "auto" stores matrices in the model's own type, also where FP8 would be faster: FP8 drafts slightly
@@ -12,7 +12,8 @@ other trees, and from eight sequences at a time on it is slower (docs/kernels.md
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.activations import ACT2FN
 from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice, misfit
 from ..ops import Ops
 from ..settings import TreeConfig
-from .buffers import cache_shape
+from .buffers import INPUTS, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
 from .kernels.grid_barrier import ERROR
 from .kernels.persistent import is_interpreted
@@ -45,7 +46,7 @@ _FIRST_WITH_FP8 = (8, 9)
 
 @dataclass(eq=False)
 class Drafter:
-    """A head, the shape of the trees that are drafted with it, and what drafts them.
+    """A head, the shape of its trees, and the backend that drafts them.
 
     ``packing``: the head as the kernel reads it, shared by all drafters over it; "triton" alone has one. Raises
     `UsageError` when the draft vocabulary has fewer rows than ``top_k``; for "triton" as `check_kernel_limits`.
@@ -71,12 +72,12 @@ class Drafter:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The type that the head's matrices are stored in."""
+        """Dtype that the head's matrices are stored in."""
         return self.weights.dtype if self.packing is None else self.packing.weight_dtype
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights that drafting a tree reads: the layer, the LM head and all that may join, on each level."""
+        """Bytes of weights read to draft a tree: on each level the layer, the LM head and all rows that may join."""
         # Norms and biases stay as they are; they are negligible.
         return self.weights.num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
 
@@ -97,20 +98,13 @@ class Drafter:
         keys = torch.zeros(cache_shape(cfg), dtype=cfg.dtype, device=self.weights.device)
         return keys, torch.zeros_like(keys)
 
-    def on_slots(
-        self, num_slots: int, capacity: int, cache: tuple[Tensor, Tensor] | None = None,
-        beside: BufferedDrafter | None = None,
-    ) -> BufferedDrafter:  # fmt: skip
-        """Give it buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
+    def on_slots(self, num_slots: int, capacity: int, cache: tuple[Tensor, Tensor] | None = None) -> BufferedDrafter:
+        """Allocate buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
 
         ``cache``: keys and values that other drafters of the head use too, for as many slots or more, as
-        `allocate_cache` of the largest of them makes them. ``beside``: a drafter of another tree for as many slots,
-        whose inputs this one has too. Raises as `DrafterConfig.of` and `Weights.pack`.
+        `allocate_cache` makes them. Raises as `DrafterConfig.of` and `Weights.pack`.
         """
-        cfg = self._config(num_slots, capacity)
-        if cache is not None:
-            cfg = replace(cfg, max_positions=cache[0].shape[2])
-        return BufferedDrafter(self, cfg, cache, beside)
+        return BufferedDrafter(self, self._config(num_slots, capacity), cache)
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
         stored = None if self.packing is None else self.packing.weight_dtype
@@ -120,32 +114,58 @@ class Drafter:
 class BufferedDrafter:
     """A drafter over buffers; see `Drafter.on_slots`."""
 
-    def __init__(
-        self, drafter: Drafter, cfg: DrafterConfig, cache: tuple[Tensor, Tensor] | None = None,
-        beside: BufferedDrafter | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, drafter: Drafter, cfg: DrafterConfig, cache: tuple[Tensor, Tensor] | None = None) -> None:
         self.drafter, self.cfg, self.head, self.tree = drafter, cfg, drafter.weights, drafter.tree
         self.weights = Weights(self.head) if drafter.packing is None else drafter.packing.weights(cfg)
         slots, device = cfg.num_slots, self.head.device
         shared = None if cache is None else (cache[0][:slots], cache[1][:slots])
         self.bufs = allocate_buffers(cfg, self.weights, shared)
-        if beside is not None:
-            self.bufs = self.bufs.with_inputs_of(beside.bufs)
         self.ops = Ops.for_device(device)
         shape = (slots, self.tree.new_tokens_width, cfg.feature_width)
-        own = torch.zeros(shape, dtype=self.head.dtype, device=device) if beside is None else beside.features
-        self.features: Tensor = own
+        self.features = torch.zeros(shape, dtype=self.head.dtype, device=device)
         """[slots, 16 or more, feature_width]: features of the last step's tokens, written by whoever commits them."""
-        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=device))
-        self.error = barrier[ERROR : ERROR + 1]
+        self.error = self._error_word()
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""
         # Built before capture.
         _ = self.head.kv_projection
+
+    def _error_word(self) -> Tensor:
+        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=self.head.device))
+        return barrier[ERROR : ERROR + 1]
 
     @property
     def waits(self) -> bool:
         """Whether a draft waits for the device, so that no CUDA graph can hold it."""
         return self.drafter.backend != "triton"
+
+    def of_tree(self, tree: TreeConfig) -> BufferedDrafter:
+        """Return a drafter of smaller trees over the same buffers and with the same compiled kernel.
+
+        Features, inputs and KV cache are shared, so steps may draft with either in any order; ``bufs`` holds the
+        outputs in the smaller tree's shapes. Raises as `Buffers.of_tree`.
+        """
+        other = copy(self)
+        other.tree, other.bufs = tree, self.bufs.of_tree(tree)
+        return other
+
+    def of_bound(self, tree: TreeConfig) -> BufferedDrafter:
+        """Return a drafter of trees up to ``tree``, of another ``top_k``, over the same features, inputs and KV cache.
+
+        It has outputs, a workspace and a compiled kernel of its own. Raises `UsageError` for a tree of more KV rows or
+        longer paths than there is room for.
+        """
+        cfg = self.cfg.with_tree(tree)
+        if cfg.tree_rows > self.cfg.tree_rows or tree.new_tokens_width > self.cfg.tree.new_tokens_width:
+            raise misfit("tree", f"one of at most {self.cfg.tree_rows} KV rows (depth * top_k)", tree)
+        other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches.get(cfg)
+        other.tree, other.cfg = tree, cfg
+        other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
+        if (tails := self.bufs.tails) is not None and other.bufs.tails is not None:
+            # The rows that joined lie as each kernel reads them.
+            tails = replace(other.bufs.tails, ranks=tails.ranks, ids=tails.ids, sizes=tails.sizes)
+            other.bufs = replace(other.bufs, tails=tails)
+        other.error = other._error_word()
+        return other
 
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
@@ -156,8 +176,14 @@ class BufferedDrafter:
         run_draft(self.cfg, self.features, self.weights, self.bufs, self.drafter.backend)
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Put the keys and values of a prompt's pairs into the cache; arguments as `launch.write_pairs`."""
+        """Write the keys and values of a prompt's pairs to the cache; arguments as `launch.write_pairs`."""
         write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self.bufs)
+
+
+def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
+    """Return the smallest bound of trees of one ``top_k``: one compiled kernel drafts them all."""
+    trees = [*trees]
+    return TreeConfig(max(tree.depth for tree in trees), trees[0].top_k, max(tree.total_tokens for tree in trees))
 
 
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
@@ -184,7 +210,7 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
 def check_draft_weights(
     draft_weights: str, drafter: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Refuse a type that the weights cannot be stored in: ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
+    """Refuse a type that the weights cannot be stored in; ``drafter`` as in `SpeculativeModel.from_pretrained`.
 
     ``dtype`` of the model; None while it is not known. Raises `UsageError` for an unknown name, "bf16" for a model of
     another type, and "fp8" with the reference drafter, a callable or a model in float32; `DrafterError` for "fp8"
@@ -251,7 +277,7 @@ def choose_drafter(
     draft_weights: str = "auto",
     order: Tensor | None = None,
 ) -> tuple[Drafter, str]:
-    """Build the drafter that is asked for, or for "auto" the one that suits; returns it with the reason.
+    """Build the drafter that is asked for, or choose one for "auto"; returns it with the reason.
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head
     rows best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights`

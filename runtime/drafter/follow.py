@@ -81,7 +81,7 @@ class FollowRows:
         return cls(most, ids, row_of_id[ids], rows, row_of_id, rank_order)
 
     def over(self, base_ids: Tensor) -> FollowRows:
-        """The same for another base. Raises `UsageError` where that leaves nothing to join."""
+        """Rank what may join another base. Raises `UsageError` where that leaves nothing."""
         return self.of(self.most, base_ids, self.rows, self.row_of_id, self.rank_order)
 
     @property
@@ -107,7 +107,7 @@ class FollowRows:
 
     @cached_property
     def ids_on_host(self) -> NDArray[np.int64]:
-        """`ids`."""
+        """`ids` as an array."""
         return self.ids.cpu().numpy()
 
     def tail_of(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -120,13 +120,13 @@ class FollowRows:
         return int(self._rank_on_host[token_id]) in tail
 
     def rows_of(self, tail: Sequence[int]) -> Tensor:
-        """LM-head rows of a tail, [len(tail), hidden]."""
+        """Gather the LM-head rows of a tail: [len(tail), hidden]."""
         ranks = torch.tensor(tail, dtype=torch.int64, device=self.rows.device)
         return self.rows[self.row_of_rank[ranks].long()]
 
 
 def check_follow(follow: str, most: int) -> None:
-    """Raise `UsageError` unless ``follow`` is "prompt", the only text to be followed, and ``most`` ids can join."""
+    """Raise `UsageError` unless ``follow`` is "prompt" or None, and ``most`` ids can join."""
     check_choice("follow", follow, ("prompt", None))
     check_follow_rows(most)
 
@@ -205,7 +205,7 @@ class JoinedVocab:
         return cls(rows, order, ids.gather(1, order), sizes)
 
     def logits(self, base: Tensor, hidden: Tensor) -> Tensor:
-        """Logits of all columns: ``base`` float32 [active, nodes, base], ``hidden`` [active, nodes, hidden].
+        """Compute logits of all columns: ``base`` float32 [active, nodes, base], ``hidden`` [active, nodes, hidden].
 
         float32 [active, nodes, columns]; -inf where a sequence's tail is shorter than another's.
         """

@@ -95,26 +95,27 @@ def launch_drafter(
 def run_draft(
     cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers, backend: str | DraftFunction
 ) -> None:
-    """Draft as `launch_drafter` does, from parts that are known to fit each other."""
+    """Draft as `launch_drafter` does, without its checks."""
     if backend == "triton":
         assert weights.packed is not None
         launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
         return
-    draft = backend if callable(backend) else draft_ref
+    draft, cfg = backend if callable(backend) else draft_ref, cfg.with_tree(bufs.tree)
     draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
 
 
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
 
-    ``cache``: as in `Buffers.allocate`.
+    ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
     """
     params = None if weights.packed is None else weights.packed.launches.get(cfg)
-    return Buffers.allocate(cfg, weights.head, params, cache)
+    shared = {} if cache is None else {"keys": cache[0], "values": cache[1]}
+    return Buffers.allocate(cfg, weights.head, params, shared)
 
 
 def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
-    """Let token ids of a sequence join its slot's draft vocabulary, in the place of what joined it before.
+    """Let token ids of a sequence join its slot's draft vocabulary, replacing those of before.
 
     Those that the base holds or the head was never trained on do not; of more than ``follow.most`` the best ranked
     (`drafter.follow`). Raises `UsageError` for a head without rows to follow with, and for slots and ids out of range.
@@ -282,7 +283,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         ),
         "STREAM": stream,
         "OPERANDS": OperandLayout.of(cfg),
-        "GRID": Grid(programs, len_lists(programs), cfg.num_slots, cfg.depth, cfg.embed_rows),
+        "GRID": Grid(programs, len_lists(programs), cfg.num_slots, cfg.embed_rows),
     }  # fmt: skip
 
 
@@ -316,6 +317,8 @@ def kernel_arguments(
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
         "tap_offset_2": offsets[1],
+        "depth": bufs.tree.depth,
+        "total_tokens": bufs.tree.total_tokens,
         "step": StepInputs(
             bufs.new_tokens, bufs.num_new, bufs.prefix, bufs.active_slots, bufs.active_inverse, bufs.active_count
         ),
@@ -335,7 +338,7 @@ def kernel_arguments(
 
 
 def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
-    """Turn concatenated or separate taps into one base tensor and the element offsets of the second and third tap."""
+    """Return the first tap, and the offsets of the second and third from it in elements."""
     if isinstance(features, Tensor):
         width = features.shape[-1]
         tap = width // 3

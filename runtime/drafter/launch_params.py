@@ -85,7 +85,7 @@ class LaunchParams:
         return self.layout.num_programs
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values of all but the layout."""
+        """Return all fields but the layout as JSON values."""
         return {name: value for name, value in asdict(self).items() if name != "layout"}
 
     @classmethod
@@ -123,7 +123,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def in_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Inputs of each matrix."""
+    """Return the input features of each matrix."""
     attention = cfg.num_heads * cfg.head_dim
     return {
         "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
@@ -132,7 +132,7 @@ def in_features(cfg: DrafterConfig) -> dict[str, int]:
 
 
 def out_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Outputs of each matrix; ``mlp`` is gate and up, row by row side by side."""
+    """Return the output features of each matrix; ``mlp`` is gate and up, row by row side by side."""
     return {
         "fc": cfg.hidden, "qkv": cfg.qkv_size, "o": cfg.hidden, "mlp": cfg.intermediate, "down": cfg.hidden,
         "head": cfg.draft_vocab,
@@ -145,7 +145,7 @@ def block_rows(cfg: DrafterConfig) -> int:
 
 
 def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
-    """Numbers of inputs that chunks of each tile must divide: of whole products, and of an operand's segments."""
+    """Return the numbers of columns that each tile's chunks must divide: whole products, and operands' segments."""
     inputs = in_features(cfg)
     return {
         "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden], "head": [cfg.hidden],

@@ -95,7 +95,7 @@ class StreamLayout:
 
 
 def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, order: Tensor | None = None) -> PackedHead:
-    """Lay a head out for the kernel, in the layout of ``launches``. Of ``cfg`` only what the head decides matters.
+    """Lay a head out for the kernel, in the layout of ``launches``; of ``cfg`` the head's dimensions count.
 
     ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
     packed (`DraftVocab` in rank order); default the head's own order.
@@ -169,7 +169,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
 
 
 def bias_layout(cfg: DrafterConfig) -> BiasLayout:
-    """Where each bias begins in `PackedHead.biases`; those that a head lacks take no room."""
+    """Return where each bias begins in `PackedHead.biases`; a missing one takes no room."""
     sizes = {
         "fc": cfg.has_fc_bias * cfg.hidden, "qkv": cfg.has_qkv_bias * cfg.qkv_size, "o": cfg.has_o_bias * cfg.hidden,
         "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate, "down": cfg.has_mlp_bias * cfg.hidden,
@@ -218,7 +218,7 @@ class Weights:
         return cls(head, pack_head(_contiguous(head), cfg, launches, order), order)
 
     def first_rows(self, draft_vocab: int) -> HeadWeights:
-        """The head with only the LM-head rows that a draft over ``draft_vocab`` of them uses, ascending."""
+        """Return the head with its ``draft_vocab`` best LM-head rows, by ascending id."""
         if draft_vocab == self.head.draft_vocab:
             return self.head
         ranked = torch.arange(self.head.draft_vocab, device=self.head.device) if self.order is None else self.order
@@ -226,7 +226,7 @@ class Weights:
 
 
 class SharedPacking:
-    """A head packed once, when it is first drafted with, for all who draft with it.
+    """A head that is packed at its first draft, shared by all its drafters.
 
     One serves every number of slots, every tree, every length, and every draft vocabulary that is the first of its
     rows in ``order`` (int64 [draft_vocab], LM-head rows best first; None for the head's own order).

@@ -185,7 +185,7 @@ class ReferenceDraft:
             cache[slots, :, rows[kept]] = new.transpose(1, 2)[kept]
 
     def _read(self, length: int) -> tuple[Tensor, Tensor]:
-        """The first rows of the slots' caches: twice [active, kv_heads, length or all there are, head_dim]."""
+        """Return the slots' first ``length`` keys and values: each [active, kv_heads, length, head_dim]."""
         keys, values = self.keys[:, :, :length], self.values[:, :, :length]
         active = len(self.slots)
         if self.are_first:
@@ -203,12 +203,12 @@ class ReferenceDraft:
         return output
 
     def final(self, output: Tensor) -> Tensor:
-        """Turn a node's output into what the LM head takes."""
+        """Turn a node's output into the LM head's input."""
         is_normed = self.head.kind == "eagle3"
         return self._norm(output, self.head.tensors["norm.weight"]) if is_normed else output
 
     def logits(self, output: Tensor) -> Tensor:
-        """LM head over the draft vocabulary, without what joined: float32 [..., draft_vocab]."""
+        """Compute logits over the draft vocabulary, without rows that joined: float32 [..., draft_vocab]."""
         return F.linear(self.final(output), self.head.lm_head).float()
 
     def _rank(self, output: Tensor) -> tuple[Tensor, Tensor]:

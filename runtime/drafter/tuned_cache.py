@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
-    """Name launch parameters of the cache: everything that the speed of a launch depends on."""
+    """Return the key of launch parameters: everything that the speed of a launch depends on."""
     return layout_key(cfg, chip, v=cfg.draft_vocab, m=block_rows(cfg))
 
 
 def layout_key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
-    """Name a layout of the cache: what is the same in all launches over a head; ``launched`` adds what is not."""
+    """Return the key of a layout; ``launched``: dimensions of a launch, for a key of launch parameters."""
     sizes = {
         "h": cfg.hidden, "i": cfg.intermediate, "q": cfg.num_heads, "kv": cfg.num_kv_heads, "d": cfg.head_dim,
         "f": cfg.feature_width, **launched,
@@ -146,7 +146,7 @@ class FixedLaunch(LaunchTable):
 
 
 def tuned_path() -> Path:
-    """The file of tuned parameters: ``EAGLE_SLIM_TUNED``, or the one that ships."""
+    """Return the file of tuned parameters: ``EAGLE_SLIM_TUNED``, or the one that ships."""
     return Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json"))
 
 
@@ -169,7 +169,7 @@ def _read_once(path: Path) -> TunedCache:
 
 
 def _layout_of(key: str) -> str:
-    """The key of the layout that the launch parameters of a key belong to."""
+    """Return the layout's key for a key of launch parameters."""
     chip, dims, types = key.rsplit("/", 2)
     return f"{chip}/{dims.split('-v')[0]}/{types}"
 
@@ -207,7 +207,7 @@ def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
 
 
 def _record(line: dict[str, Any]) -> None:
-    """Append a line to the file that ``EAGLE_SLIM_SHAPES`` names; without that, do nothing.
+    """Append a line to the file that ``EAGLE_SLIM_SHAPES`` names, if it is set.
 
     A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
     """

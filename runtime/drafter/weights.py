@@ -33,7 +33,7 @@ _ROUNDING = 2**-8
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Everything a drafter computes with; matrices are [out, in] in one dtype on one device.
+    """Weights and dimensions of a draft head; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
     ``.bias``, ``self_attn.{q,k}_norm.weight`` [head_dim], ``mlp.{gate,up,down}_proj.weight`` and ``.bias``,
@@ -107,7 +107,7 @@ class HeadWeights:
 
     @property
     def num_weights(self) -> int:
-        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join."""
+        """Weights read for a level of a tree: the layer's, the LM head's, and all rows that may join."""
         read = [*self.tensors.values(), self.lm_head]
         return sum(tensor.numel() for tensor in read) + self.num_joining * self.hidden
 
@@ -117,19 +117,19 @@ class HeadWeights:
         return self.lm_head.shape[0]
 
     def of_rows(self, rows: Tensor | slice) -> HeadWeights:
-        """The head with some of its LM-head rows, ascending: int64 [draft_vocab], or the first ones."""
+        """Return the head with some of its LM-head rows: a slice, or int64 [draft_vocab], ascending."""
         return replace(self, lm_head=self.lm_head[rows], draft_to_target=self.draft_to_target[rows])
 
     @cached_property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
-        """Weights [in, 2 * kv_heads * head_dim] of the key and value projections side by side, and their bias."""
+        """Weights [in, 2 * kv_heads * head_dim] of the key and value projections, side by side, and their bias."""
         w, names = self.tensors, ("self_attn.k_proj", "self_attn.v_proj")
         biased = "self_attn.k_proj.bias" in w
         weight = torch.cat([w[f"{name}.weight"] for name in names]).t()
         return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
     def rotary_halves(self, num_positions: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each fp32 [num_positions, head_dim / 2], for a text of ``num_tokens`` (`RotaryEmbedding`)."""
+        """Compute cos and sin, each fp32 [num_positions, head_dim / 2], for a text of ``num_tokens``."""
         half = self.head_dim // 2
         cos, sin = self.rotary.for_length(num_tokens).tables(num_positions)
         return cos[:, :half].contiguous(), sin[:, :half].contiguous()
@@ -200,7 +200,7 @@ def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> Non
 
 
 def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> HeadWeights:
-    """Load a head's tensors in a target's type and place; `check_computable` and `check_pairing` have passed before.
+    """Load a head's tensors in a target's dtype and device, after `check_computable` and `check_pairing`.
 
     ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
     """
@@ -279,7 +279,7 @@ def gather_target_rows(head: DraftHead, target: TargetModel, ids: NDArray[np.int
 
 
 class JoinableRows(NamedTuple):
-    """Every LM-head row of a head that a draft vocabulary may take in, those that it holds already among them."""
+    """All LM-head rows that a head can draft with, those of the draft vocabulary among them."""
 
     rows: Tensor
     """[rows, hidden]; where they are the target's LM head in its own dtype and place, that tensor itself."""

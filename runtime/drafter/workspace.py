@@ -1,4 +1,4 @@
-"""What the persistent kernel passes between its phases: one table, from which the workspace is allocated.
+"""The persistent kernel's workspace: one table of the buffers that its phases pass to each other.
 
 Phases are those of docs/kernels.md, and ``tree`` after the last ``pick``. Nothing here grows with the draft vocabulary
 times the nodes.
@@ -123,7 +123,7 @@ def has_pairs(cfg: DrafterConfig) -> bool:
 
 
 def element_types(cfg: DrafterConfig) -> dict[str, torch.dtype]:
-    """The types that `BUFFERS` names. Operands are of the weights' type: the model's, or pairs of e4m3 numbers."""
+    """Return the dtypes that `BUFFERS` names. Operands are of the weights' type: the model's, or pairs of e4m3."""
     return {
         "operand": cfg.weight_dtype,
         "model": cfg.dtype,
@@ -134,12 +134,12 @@ def element_types(cfg: DrafterConfig) -> dict[str, torch.dtype]:
 
 
 def input_rows(cfg: DrafterConfig) -> int:
-    """Rows of embeddings and, after them, features."""
+    """Count the rows of embeddings and, after them, features."""
     return cfg.num_slots * (cfg.embed_rows + MAX_NEW_TOKENS)
 
 
 def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
-    """The heads of a configuration, as its attention is cut."""
+    """Return the shape of a configuration's attention units."""
     return AttentionShape(
         cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.top_k, MAX_DEPTH,
         heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim), params.block_keys, cfg.num_slots,
@@ -148,7 +148,7 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
 
 
 def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
-    """The names that `BUFFERS` uses for sizes."""
+    """Return the sizes that `BUFFERS` names."""
     programs, slot_rows = params.num_programs, cfg.num_slots * MAX_NEW_TOKENS
     attention = attention_shape(cfg, params)
     split = params.layout.split.items()
@@ -196,7 +196,7 @@ _MOST_ROWS = 64
 
 
 def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
-    """How one unit is stored and read: in the steps of the base's LM head, with no more shared memory than there."""
+    """Return the tiles of one unit, which take no more shared memory than the base's LM head."""
     tile = params.tiles["head"]
     block_n = min(_MOST_ROWS, tile.block_n)
     scaled = cfg.weight_dtype != cfg.dtype

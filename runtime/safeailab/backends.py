@@ -1,4 +1,4 @@
-"""Drafting backends by name, generation over a named one, and generation that insists on a GPU."""
+"""Drafting backends by name, generation with a named one, and generation that requires a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..drafter.packing import Weights
 from ..errors import GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
 from ..settings import TreeConfig
-from ..step.graphs import recall
+from ..step.decoder import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 

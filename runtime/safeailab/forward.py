@@ -32,17 +32,18 @@ _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def choose_tree_forward(asked: str, model: Any) -> Choice:
-    """Choose the forward that verifies trees: "fused", or "upstream" for the base model's own; as `choose_forward`."""
-    device = next(model.base_model.parameters()).device
-    return choose_forward(asked, "upstream", lambda: _unfit_reason(model), device)
+def take_forward(asked: str, model: Any, ops: Ops) -> tuple[Choice, FusedTarget | None]:
+    """Choose the forward that verifies trees, and build it where it is "fused"; "upstream" is the base model's own.
 
-
-def fuse(model: Any, ops: Ops) -> FusedTarget:
-    """Build the fused forward; ask `choose_forward` first. The base model's matrices become views of packed ones."""
+    The base model's matrices become views of packed ones. Raises as `choose_forward`.
+    """
     base = model.base_model
-    with torch.inference_mode(False), torch.no_grad(), current(base.lm_head.weight.device):
-        return FusedTarget(base, _tap_layers(model), ops, _rotary(base))
+    device = base.lm_head.weight.device
+    choice = choose_forward(asked, "upstream", lambda: _unfit_reason(model), device)
+    if choice.name != "fused":
+        return choice, None
+    with torch.inference_mode(False), torch.no_grad(), current(device):
+        return choice, FusedTarget(base, _tap_layers(model), ops, _rotary(base))
 
 
 class TreeForward:
@@ -92,8 +93,8 @@ def _tap_layers(model: Any) -> tuple[int, ...] | None:
 
 def _unfit_reason(model: Any) -> str | None:
     """Why a base model is not fused, as the end of a sentence; None if it can be."""
-    base = model.base_model
-    name, taps = type(base).__name__, _tap_layers(model)
+    base, taps = model.base_model, _tap_layers(model)
+    name = type(base).__name__
     if name not in _BASES:
         return f"{name} is none of {', '.join(_BASES)}"
     if torch.is_autocast_enabled(next(base.parameters()).device.type):
@@ -107,25 +108,19 @@ def _unfit_reason(model: Any) -> str | None:
         return "it attends within a sliding window"
     if base.config.hidden_act != "silu":
         return f"its activation is {base.config.hidden_act}, not silu"
-    return _unfit_part(base) or unfit_modules(base)
-
-
-def _unfit_part(base: Any) -> str | None:
-    """Why a base model's modules are not those of its own file, in every layer the same."""
-    own, first = type(base).__module__, base.model.layers[0]
+    # Modules are those of the base model's own file, in every layer the same.
+    own, eps = type(base).__module__, base.config.rms_norm_eps
     for path, module in base.named_modules():
-        file = type(module).__module__
+        file, found = type(module).__module__, getattr(module, "variance_epsilon", eps)
         if file != own and type(module) not in _PLAIN and not file.startswith("transformers."):
             return f"{path} is a {type(module).__qualname__} of {file}"
-    kinds = {path: type(module) for path, module in first.named_modules()}
-    for index, layer in enumerate(base.model.layers):
-        if {path: type(module) for path, module in layer.named_modules()} != kinds:
+        if found != eps:
+            return f"{path}.variance_epsilon is {found}, and its configuration gives {eps}"
+    kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in base.model.layers]
+    for index, each in enumerate(kinds):
+        if each != kinds[0]:
             return f"layer {index} is made otherwise than the first"
-    for path, module in base.named_modules():
-        eps = getattr(module, "variance_epsilon", base.config.rms_norm_eps)
-        if eps != base.config.rms_norm_eps:
-            return f"{path}.variance_epsilon is {eps}, and its configuration gives {base.config.rms_norm_eps}"
-    return unfit_head_dim(first.self_attn.head_dim)
+    return unfit_head_dim(base.model.layers[0].self_attn.head_dim) or unfit_modules(base)
 
 
 def _rotary_module(base: Any) -> Any:

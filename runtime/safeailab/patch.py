@@ -1,12 +1,4 @@
-"""Patch a loaded `EaModel` of SafeAILab's EAGLE: its drafter alone, or its whole generation step.
-
-from eagle_slim.runtime import patch_eagle_model, unpatch_eagle_model
-
-model = EaModel.from_pretrained(base_model_path=..., ea_model_path=..., ...)  # as before
-patch_eagle_model(model, draft_vocab=16000, counts="counts.safetensors")
-output_ids = model.eagenerate(input_ids, max_new_tokens=256)  # the same text, sooner
-unpatch_eagle_model(model)
-"""
+"""Patch a loaded `EaModel` of SafeAILab's EAGLE: its drafter alone, or its whole generation step."""
 
 from __future__ import annotations
 

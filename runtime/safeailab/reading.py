@@ -1,4 +1,4 @@
-"""Read an `EaModel`: which kind of head it has, its tensors as `HeadWeights`, and what cannot be drafted with.
+"""Reading an `EaModel`: its kind of head, the head's tensors as `HeadWeights`, and refusals.
 
 Recognised by attributes, as `eagle/model/ea_model.py`, `cnets.py` (EAGLE-3) and `cnets1.py` (EAGLE-1/2) of
 SafeAILab/EAGLE name them.

@@ -1,4 +1,4 @@
-"""One sequence of pairs, and the tree drafted after it: what stands behind upstream's ``topK_genrate``.
+"""One sequence of pairs and the tree drafted after it, behind upstream's ``topK_genrate``.
 
 Drafts from buffers on the device; the persistent kernel is replayed from a CUDA graph. Pairs are numbered as in
 `drafter.reference`: pair t is the feature of token t with the token after it; ``length`` of them are in the drafter's
@@ -19,7 +19,7 @@ from ..drafter.launch import check_finished, prefill_drafter
 from ..errors import UsageError
 from ..ops import current, side_stream
 from ..settings import TreeConfig
-from ..step.graphs import GraphPool
+from ..step.decoder import GraphPool
 from ..tree import DraftTree
 
 UpstreamTree = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -68,7 +68,7 @@ class Session:
         return self.drafter.bufs
 
     def follow(self, tree: TreeConfig) -> None:
-        """Draft trees of another shape from now on, where it is another; the KV cache is kept."""
+        """Draft trees of this shape from now on; the KV cache is kept."""
         if tree != self.tree:
             kv, self.spec = self.read_kv(), self.spec.like(self.head, tree)
             self._allocate(_FIRST_CAPACITY)

@@ -1,17 +1,17 @@
-"""Run the part of upstream's generation loop after a draft by the kernels of a step.
+"""The part of upstream's generation loop after a draft, run by the kernels of a step.
 
-`eagenerate` and `ea_generate` stay upstream's own code. They are run with other bindings for three of the functions of
-``eagle/model/utils.py`` that they call, in this one model alone:
+`eagenerate` and `ea_generate` stay upstream's own code. In this one model three of the functions of
+``eagle/model/utils.py`` that they call are bound to others:
 
 * ``tree_decoding``: the fused forward over the tree in upstream's KV cache (`forward`), or the base model's own; both
   without gathering the logits of every path ([leaves, depth, vocabulary]);
 * ``evaluate_posterior``: the target's choice at every node, greedy or sampled, and the walk down the tree;
 * ``update_inference_inputs``: keys, values and features of the path move by one kernel each, the next draft starts
-  after them on the device, and only then the host waits for the accepted tokens.
+  after them on the device, and only then the host waits for the accepted tokens, once a pass.
 
-So a pass waits once. Sampled, a node's choice is drawn from the target's own distribution there, and the walk goes on
-where it is a drafted child. Upstream tries the children one after another, each with its share of the probability that
-is left, which accepts each with the same probability: the text has the same distribution, from other random numbers.
+Sampled, a node's choice is drawn from the target's own distribution, and the walk goes on where it is a drafted child.
+Upstream tries the children one after another, each with its share of the probability that is left, which accepts each
+with the same probability: the text has the same distribution, from other random numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distr
 from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch
-from .forward import TreeForward, choose_tree_forward, fuse
+from .forward import TreeForward, take_forward
 from .rebind import rebind, restore
 from .session import Session, on_buffers
 
@@ -75,8 +75,8 @@ class _Tensors:
 class StepPatch:
     """The step of one `EaModel`; its ``layer_patch`` drafts from buffers.
 
-    ``target_backend``: as `choose_tree_forward`. Raises as that, and `UnsupportedModelError` for a model whose loops do
-    not call what is replaced.
+    ``target_backend``: as `take_forward`; ``backend`` is the choice. Raises as that, and `UnsupportedModelError` for a
+    model whose loops do not call what is replaced.
     """
 
     def __init__(self, model: Any, layer_patch: LayerPatch, target_backend: str = "auto") -> None:
@@ -94,9 +94,7 @@ class StepPatch:
 
     def _take_base_model(self) -> None:
         """Choose and build the forward that verifies, over the base model as it is now."""
-        self.backend = choose_tree_forward(self._asked, self.model)
-        """The forward that verifies, and why."""
-        self._target = fuse(self.model, self.ops) if self.backend.name == "fused" else None
+        self.backend, self._target = take_forward(self._asked, self.model, self.ops)
         self._forward: TreeForward | None = None
         # Packing has made views of some weights: looked at afterwards. What upstream's loops set is no change.
         self._watch = Watch(self.model.base_model, ("tree_mask", "tree_mode"))

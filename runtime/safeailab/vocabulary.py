@@ -1,4 +1,4 @@
-"""Slim an `EaModel`'s draft vocabulary on the way: from counts, from a token map, or from a `DraftVocab`."""
+"""Slimming the draft vocabulary of an `EaModel`: by counts, a token map, or a `DraftVocab`."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from ..errors import CheckError
 from ..target.cache import ForwardBuffers
 from ..target.kernels.tree_rows import ForwardRows
 from ..tree import Trees
-from .kernels.acceptance import RECORD_HEAD, SlotState
+from .kernels.acceptance import SlotState
 
 
 class Checks:
-    """The rules of one decoder, and the first fault that was found; ``entering``: its state of entering prompts."""
+    """Rules of one decoder, and the first fault found; ``entering``: its state of entering prompts."""
 
     def __init__(self, device: torch.device, state: SlotState, entering: SlotState) -> None:
         self.fault = torch.zeros(4, dtype=torch.float64, device=device)
@@ -69,10 +69,12 @@ class Checks:
         )  # fmt: skip
 
     def check_accept(self, choices: Tensor, trees: Trees) -> None:
-        """Check what a walk has accepted against the choices int32 [places, nodes] and the trees."""
+        """Check accepted paths against the choices int32 [places, nodes] and the trees."""
         state = self._state
         accepted, path = state.record[:-1, 0], state.path.long()
-        tokens = state.record[:-1, RECORD_HEAD : RECORD_HEAD + path.shape[1]]
+        # A plain step adds its token behind those that the drafter has not taken.
+        behind = (state.num_new - accepted)[:, None] + torch.arange(path.shape[1], device=path.device)
+        tokens = state.new_tokens.gather(1, behind.clamp(0, path.shape[1] - 1))
         unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]
         on_path = path.clamp(0, trees.parents.shape[1] - 1)
         before = torch.cat((torch.full_like(path[:, :1], -1), path[:, :-1]), 1)

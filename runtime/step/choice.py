@@ -1,72 +1,17 @@
-"""How a call chooses its tokens: the stages and their numbers, and the choice on the host where no kernel makes it."""
+"""Choose tokens on the host, by the rule of `choose_tokens`, where no kernel can."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api.request import Request, RunningRequest
-from ..settings import SamplingConfig
+from ..api.request import RunningRequest
 from ..tree import Trees
-from .kernels.choice_kernels import COLDEST, ChoiceRules
-from .kernels.choose_tokens import choose_token, find_fault, token_bits
-
-_BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
-"""Options whose processors the kernels know."""
-
-
-@dataclass(frozen=True)
-class CallRules:
-    """How a call chooses tokens.
-
-    On the device the kernels do all of it. On the host, ``host_reason`` saying why, ``Request.process`` applies the
-    processors, and ``rules`` are without their stages.
-    """
-
-    rules: ChoiceRules
-    numbers: Tensor
-    """float32 [6] on the CPU, as in `ChoiceState`."""
-    suppressed: Tensor | None = None
-    """Bits of suppressed ids, if there are any."""
-    host_reason: str | None = None
-
-    @classmethod
-    def of(
-        cls, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request], vocab_size: int,
-        device: torch.device,
-    ) -> CallRules:  # fmt: skip
-        """Read the rules of a call from joined options; all requests of a call have the same processors."""
-        names = {name for request in requests if request.process is not None for name in request.process.names}
-        # A bad word of one token is a suppressed one, unless it ends the answer, which transformers lets it.
-        words = [list(word) for word in options.get("bad_words_ids", ())] if "bad_words_ids" in names else []
-        if all(len(word) == 1 for word in words):
-            names = {"suppress_tokens" if name == "bad_words_ids" else name for name in names}
-        ends = {token for request in requests for token in request.eos_ids}
-        barred = {*options.get("suppress_tokens", ()), *(word[0] for word in words if word[0] not in ends)}
-        reason = f"the model is on {device}" if device.type != "cuda" else None
-        if reason is None and not names <= _BY_KERNELS:
-            reason = f"{min(names - _BY_KERNELS)} is applied on the host"
-        known = names if reason is None else set()
-        sampled = not sampling.is_greedy
-        rules = ChoiceRules(
-            sampled=sampled,
-            has_top_k=sampled and sampling.top_k > 0,
-            has_top_p=sampled and sampling.top_p < 1,
-            has_min_p=sampled and sampling.min_p > 0,
-            has_penalty="repetition_penalty" in known,
-            has_suppressed="suppress_tokens" in known,
-            has_minimum="min_new_tokens" in known,
-        )
-        numbers = (
-            max(sampling.temperature, COLDEST.value), sampling.top_k, sampling.top_p, sampling.min_p,
-            options.get("repetition_penalty", 1), options.get("min_new_tokens", 0),
-        )  # fmt: skip
-        bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
-        return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
+from .kernels.choice_kernels import ChoiceRules
+from .kernels.choose_tokens import choose_token, find_fault
 
 
 @dataclass(frozen=True)

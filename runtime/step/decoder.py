@@ -1,4 +1,4 @@
-"""Decoding: the state of a number of slots, and its steps, captured as CUDA graphs where they can be.
+"""Decode a number of slots in steps, replayed from CUDA graphs.
 
 One step is four phases::
 
@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import BufferedDrafter
+from ..drafter.drafter import BufferedDrafter, bound_of
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
@@ -38,31 +40,32 @@ from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
 from .checks import Checks, checks_wanted
 from .choice import HostChoice
-from .graphs import GraphPool, Run, recall
-from .kept_rows import HeldRow
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
-from .shapes import LARGE
+from .shapes import shapes_up_to
 from .waiting import take_pairs
 
 BUCKETS = (1, 2, 4, 8, 16)
-"""Numbers of slots, and of active slots in a step, that there are graphs for."""
+"""Numbers of slots, and of active slots in a step, that have graphs."""
 CHUNKS = (64, 512)
-"""Rows of a prompt's forward: the smallest that holds what is left of it, else the largest."""
+"""Rows of a captured prompt chunk: the smallest that holds the rest of the prompt, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
-"""Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
-_TIMED = 4
+"""Most rows of a prompt chunk that is not captured."""
+_TIMED = 3
 """Replays of a step whose time is taken."""
 MOST_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
+Run = Callable[[], None]
 Key = tuple[object, ...]
+KeptKey = TypeVar("KeptKey")
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Time and memory of a warm-up; zero where everything was ready before, and where there are no graphs."""
+    """Time and memory of a warm-up; zero where nothing had to be done."""
 
     compile_s: float = 0.0
     """Seconds for running everything once: compiling kernels, creating the libraries' handles."""
@@ -77,7 +80,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step."""
+    """Part of a step."""
 
     name: str
     run: Run
@@ -85,9 +88,72 @@ class Phase:
     """Whether it waits for the host, so that no CUDA graph can hold it."""
 
 
+def recall(kept: dict[KeptKey, Kept], key: KeptKey, most: int, build: Callable[[], Kept]) -> Kept:
+    """Return the value of a key, or build and keep it; ``kept`` holds the ``most`` used last, in the order of use.
+
+    The oldest is dropped before the new one is built, so that its memory is free.
+    """
+    if key in kept:
+        kept[key] = kept.pop(key)
+        return kept[key]
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
+    return kept.setdefault(key, build())
+
+
 def bucket_of(count: int) -> int:
     """Return the smallest bucket that holds ``count`` slots."""
     return next(bucket for bucket in BUCKETS if bucket >= count)
+
+
+class GraphPool:
+    """Memory that graphs share: no replay needs values of another."""
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._handle: Any = None
+
+    def capture(self, run: Run) -> Run:
+        """Capture work that has run on the side stream before; returns its replay."""
+        # PyTorch takes no more graphs into a pool whose graphs have all gone.
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            side_stream() as stream,
+            torch.cuda.graph(graph, pool=self._handle, stream=stream, capture_error_mode="thread_local"),
+        ):
+            run()
+        self._graphs.add(graph)
+        return graph.replay
+
+
+class HeldRow:
+    """Keys and values of one token in all layers, as a slot holds them before the token is run again.
+
+    Other bits then show that the weights were changed in a way that nothing else tells (through ``.data``, by a fused
+    optimiser). ``is_exact``: the same weights give the same bits, however a prompt is cut into forwards; else they give
+    nearly the same numbers. Nothing here waits for the device.
+    """
+
+    def __init__(self, cache: KVCache, slot: int, row: int, is_exact: bool) -> None:
+        self._rows = [tensor[:, slot, :, row] for stack in cache.stacks for tensor in stack]
+        self._before = [tensor.clone() for tensor in self._rows]
+        self._is_exact = is_exact
+
+    def has_changed(self) -> Tensor:
+        """Whether the row is another now, as bool []; the run of its token comes before."""
+        return torch.stack([self._differs(*pair) for pair in zip(self._rows, self._before, strict=True)]).any()
+
+    def _differs(self, now: Tensor, before: Tensor) -> Tensor:
+        """Bool []; both [layers, kv_heads, head_dim]."""
+        if self._is_exact:
+            return (now.contiguous().view(torch.uint8) != before.view(torch.uint8)).any()
+        # Roundings of all layers before: 1.4e-3 of the largest number in float32, 0.35 in bfloat16.
+        tolerance = 4 * torch.finfo(now.dtype).eps ** 0.5
+        largest = before.abs().amax((1, 2))
+        is_near: Tensor = ((now - before).abs().amax((1, 2)) <= tolerance * largest).all()
+        return ~is_near
 
 
 class TreeShape:
@@ -138,15 +204,12 @@ class Decoder:
     ``drafter`` None decodes plainly. ``waits``: whether the target's forward cannot be held by a graph. ``pool``:
     memory that the graphs share with those of other decoders; None is a pool of its own. ``offsets`` int32 [slots]: a
     new row's position minus its cache row; None where they are the same. ``chain``: steps verify chains of this shape,
-    which a subclass writes, instead of the drafter's trees. ``another`` builds a drafter of another tree on the inputs
-    and the cache of the first: then a step may have any shape. Raises `UsageError` for a tree too deep for the
-    attention.
+    which a subclass writes, instead of the drafter's trees. Raises `UsageError` for a tree too deep for the attention.
     """
 
     def __init__(
         self, target: Target, cache: KVCache, drafter: BufferedDrafter | None, waits: bool = False,
         pool: GraphPool | None = None, offsets: Tensor | None = None, chain: TreeConfig | None = None,
-        another: Callable[[TreeConfig], BufferedDrafter] | None = None,
     ) -> None:  # fmt: skip
         device, slots = target.device, cache.num_slots
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, slots
@@ -157,17 +220,19 @@ class Decoder:
         """Rows that may join each slot's draft vocabulary; None without following."""
         drafted = None if chain is not None else drafter
         tree = chain if drafter is None or chain is not None else drafter.tree
-        self.tree, self._another = tree, another
-        """The shape of a step that names no other."""
+        self.tree = tree
+        """The largest of its trees, and the shape of its steps where none is chosen; None decodes plainly."""
         width = MAX_NEW_TOKENS if tree is None else tree.new_tokens_width
         inputs = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
         shared = {} if drafted is None else {name: getattr(drafted.bufs, name) for name in inputs}
         self.state = SlotState.allocate(slots, MAX_EOS, device, width, **shared)
         self.features = None if drafter is None else drafter.features
         """[slots, steps, feature_width] of the last step's tokens, as the next draft takes them."""
-        self.shape = TreeShape(target, cache, self.state, drafted, 1 if chain is None else chain.total_tokens)
-        """That of `tree`."""
-        self._shapes = {tree: self.shape}
+        self._drafters = {} if drafter is None else {drafter.tree.top_k: drafter}
+        """By top_k: each drafts all trees up to its own."""
+        self._shapes: dict[TreeConfig | None, TreeShape] = {}
+        if chain is not None:
+            self._shapes[chain] = TreeShape(target, cache, self.state, None, chain.total_tokens)
         self._most_waiting = 1
         """Most tokens of a slot that its drafter has not taken."""
         # A prompt's last chunk walks alone, beside slots that are running.
@@ -197,29 +262,48 @@ class Decoder:
         self.state.clear_()
         self.entering.active_count.zero_()
         self._most_waiting = 1
-        for drafter in self._drafters():
+        for drafter in self._drafters.values():
             drafter.clear_error_()
         if self.checks is not None:
             self.checks.fault.zero_()
 
+    def fill_(self, num_active: int, length: int) -> None:
+        """Pretend that sequences of ``length`` tokens run in the first ``num_active`` slots, without an end in sight."""
+        self.clear_()
+        state = self.state
+        state.lengths[:num_active] = length
+        state.num_new[:num_active] = 1
+        state.prefix[:num_active] = length - 1
+        state.new_tokens[:num_active, 0] = 7
+        state.max_generated.fill_(1 << 30)
+        state.running[:num_active] = 1
+        self.ops(list_active)(state)
+
     @property
     def has_graphs(self) -> bool:
-        """Whether what can be captured is replayed from graphs."""
+        """Whether phases are replayed from graphs, where they can be captured."""
         return self._pool is not None
 
+    @property
+    def shape(self) -> TreeShape:
+        """The shape of `tree`."""
+        return self.shape_of(self.tree)
+
     def shape_of(self, tree: TreeConfig | None) -> TreeShape:
-        """Return the trees and buffers of a shape, built when it is first wanted; None: of plain steps."""
+        """Return the trees and buffers of a shape up to `tree`, built when it is first wanted; None: of plain steps."""
         if tree not in self._shapes:
-            assert self._another is not None
-            drafter = None if tree is None else self._another(tree)
+            drafter = None if tree is None else self._drafter_of(tree)
             self._shapes[tree] = TreeShape(self.target, self.cache, self.state, drafter, 1)
-            self._gather_rows()
         return self._shapes[tree]
 
-    def _drafters(self) -> list[BufferedDrafter]:
-        """List the drafters of all shapes."""
-        own = [] if self.drafter is None else [self.drafter]
-        return own + [shape.drafter for shape in self._shapes.values() if shape.drafter not in (None, self.drafter)]
+    def _drafter_of(self, tree: TreeConfig) -> BufferedDrafter:
+        assert self.drafter is not None
+        if tree.top_k not in self._drafters:
+            alike = [shape for shape in shapes_up_to(self.drafter.tree) if shape and shape.top_k == tree.top_k]
+            self._drafters[tree.top_k] = self.drafter.of_bound(bound_of([tree, *alike]))
+            self._gather_rows()
+        drafter = self._drafters[tree.top_k]
+        return drafter if drafter.tree == tree else drafter.of_tree(tree)
 
     @property
     def tails(self) -> Tails | None:
@@ -329,9 +413,9 @@ class Decoder:
         self.ops(list_active)(self.state)
 
     def warm_up(self, rules: ChoiceRules, num_active: int, trees: Sequence[TreeConfig | None]) -> WarmUp:
-        """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty.
+        """Compile and capture steps of ``trees``, and chunks, of up to ``num_active`` sequences.
 
-        ``trees``: the shapes of their steps.
+        All slots must be empty.
         """
         if not self.has_graphs:
             return WarmUp()
@@ -370,7 +454,7 @@ class Decoder:
         return kept[key]
 
     def _practise(self, runs: Iterable[Run]) -> None:
-        """Run work over no slots, to compile kernels and create handles: a capture could not."""
+        """Run work over no slots, to compile kernels and create handles, which a capture cannot."""
         with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()
@@ -392,7 +476,7 @@ class Decoder:
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
-        """Hide running slots, what they accepted last and the prompt in the box while something runs as warm-up."""
+        """Make all slots look empty during a warm-up, and restore them."""
         # A phase may be practised alone, between those of a real step: a commit would go by that step's record. A
         # prompt of as many tokens as its slot holds has no rows left.
         state = self.state
@@ -471,12 +555,12 @@ class Decoder:
             self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch.first(choices.numel()))
 
     def remember(self, state: SlotState, rules: ChoiceRules) -> None:
-        """Keep of the tokens that a walk has accepted what choices depend on."""
+        """Mark accepted tokens as seen, for penalties."""
         if rules.has_penalty:
             self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
-        """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
+        """Return the phases of a chunk of the prompt in `box`; the last chunk chooses the first new token."""
         ops, entering, roots = self.ops, self.entering, self._entering_roots
         chunk = self._chunks.get(nodes) or self.new_chunk(nodes)
         if ops.use_kernels:
@@ -515,15 +599,15 @@ class Decoder:
         return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
 
     def _gather_rows(self) -> None:
-        """Bring rows that have joined to where the drafter reads them."""
-        for drafter in self._drafters():
+        """Copy LM-head rows that joined a draft vocabulary to where the drafters read them."""
+        for drafter in self._drafters.values():
             if self.follow is not None and drafter.bufs.tails is not None:
                 self.ops(gather_rows)(self.follow, drafter.bufs.tails)
 
     @cached_property
     def _scratch(self) -> ChoiceScratch:
-        """Scratch for as many rows as a step can have, of which each takes the first."""
-        nodes = self.shape.nodes if self._another is None else LARGE.total_tokens
+        """Scratch for the most rows of a step."""
+        nodes = 1 if self.tree is None else self.tree.total_tokens
         return choice_scratch(self.num_slots, nodes, self.target.vocab_size, self.target.device)
 
 
@@ -542,7 +626,7 @@ def _chunk_of(left: int) -> int:
 
 
 def _parts(key: Key, phases: Sequence[Phase]) -> Mapping[Key, Phase]:
-    """Divide phases into what a graph can hold: all of them as one where none waits, else each by itself."""
+    """Group phases into graphs: all in one where none waits, else each by itself."""
     if any(phase.waits for phase in phases):
         return {(*key, phase.name): phase for phase in phases}
 

@@ -1,31 +1,69 @@
-"""Decoders, kept from call to call: one KV cache, and a decoder for each number of slots and tree."""
+"""Decoders, kept from call to call: one KV cache, and a decoder for each number of slots and tree.
+
+A prompt that continues a finished sequence reuses the rows that its slot still holds. After "a b c d" was answered with
+"e f g", the target's cache has rows for all but the newest token g, and the drafter's has pairs up to where the last
+step began. Of the next prompt, "a b c d e f X", all that the slot holds and the prompt begins with is reused, token by
+token; an edited history shares less, and an unrelated prompt nothing::
+
+    held     a b c d e f g          prompt   a b c d e f X
+    rows     a b c d e f            reused   a b c d e          run   f X
+
+The last shared token is run again: its feature pairs with the token after it, and its new keys and values are compared
+with those that the slot held (`HeldRow`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import BufferedDrafter, Drafter
+from ..drafter.drafter import Drafter
 from ..errors import DeviceMemoryError
 from ..ops import current, ranges_wanted
 from ..settings import PartialVerification, TreeConfig
 from ..target.cache import KVCache, Target
 from ..target.wrapper import TargetModel
-from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
-from .graphs import GraphPool, recall
-from .kept_rows import KeptRows, capacity_for
+from .decoder import BUCKETS, Decoder, GraphPool, WarmUp, bucket_of, recall
 from .kernels.choice_kernels import ChoiceRules
 from .run_ahead import PartialDecoder
-from .shapes import CHAIN, Acceptance, Costs
+from .shapes import Acceptance, Costs
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
 """Numbers of slots and trees that decoders are kept for: those used last."""
+
+
+def capacity_for(rows: int) -> int:
+    """Return the rows to allocate for ``rows``: a power of two from 1024 on, so that few sizes occur.
+
+    Beyond 131,072 exactly as many: there a power of two would cost gigabytes, and more positions than the persistent
+    drafter takes.
+    """
+    return rows if rows > 131072 else max(1024, 1 << (rows - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """A finished sequence in a slot: rows of all ``tokens`` but the last, and ``num_pairs`` pairs of the drafter."""
+
+    tokens: tuple[int, ...] = ()
+    num_pairs: int = 0
+
+    def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
+        """Count the first tokens of a prompt that need not be run: the shared ones but the last that has a row."""
+        most = min(len(self.tokens) - 1, len(prompt))
+        common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), most)
+        shared = min(most, common) - 1
+        return max(0, min(shared, self.num_pairs) if is_drafted else shared)
+
+    def cut(self, prompt: Sequence[int], shared: int) -> KeptRows:
+        """Return the rows that stay valid after reusing ``shared`` tokens (`num_shared`)."""
+        return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, shared))
 
 
 class Decoders:
@@ -38,7 +76,7 @@ class Decoders:
         self.model, self.drafter, self.tree = target, drafter, drafter.tree
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
-        self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None, bool], Decoder] = {}
+        self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
         self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, _token_bytes(target.runs))
         """What steps that choose their shape have learned of the head, and of this device."""
         self._pool = GraphPool() if self.has_graphs else None
@@ -88,7 +126,7 @@ class Decoders:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps, or what of them can be captured, are replayed from CUDA graphs."""
+        """Whether steps are replayed from CUDA graphs, where they can be captured."""
         return self.target.device.type == "cuda" and not ranges_wanted()
 
     @property
@@ -104,22 +142,20 @@ class Decoders:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory that capturing the graphs has taken, those of all decoders."""
+        """Device memory of all decoders' graphs."""
         return sum(decoder.graph_bytes for decoder in self._decoders.values())
 
     def forget(self) -> None:
-        """Forget what the slots still hold."""
+        """Reuse no rows of finished sequences."""
         self.kept = [KeptRows()] * len(self.kept)
 
     def get(
-        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, ahead: PartialVerification | None = None,
-        any_shape: bool = False,
-    ) -> Decoder:  # fmt: skip
+        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, ahead: PartialVerification | None = None
+    ) -> Decoder:
         """Return a decoder for that many sequences side by side, `max_slots` at most, of up to ``max_tokens`` each.
 
-        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do; ``any_shape``: whether a step may
-        have any tree up to the drafter's, or none. The model must be held. A cache that has to grow takes all decoders
-        with it: their graphs hold its addresses.
+        ``tree``: the largest of its steps; None decodes plainly. ``ahead``: how steps run ahead, if they do. The model
+        must be held. A cache that has to grow takes all decoders with it: their graphs hold its addresses.
         """
         shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
         # Each number of slots has graphs of its own: few sizes shall occur.
@@ -138,46 +174,69 @@ class Decoders:
             self.target.reserve_positions(capacity + max(shape.new_tokens_width for shape in shapes))
             # Set last: a cache means that setup finished.
             self._cache = cache
-        # Begun with the smallest, as the others are built when a step first has them.
-        tree = CHAIN if any_shape else tree
-        build = partial(self._build, cache.first(num_slots), tree, ahead, cache, any_shape)
-        return recall(self._decoders, (num_slots, tree, ahead, any_shape), MOST_DECODERS, build)
+        build = partial(self._build, cache.first(num_slots), tree, ahead, cache)
+        return recall(self._decoders, (num_slots, tree, ahead), MOST_DECODERS, build)
 
     def _build(
-        self, slots: KVCache, tree: TreeConfig | None, ahead: PartialVerification | None, whole: KVCache,
-        any_shape: bool,
-    ) -> Decoder:  # fmt: skip
+        self, slots: KVCache, tree: TreeConfig | None, ahead: PartialVerification | None, whole: KVCache
+    ) -> Decoder:
         """Build a decoder over ``slots``, the first of the ``whole`` cache."""
         waits = self.eager_reason is not None
         if tree is None:
             return Decoder(self.target, slots, None, waits, self._pool)
         if self._draft_cache is None:
+            # The largest trees' need the most rows.
             self._draft_cache = self.drafter.allocate_cache(whole.num_slots, whole.capacity)
-        first = self._buffered(tree, slots)
-        if ahead is not None:
-            return PartialDecoder(self.target, slots, first, ahead, waits, self._pool)
-        another = partial(self._buffered, slots=slots, beside=first) if any_shape else None
-        return Decoder(self.target, slots, first, waits, self._pool, another=another)
-
-    def _buffered(self, tree: TreeConfig, slots: KVCache, beside: BufferedDrafter | None = None) -> BufferedDrafter:
         drafter = self.drafter.like(self.drafter.weights, tree)
-        return drafter.on_slots(slots.num_slots, slots.capacity, self._draft_cache, beside)
+        buffered = drafter.on_slots(slots.num_slots, whole.capacity, self._draft_cache)
+        if ahead is None:
+            return Decoder(self.target, slots, buffered, waits, self._pool)
+        return PartialDecoder(self.target, slots, buffered, ahead, waits, self._pool)
+
+    def _time_shapes(
+        self, decoder: Decoder, num_slots: int, length: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules
+    ) -> None:
+        """Time a step of each shape over sequences of ``length`` tokens that are made up, for each number of them."""
+        for places in BUCKETS[: BUCKETS.index(bucket_of(num_slots)) + 1]:
+            decoder.fill_(min(places, num_slots), length)
+            for tree in trees:
+                ms = decoder.time_step(min(places, num_slots), rules, tree)
+                self.costs.add(tree, decoder.places_for(min(places, num_slots)), length, ms)
+        decoder.clear_()
 
     @torch.inference_mode()
     def warm_up(
         self, num_sequences: int, max_tokens: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
-        """Compile and capture what calls of up to that many sequences and tokens will use. The model must be held.
+        """Compile and capture for calls of up to that many sequences and tokens. The model must be held.
 
         ``trees``: the shapes that steps may have.
         """
         with current(self.target.device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
-            decoder = self.get(num_slots, max_tokens, trees[0], ahead, len(trees) > 1)
+            decoder = self.get(num_slots, max_tokens, trees[0] if len(trees) == 1 else self.tree, ahead)
             decoder.clear_()
             found = decoder.warm_up(rules, num_slots, trees)
+            if len(trees) > 1 and decoder.has_graphs:
+                self._time_shapes(decoder, num_slots, max_tokens // 2, trees, rules)
         return replace(found, cache_bytes=self.cache_bytes)
+
+
+def match_slots(
+    prompts: Sequence[Sequence[int]], kept: Sequence[KeptRows], free: Sequence[int], is_drafted: bool
+) -> list[tuple[int, int]]:
+    """Give each prompt a free slot, those first that share most with it: (slot, shared tokens) by prompt.
+
+    There must be as many free slots as prompts, or more.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    shared = {(place, slot): kept[slot].num_shared(prompt, is_drafted)
+              for place, prompt in enumerate(prompts) for slot in free}  # fmt: skip
+    for place, slot in sorted(shared, key=lambda pair: (-shared[pair], *pair)):
+        if place not in found and all(slot != taken for taken, _ in found.values()):
+            found[place] = (slot, shared[place, slot])
+    return [found[place] for place in range(len(prompts))]
 
 
 def _token_bytes(target: Target) -> int:

@@ -23,8 +23,8 @@ from ..launches import counted_apart
 from ..ops import current, named_range
 from ..settings import TreeConfig
 from .choice import HostChoice
-from .decoders import Decoders
-from .kept_rows import HeldRow, KeptRows, match_slots
+from .decoder import HeldRow
+from .decoders import Decoders, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
 from .plan import Plan
@@ -67,7 +67,7 @@ class GenerationLoop:
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
-        """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
+        """Generate all answers; returns them in the order of the requests, with the statistics of the call."""
         return self.decoders.run(self._run_held) if self.waiting else collect(self.states, {})
 
     def _run_held(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -76,9 +76,8 @@ class GenerationLoop:
             # More prompts than there are slots wait for a free one.
             self.num_slots = min(len(self.waiting), self.plan.max_slots, decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
-            self.decoder = decoders.get(
-                self.num_slots, longest, self.plan.tree, self.plan.ahead, any_shape=self.chooser is not None
-            )
+            tree = self.plan.tree if self.chooser is None else decoders.tree
+            self.decoder = decoders.get(self.num_slots, longest, tree, self.plan.ahead)
             try:
                 self._run()
             except BaseException:
@@ -247,7 +246,7 @@ class GenerationLoop:
                 self._take(slot, state, rows[slot], record.is_step)
 
     def _take(self, slot: int, state: RunningRequest, row: Sequence[int], is_step: bool) -> None:
-        """Take what a slot's row of a record says: tokens accepted, tokens kept, how it ended, and the tokens."""
+        """Deliver a slot's tokens of a record; ``row``: tokens accepted, tokens kept, how it ended, the tokens."""
         accepted, kept, ended = row[:RECORD_HEAD]
         prompt, num_before = state.request.prompt_ids, len(state.token_ids)
         tokens = row[RECORD_HEAD : RECORD_HEAD + kept]

@@ -4,21 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
 from ..errors import UnsupportedModelError, UsageError
-from ..settings import PartialVerification, TreeConfig
+from ..settings import PartialVerification, SamplingConfig, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
-from .choice import CallRules
 from .decoder import bucket_of
 from .decoders import Decoders
+from .kernels.choice_kernels import COLDEST, ChoiceRules
+from .kernels.choose_tokens import token_bits
 from .shapes import first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
+_BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
+"""Options whose processors the kernels know."""
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """How a call chooses tokens.
+
+    On the device the kernels do all of it. On the host, ``host_reason`` saying why, ``Request.process`` applies the
+    processors, and ``rules`` are without their stages.
+    """
+
+    rules: ChoiceRules
+    numbers: Tensor
+    """float32 [6] on the CPU, as in `ChoiceState`."""
+    suppressed: Tensor | None = None
+    """Bits of suppressed ids, if there are any."""
+    host_reason: str | None = None
+
+    @classmethod
+    def of(
+        cls, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request], vocab_size: int,
+        device: torch.device,
+    ) -> CallRules:  # fmt: skip
+        """Read the rules of a call from joined options; all requests of a call have the same processors."""
+        names = {name for request in requests if request.process is not None for name in request.process.names}
+        # A bad word of one token is a suppressed one, unless it ends the answer, which transformers lets it.
+        words = [list(word) for word in options.get("bad_words_ids", ())] if "bad_words_ids" in names else []
+        if all(len(word) == 1 for word in words):
+            names = {"suppress_tokens" if name == "bad_words_ids" else name for name in names}
+        ends = {token for request in requests for token in request.eos_ids}
+        barred = {*options.get("suppress_tokens", ()), *(word[0] for word in words if word[0] not in ends)}
+        reason = f"the model is on {device}" if device.type != "cuda" else None
+        if reason is None and not names <= _BY_KERNELS:
+            reason = f"{min(names - _BY_KERNELS)} is applied on the host"
+        known = names if reason is None else set()
+        sampled = not sampling.is_greedy
+        rules = ChoiceRules(
+            sampled=sampled,
+            has_top_k=sampled and sampling.top_k > 0,
+            has_top_p=sampled and sampling.top_p < 1,
+            has_min_p=sampled and sampling.min_p > 0,
+            has_penalty="repetition_penalty" in known,
+            has_suppressed="suppress_tokens" in known,
+            has_minimum="min_new_tokens" in known,
+        )
+        numbers = (
+            max(sampling.temperature, COLDEST.value), sampling.top_k, sampling.top_p, sampling.min_p,
+            options.get("repetition_penalty", 1), options.get("min_new_tokens", 0),
+        )  # fmt: skip
+        bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
+        return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
 
 
 @dataclass(frozen=True)
@@ -35,7 +90,7 @@ class Plan:
     time_phases: bool
     """Whether a step is run and timed phase by phase."""
     reuse_prefix: bool
-    """Whether rows that slots hold of earlier calls are reused (`kept_rows`)."""
+    """Whether rows that slots hold of earlier calls are reused (`KeptRows`)."""
     ahead: PartialVerification | None
     """How steps run ahead (`run_ahead`), if they do."""
     full_reason: str
@@ -141,7 +196,7 @@ def _choose_shapes(
 def _run_ahead(
     mode: str, target: TargetModel, requests: Sequence[Request], rules: CallRules, tree: TreeConfig | None, context: int
 ) -> tuple[PartialVerification | None, str]:
-    """Say how the steps of a call run ahead; or None, and why every pass is full."""
+    """Return how the steps of a call run ahead; or None, and why every pass is full."""
     option, reason = PartialVerification(mode), unfit_reason(target.runs)
     if reason is not None:
         raise UnsupportedModelError(f"partial_verification cannot run this target: {reason}. Leave it out.")

@@ -1,4 +1,4 @@
-"""Partial verification: steps run ahead over a part of the cache, and passes over all of it confirm what they accept.
+"""Partial verification: steps run ahead over a part of the cache, and passes over all of it confirm their tokens.
 
 A step's draft is a few steps of another decoder, whose target attends to the blocks that matter most
 (`target.short_cache`), as in SpecPV (arXiv 2512.02337)::
@@ -25,9 +25,7 @@ from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
 from .choice import HostChoice
-from .decoder import Decoder, TreeShape
-from .graphs import GraphPool
-from .kept_rows import HeldRow
+from .decoder import Decoder, GraphPool, HeldRow, TreeShape
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
 from .waiting import take_pairs
@@ -117,7 +115,7 @@ class PartialDecoder(Decoder):
         tokens[:, 1:] = self._chain[:, :-1]
 
     def _extend_chain(self) -> None:
-        """Put what the last partial pass accepted behind the chain."""
+        """Append the tokens of the last partial pass to the chain."""
         own, most = self.ahead.state, self.shape.nodes - 1
         # A token that is none is left to the full pass, which chooses from the same logits.
         accepted = own.record[:-1, 0] - (own.record[:-1, 2] == ENDED_BY_FAULT).int()
@@ -142,14 +140,14 @@ class PartialDecoder(Decoder):
         self._count.clamp_(max=most)
 
     def take_as_is(self, choices: Tensor) -> None:
-        """Let the full pass choose what is ahead: int32 [places, nodes]."""
+        """Overwrite choices int32 [places, nodes] with the chain."""
         slots = self.state.active_slots[: len(choices)].clamp(min=0).long()
         step = torch.arange(choices.shape[1] - 1, device=choices.device)
         given = step < self._count[slots][:, None]
         choices[:, :-1] = torch.where(given, self._chain[slots, :-1], choices[:, :-1])
 
     def remember(self, state: SlotState, rules: ChoiceRules) -> None:
-        """See `Decoder.remember`; keeps the queries of what was accepted, and counts what was not confirmed."""
+        """See `Decoder.remember`; also keep the accepted queries, and count tokens that were not confirmed."""
         super().remember(state, rules)
         accepted = state.record[:-1, 0]
         if state is self.entering:

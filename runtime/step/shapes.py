@@ -145,7 +145,8 @@ class ShapeChooser:
     def __init__(self, acceptance: Acceptance, costs: Costs, shapes: Sequence[Shape]) -> None:
         self._learned, self._costs, self._shapes = acceptance, costs, tuple(shapes)
         self._levels: list[_Rate] = []
-        self._shape, self._since, self._credit_ms = self._shapes[0], 0, 0.0
+        # Where times are known, the first step chooses, too.
+        self._shape, self._since, self._credit_ms = self._shapes[0], _EVERY, 0.0
         self.steps: Counter[Shape] = Counter()
         """Steps that each shape had, counted by whoever runs them."""
         self.num_drafts = self.num_accepted = 0
@@ -154,7 +155,7 @@ class ShapeChooser:
     def next(self, places: int, context: float) -> Shape:
         """Choose the next step's shape, for ``places`` sequences of ``context`` tokens in the mean."""
         self._since += 1
-        if self._since > _EVERY:
+        if self._since > _EVERY and not self.is_unmeasured(self._shape, places):
             self._since = 1
             rates = {each: self.rate(each, places, context) for each in self._shapes}
             best = max(rates, key=rates.__getitem__)

@@ -1,4 +1,4 @@
-"""The target's keys and values, what its forward works in, and what the decoding step needs of a target.
+"""KV cache and forward buffers of a target, and what a decoding step needs of one.
 
 A sequence's committed rows are 0 .. length - 1 of its slot; a tree's rows are written after them, in node order, and
 `step.kernels.acceptance.commit_kv` moves the accepted ones down::
@@ -153,7 +153,7 @@ class KVCache:
 
     @classmethod
     def over(cls, keys: Tensor, values: Tensor) -> KVCache:
-        """A cache in tensors that are there: keys and values [layers, slots, kv_heads, capacity, head_dim]."""
+        """Wrap existing tensors: keys and values [layers, slots, kv_heads, capacity, head_dim]."""
         return cls([(keys, values)], [(0, layer) for layer in range(len(keys))])
 
     def first(self, num_slots: int) -> KVCache:
@@ -172,7 +172,7 @@ class KVCache:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of keys and values."""
+        """Bytes of keys and values."""
         return sum(tensor.numel() * tensor.element_size() for stack in self.stacks for tensor in stack)
 
 
@@ -220,7 +220,7 @@ class ForwardBuffers:
         return bufs
 
     def keep_queries(self, layer: int, queries: Tensor, last_row: Tensor | None) -> None:
-        """Leave a layer's queries [rows, heads * head_dim] where they are asked for; ``last_row`` as in `forward`."""
+        """Record a layer's queries [rows, heads * head_dim] if ``queries`` is set; ``last_row`` as in `forward`."""
         if self.queries is None:
             return
         if last_row is not None:

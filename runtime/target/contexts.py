@@ -19,7 +19,6 @@ class ShapeProbe:
     """Notes the shapes of a model's layers over one token; in the place of a `CacheContext`."""
 
     def __init__(self) -> None:
-        self.calls = 0
         self.shapes: dict[int, LayerShape] = {}
         self.attended: set[int] = set()
         """Layers whose keys were attended to."""
@@ -36,7 +35,6 @@ class ShapeProbe:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> Tensor:
         """Give zeros, as wide as the values."""
-        self.calls += 1
         if self._last < 0:
             raise UnsupportedModelError("A layer attends to keys that it did not hand to the KV cache.")
         layer, _ = self._stored.get(key.data_ptr(), (self._last, key))
@@ -55,8 +53,7 @@ class CacheContext:
 
     def __init__(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
         self.rows, self.cache, self.bufs, self.last_row = rows, cache, bufs, last_row
-        self.calls = 0
-        """How many layers have attended."""
+        self._layers_attended = 0
         self._layer_of: dict[int, tuple[int, Tensor]] = {}
         self._masks: dict[int | None, Tensor] = {}
         self._slots = rows.attention.slots.clamp(min=0).long()
@@ -85,10 +82,11 @@ class CacheContext:
         ``key`` and ``value`` are what `store` returned, to this layer or, where layers share them, another; or what a
         layer made of it, where it keeps keys and values in a compressed form.
         """
-        self.calls += 1
         scratch = self.bufs.scratch
         if self.bufs.queries is not None:
-            self.bufs.keep_queries(self.calls - 1, query.transpose(1, 2).flatten(2).flatten(0, 1), self.last_row)
+            queries = query.transpose(1, 2).flatten(2).flatten(0, 1)
+            self.bufs.keep_queries(self._layers_attended, queries, self.last_row)
+        self._layers_attended += 1
         if scratch is None:
             # Under autocast a layer computes in another type than the cache's.
             key, value = key.to(query.dtype), value.to(query.dtype)

@@ -52,13 +52,13 @@ def dtype_on_cpu(config: Any) -> torch.dtype | str:
 
 @cache
 def cpu_instructions() -> frozenset[str]:
-    """Sets of instructions that this CPU has, by Linux' names; empty where it does not tell."""
+    """Read the names of this CPU's instruction sets from Linux; empty where it lists none."""
     text = _read(Path("/proc/cpuinfo"))
     return frozenset(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)).split())
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can still be taken: the machine's, or what is left of the limit of its control group."""
+    """Return the free memory in bytes: the machine's, or less under the limit of its control group."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)
     free = int(found[1]) * 1024 if found else 0
     limit, used = _read(group / "memory.max").strip(), re.search(r"^anon (\d+)", _read(group / "memory.stat"), re.M)

@@ -62,8 +62,8 @@ class FusedTarget(Target):
     """The fused forward of a loaded model; see the module. Raises nothing: ask `known.unfit_reason` first.
 
     ``tap_layers`` as in `TargetModel`: the features are the hidden states entering these layers, or None for the last
-    hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere. ``rotary``: what has
-    ``inv_freq`` and ``attention_scaling``, where that is not the decoder's ``rotary_emb``.
+    hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere. ``rotary``: has
+    ``inv_freq`` and ``attention_scaling``; None takes the decoder's ``rotary_emb``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FusedTarget(Target):
         return bufs
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Have rotary tables for positions below ``num_positions``."""
+        """Extend the rotary tables to ``num_positions`` positions."""
         if self.cos.shape[0] < num_positions:
             # Graphs of other caches may still read the old ones.
             self._old_tables.append((self.cos, self.sin))
@@ -163,7 +163,7 @@ class FusedTarget(Target):
         ops(head_product)(normed, self.final_norm, self.lm_head, bufs.logits)
 
     def _tap(self, bufs: ForwardBuffers, layer: int) -> Tensor | None:
-        """The column block of the features that holds what enters ``layer``."""
+        """Return the column block of the features for the input of ``layer``; None if it is not tapped."""
         if self.tap_layers is None or layer not in self.tap_layers:
             return None
         place = self.tap_layers.index(layer)
@@ -200,7 +200,7 @@ def _window_of(attention: Any) -> int | None:
 
 
 def _pack(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """Join parameters along their first axis in one storage of which they become views; done already, it is found."""
+    """Concatenate parameters along their first axis in one storage of which they become views, unless they are."""
     parts = [getattr(module, name).data for module in modules]
     first = parts[0]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]

@@ -1,4 +1,4 @@
-"""Which models the fused forward may compute: those that are in every part what their configuration makes of them.
+"""Whether the fused forward may run a model: only if every part of it is what its configuration says.
 
 The test is positive. Every module on the path of a forward must be of exactly the known class and have exactly the
 known children; every parameter must be plain, of one type, and of the shape that the configuration gives; attributes
@@ -72,7 +72,7 @@ def choose_forward(
 
 @dataclass(frozen=True)
 class Part:
-    """A module as it must be: its class, its children by name, shapes of its tensors, and values of its attributes.
+    """Expected class, children, tensor shapes and attributes of a module.
 
     A bias may be absent. Attributes that an object lacks are not asked for: versions differ.
     """
@@ -109,7 +109,7 @@ def unfit_reason(model: nn.Module) -> str | None:
 
 
 def is_of_a_known_family(model: nn.Module) -> bool:
-    """Whether a model, or what it was made from, is of a class that could be fused."""
+    """Whether a model, a base class of it or what it wraps is of a family that can be fused."""
     kinds = (kind for module in (model, *model.children()) for kind in type(module).__mro__)
     return any(_family_of(kind) is not None for kind in kinds)
 
@@ -119,7 +119,7 @@ def _family_of(kind: type) -> str | None:
 
 
 def unfit_modules(model: nn.Module) -> str | None:
-    """Return what makes modules compute something else than their classes say, whatever these are; None for nothing."""
+    """Return why modules may compute something other than their classes do (a hook, a patch); None if none."""
     if module_file._global_forward_hooks or module_file._global_forward_pre_hooks:
         return "a global module hook is registered"
     if any(getattr(F, name) is not function for name, function in _FUNCTIONALS.items()):
@@ -141,7 +141,7 @@ def unfit_modules(model: nn.Module) -> str | None:
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:
-    """Whether an attribute of a module stands in front of a method of its class, and is another."""
+    """Whether an attribute of a module shadows a method of its class with another function."""
     method, found = getattr(type(module), name, None), vars(module)[name]
     # transformers 4 leaves a method itself on modules whose outputs it has recorded.
     is_same = isinstance(found, MethodType) and found.__self__ is module and found.__func__ is method
@@ -149,7 +149,7 @@ def _is_hidden(module: nn.Module, name: str) -> bool:
 
 
 def is_own(kind: type, name: str) -> bool:
-    """Whether a method is of its class's own file, and wrapped by decorators of torch and transformers alone."""
+    """Whether a method is defined in its class's file and decorated by torch and transformers alone."""
     function: Any = getattr(kind, name)
     owner = next(each for each in kind.__mro__ if name in vars(each))
     while hasattr(function, "__wrapped__"):
@@ -160,7 +160,7 @@ def is_own(kind: type, name: str) -> bool:
 
 
 def mismatch(path: str, module: nn.Module, part: Part) -> str | None:
-    """Return the first difference between a module, with all that is in it, and what it must be; None without one."""
+    """Return the first difference between a module, with its children, and what is expected; None if they agree."""
     where, kind = path or type(module).__name__, type(module)
     kinds = part.kind if isinstance(part.kind, tuple) else (part.kind,)
     if kind not in kinds:
@@ -190,7 +190,7 @@ def _linear(rows: int, columns: int) -> Part:
 
 
 def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Part:
-    """Modules of a model, by its configuration."""
+    """Build the expected modules of a model from its configuration."""
     from transformers.activations import ACT2FN
 
     hidden, middle, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -248,7 +248,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _layer_types(config: Any) -> Sequence[str]:
-    """Type of each layer, "full_attention" or "sliding_attention"; Mistral's have one window, and Llama's none."""
+    """Return each layer's type, "full_attention" or "sliding_attention"; Mistral's have one window, Llama's none."""
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
@@ -271,7 +271,7 @@ def unfit_head_dim(head_dim: int) -> str | None:
 
 
 def _unfit_rotary(model: Any, config: Any) -> str | None:
-    """Why a model's rotary embedding is not that of its configuration."""
+    """Return why a model's rotary embedding is not that of its configuration; None if it is."""
     rotary = model.model.rotary_emb
     kind = str(getattr(rotary, "rope_type", "default"))
     if kind not in _ROPE_TYPES:
@@ -288,7 +288,7 @@ def _unfit_rotary(model: Any, config: Any) -> str | None:
 
 
 def _unfit_tensors(model: nn.Module) -> str | None:
-    """Why parameters cannot be read as plain matrices of one type on one device."""
+    """Return why parameters are not plain matrices of one type on one device; None if they are."""
     for path, tensor in chain(model.named_parameters(), model.named_buffers()):
         if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer) or type(tensor.data) is not Tensor:
             return f"{path} is a {type(tensor).__qualname__} of {type(tensor).__module__}"
@@ -302,7 +302,7 @@ def _unfit_tensors(model: nn.Module) -> str | None:
 
 
 def _only_records(hook: Any) -> bool:
-    """Whether a hook is the one by which transformers collects hidden states, where these are asked for."""
+    """Whether a hook is transformers' own recorder of hidden states."""
     return isinstance(hook, FunctionType) and hook.__globals__.get("__name__") == _RECORDER
 
 

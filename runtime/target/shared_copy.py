@@ -41,13 +41,13 @@ class SharedCopy:
         self.taps: dict[int, Tensor] = {}
         """Tensors that hooks on the copies recorded, by place."""
         self.model = self._copy(model)
-        """In the model's place."""
+        """The copy of the model itself."""
         for original, copied in self._copies.values():
             # Methods that were put on a module itself (accelerate does so) are to act on its copy.
             vars(copied).update({name: _bound(value, original, copied) for name, value in vars(copied).items()})
 
     def of(self, module: nn.Module) -> nn.Module:
-        """Return what stands in a module's place: its copy, or the module itself."""
+        """Return a module's copy, or the module itself where it is shared."""
         found = self._copies.get(id(_plain(module)))
         return module if found is None else found[1]
 
@@ -74,7 +74,7 @@ class SharedCopy:
         return self._shares[id(module)]
 
     def _replaced(self, value: Any) -> Any:
-        """The copy of a configuration, with those inside it; anything else as it is."""
+        """Copy a configuration and those inside it; return anything else as it is."""
         if not is_config(value):
             return value
         if id(value) not in self._configs:
@@ -89,7 +89,7 @@ class SharedCopy:
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` has wrapped."""
+    """Unwrap a module from `torch.compile`."""
     while "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
         inner = module._modules["_orig_mod"]
         assert inner is not None
@@ -98,7 +98,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def _bound(value: Any, original: nn.Module, copied: nn.Module) -> Any:
-    """A method of ``original`` as one of ``copied``, also inside a partial; anything else as it is."""
+    """Rebind a method of ``original`` to ``copied``, also inside a partial; return anything else as it is."""
     inner = getattr(value, "_torchdynamo_orig_callable", None)
     if callable(value) and inner is not None:
         return _bound(inner, original, copied)

@@ -30,7 +30,7 @@ ROWS = 4
 
 
 def unfit_reason(target: Target) -> str | None:
-    """Why a part of a target's cache cannot be attended to, as the end of a sentence; None if it can."""
+    """Return why partial passes cannot run a target, as the end of a sentence; None if they can."""
     shapes = set(target.layer_shapes)
     if len(shapes) > 1 or not all(shape.is_direct for shape in shapes):
         return "its layers' keys and values are of different shapes, or cached in a compressed form"
@@ -40,7 +40,7 @@ def unfit_reason(target: Target) -> str | None:
 
 
 def rows_seen(num_blocks: int) -> int:
-    """Rows of a prefix that a partial pass sees at most, ``num_blocks`` of them chosen."""
+    """Most prefix rows that a partial pass sees, with ``num_blocks`` chosen blocks."""
     return (num_blocks + RECENT + 1) * BLOCK
 
 
@@ -58,7 +58,7 @@ class ShortCache:
         self.num_blocks = min(num_blocks, total)
         self.cache = KVCache.allocate(target, slots, rows_seen(self.num_blocks) + num_new)
         self.offsets = torch.zeros(slots, dtype=torch.int32, device=target.device)
-        """int32 [slots]: positions of the first new row, and of all that follow, less its row here."""
+        """int32 [slots]: position minus row of the new rows."""
         self.lengths = torch.zeros_like(self.offsets)
         """int32 [slots]: rows taken."""
         heads = target.layer_shapes[0].heads
@@ -71,7 +71,7 @@ class ShortCache:
 
     @staticmethod
     def _spanned(rows: int) -> int:
-        """Blocks that a run of rows can touch."""
+        """Most blocks that a run of rows can touch."""
         return (rows + BLOCK - 2) // BLOCK + 1
 
     def keep_queries(self, queries: Tensor, had_pass: Tensor) -> None:
@@ -82,7 +82,7 @@ class ShortCache:
         self.queries.copy_(torch.where(had_pass[:, None, None, None], taken, self.queries))
 
     def bound(self, slots: Tensor, first: Tensor, num_rows: int) -> None:
-        """Bound the blocks of rows ``first`` [places] to ``first + num_rows - 1`` of ``slots`` [places]."""
+        """Update bounds of the blocks of rows ``first`` [places] to ``first + num_rows - 1`` of ``slots`` [places]."""
         blocks = first.long()[:, None] // BLOCK + torch.arange(self._spanned(num_rows), device=first.device)
         rows = (blocks[..., None] * BLOCK + torch.arange(BLOCK, device=first.device)).flatten(1)
         slots = slots.long()[:, None]
@@ -93,12 +93,12 @@ class ShortCache:
         self._most[:, slots, :, blocks] = keys.amax(2)
 
     def bound_slot(self, slot: Tensor) -> None:
-        """Bound all blocks of a slot, int32 [1]: a new sequence is in it, some of whose rows may have been there."""
+        """Update the bounds of all blocks of a slot, int32 [1], in which a new sequence begins."""
         for first in range(0, self.keys.shape[3], _SLICE):
             self.bound(slot, torch.full_like(slot, first), _SLICE)
 
     def take(self, lengths: Tensor) -> None:
-        """Lay out the part for slots of ``lengths`` int32 [slots] committed rows."""
+        """Gather the part for slots with ``lengths`` int32 [slots] committed rows."""
         slots, device = torch.arange(len(lengths), device=lengths.device), lengths.device
         self.bound(slots, (lengths - self.num_changed).clamp(min=0), self.num_changed)
         recent = (lengths.long() // BLOCK - RECENT).clamp(min=0)

@@ -1,9 +1,9 @@
-"""Noticing that a model is no longer what it was: looked at before every call, so as cheaply as can be.
+"""Detection of changes of a model, checked before every call, so as cheaply as can be.
 
 Compared are the classes and attributes of all modules, their hooks and children, the configurations, the functions of
 the classes, and of every tensor its object, storage, address, type, layout and version counter. A counter misses what
 is written through ``.data`` or by a fused optimiser: rows that are taken over are compared by value for that
-(`step.kept_rows`).
+(`step.decoder.HeldRow`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNREAD = {
 
 
 class Watch:
-    """State of a model when it was built, to compare with later; ``unread``: attributes that do not matter."""
+    """Snapshot of a model to compare with later; ``unread``: attributes to ignore."""
 
     def __init__(self, model: nn.Module, unread: Iterable[str] = ()) -> None:
         self._modules = list(model.modules())
@@ -66,7 +66,7 @@ class Watch:
         self._mode = autocast_of(self._place)
 
     def has_changed(self) -> bool:
-        """Whether anything that a forward depends on is other than it was; waits for no device."""
+        """Whether anything that a forward depends on has changed; waits for no device."""
         try:
             tensors = self._read_tensors()
             return (
@@ -85,7 +85,7 @@ class Watch:
             return True
 
     def _read_names(self) -> list[tuple[str, ...]]:
-        """Attributes of each module that matter."""
+        """Names of the attributes that are compared, by module."""
         unread = self._unread
         return [
             tuple(name for name, value in each.items() if name not in unread and not isinstance(value, Tensor))
@@ -96,7 +96,7 @@ class Watch:
         return [each for each in chain.from_iterable(map(dict.values, self._holders)) if each is not None]
 
     def _read_functions(self) -> list[Any]:
-        """Functions that a forward goes through: of the classes, of their files, and hooks of all modules."""
+        """List the functions that a forward calls: methods, functions of their files, global hooks, attention."""
         functions = [getattr(kind, call) for kind, call in self._kinds]
         files = [each for file in self._files for each in file.values() if type(each) is FunctionType]
         hooks = (*module_file._global_forward_hooks.values(), *module_file._global_forward_pre_hooks.values())
@@ -127,7 +127,7 @@ def configs_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of what may be changed in place, which is equal to it as long as that is not done."""
+    """Copy containers, so that a change in place is noticed."""
     if isinstance(value, dict):
         return {key: _frozen(each) for key, each in value.items()}
     if type(value) in (list, tuple, set):

@@ -34,12 +34,12 @@ from .watch import Watch, autocast_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _WRAPPED = ("_orig_mod", "base_model", "model")
-"""Names that wrappers of a model give to it."""
+"""Attributes in which wrappers hold a model."""
 _RECURRENT_MARKS = (
     "ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "rescale_every", "lru_width",
 )  # fmt: skip
 _LOCKS: WeakKeyDictionary[nn.Module, tuple[threading.RLock, threading.Lock]] = WeakKeyDictionary()
-"""Of each target, shared by all who wrap it: a lock that other threads wait for, and one that a call holds."""
+"""Two locks a target, shared by all who wrap it: one that other threads wait for, one that marks a running call."""
 _LOCKS_LOCK = threading.Lock()
 
 
@@ -73,7 +73,7 @@ class TargetModel(Target):
         self.users: WeakSet[Any] = WeakSet()
         """Holders of caches and graphs of this model, each with a method ``drop``."""
         self.version = -1
-        """Counts the changes of the model that were found: caches and graphs belong to one version."""
+        """Incremented when the model is found changed; caches and graphs belong to one version."""
         self._sizes: dict[str, object] = {}
         self._watch: Watch | None = None
         self._fused: FusedTarget | None = None
@@ -81,7 +81,7 @@ class TargetModel(Target):
         self.look()
 
     def look(self) -> None:
-        """Take the model as it is now; no more than a comparison where nothing has changed.
+        """Read the model anew if it has changed since the last look.
 
         To be called with the lock held. Raises `UnsupportedModelError` where a changed model cannot be run as asked,
         and `UsageError` where it is of another type, on another device, or of other sizes.
@@ -117,7 +117,7 @@ class TargetModel(Target):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the target for one call, as it is now; outside its own forward without the caller's autocast."""
+        """Hold the target for one call and look at it; the caller's autocast counts in the target's forward alone."""
         with self.hold():
             self.look()
             with torch.autocast(self.device.type, enabled=False):
@@ -178,7 +178,7 @@ class TargetModel(Target):
 
     @property
     def runs(self) -> Target:
-        """Whose forward generation uses: the fused one, or this."""
+        """The target that runs forwards: the fused one, or this."""
         return self._fused or self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,7 +214,7 @@ class TargetModel(Target):
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """Shapes of the layers that have keys and values of their own, as a forward over one token shows them.
+        """Shapes of the layers with keys and values of their own, found by a forward over one token.
 
         Raises `UnsupportedModelError` for a model that does not attend through our function, leaves out a tapped layer,
         or hands on hidden states of another form.
@@ -222,16 +222,18 @@ class TargetModel(Target):
         probe = ShapeProbe()
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self._run(token, token, probe, None)
-        for layer in sorted(set(probe.shapes) - probe.attended):
+        skipped = sorted(set(probe.shapes) - probe.attended)
+        if skipped or not probe.attended:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} did not call the registered attention function "
-                f"{attention.ATTENTION_NAME!r} in layer {layer}: a forward of its own attends otherwise."
+                f"{attention.ATTENTION_NAME!r} in layer {skipped[0] if skipped else 0}: a forward of its own attends "
+                "otherwise."
             )
         return tuple(shape for _, shape in sorted(probe.shapes.items()))
 
     @cached_property
     def eager_reason(self) -> str | None:
-        """Why the forward that generation uses cannot be held by a CUDA graph, found by a trial; None where it can."""
+        """Why the forward cannot be captured in a CUDA graph, found by a trial; None if it can."""
         if self.device.type != "cuda":
             return f"the model is on {self.device}"
         if self._fused is not None:
@@ -255,7 +257,7 @@ class TargetModel(Target):
 
     @property
     def exactness(self) -> str | None:
-        """Why a row's bits depend on that row alone; None where they do not, or where nothing shows it."""
+        """Why rows are exact (a row's bits depend on that row alone); None where they may not be."""
         is_exact = self._fused is not None and self._fused.ops.use_kernels
         return f"rows are exact (sums {SUMS_VERSION})" if is_exact else None
 
@@ -298,11 +300,6 @@ class TargetModel(Target):
                 logits_to_keep=0 if last_row is None else last_row,
                 **{attention.CONTEXT_ARGUMENT: context},
             )  # fmt: skip
-        if context.calls == 0:
-            raise UnsupportedModelError(
-                f"{name} did not call the registered attention function {attention.ATTENTION_NAME!r}: its layers "
-                "ignore the attention implementation of the configuration."
-            )
         for place, layer in enumerate(self.tap_layers or ()):
             if place not in taps:
                 raise UnsupportedModelError(
@@ -320,7 +317,7 @@ class TargetModel(Target):
         return output.logits.to(self.dtype), features.to(self.dtype)
 
     def _record_features(self, copy: SharedCopy) -> None:
-        """Have a copy leave the features of each forward in its ``taps``, by their place among ours."""
+        """Register hooks that record each forward's features in the copy's ``taps``, by index into ``tap_layers``."""
 
         def keep(place: int, read: Callable[[Any, Any], Tensor]) -> Callable[..., None]:
             def hook(_module: nn.Module, args: tuple[Any, ...], given: Any) -> None:
@@ -346,7 +343,7 @@ def _output_states(_args: tuple[Any, ...], output: Any) -> Any:
 
 
 class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no types
-    """Hands a forward's keys and values to its context, in the form transformers' layers call."""
+    """Cache in transformers' form that hands keys and values to a forward's context."""
 
     def __init__(self, context: CacheContext | ShapeProbe) -> None:
         super().__init__(layers=[])
@@ -359,7 +356,7 @@ class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no typ
         return self._context.store(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are given with every forward, so nothing needs to know."""
+        """Return 0: positions are given with every forward."""
         return 0
 
 
@@ -424,21 +421,21 @@ def _problems(model: Any) -> Iterator[str]:
 
 
 def _attentions(model: nn.Module) -> set[str]:
-    """Names of the attention functions that a model's modules ask for."""
+    """Collect the names of the attention functions that a model's configurations ask for."""
     configs = (getattr(module, "config", None) for module in model.modules())
     names = (getattr(config, "_attn_implementation", None) for config in configs)
     return {name for name in names if isinstance(name, str)}
 
 
 def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a configuration: one dictionary, or one for each type of layer."""
+    """List the rotary settings of a configuration, which may hold them by type of layer."""
     settings = [getattr(text_config, name, None) for name in ("rope_parameters", "rope_scaling")]
     found = [rope for rope in settings if isinstance(rope, dict)]
     return found + [rope for outer in found for rope in outer.values() if isinstance(rope, dict)]
 
 
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the list of decoder layers: the one ModuleList whose length is the configuration's number of layers."""
+    """Return the decoder layers: the ModuleList whose length is the configuration's number of layers."""
     count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
     # The decoder first: a vision tower may have as many layers.
     parts: Any = (model.get_decoder(), model.base_model)  # type: ignore[operator]
@@ -452,7 +449,7 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def _inner_model(model: Any) -> Any:
-    """The transformers model inside what `torch.compile` and peft put around it."""
+    """Unwrap a transformers model from `torch.compile` and peft."""
     while not hasattr(type(model), "base_model_prefix"):
         inner = next((child for name, child in model.named_children() if name in _WRAPPED), None)
         if inner is None:

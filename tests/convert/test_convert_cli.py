@@ -35,7 +35,7 @@ def test_convert_then_verify(run, head, token_map, tmp_path):
     assert "wrote head-v8" in out
     assert "384 → 8" in out
     assert "writing head-v8" in err
-    assert Artifact.load(tmp_path / "head-v8").rank_order_ids.tolist() == [2, 0, 1, 300, 17, 44, 4, 359]
+    assert Artifact.load(tmp_path / "head-v8").manifest.rank_order_ids.tolist() == [2, 0, 1, 300, 17, 44, 4, 359]
     code, out, _ = run(verify_command, "head-v8", "--head", head)
     assert code == 0
     assert "ok       d2t" in out

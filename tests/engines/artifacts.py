@@ -54,8 +54,7 @@ class OracleFiles:
             "trained_embedding": lambda folder: oracle.build_eagle3_head(folder, has_trained_embedding=True),
             "head_norms": lambda folder: oracle.build_eagle3_head(folder, trained, LAYERS_0, has_head_norms=True),
             "dflash": oracle.build_dflash,
-            "dflash_speculators": lambda folder: oracle.build_dflash(folder, "speculators"),
-            "dflash_mapped": lambda folder: oracle.build_dflash(folder, "speculators", 640),
+            "dflash_mapped": lambda folder: oracle.build_dflash(folder, 640),
             "eagle1": oracle.build_eagle1_head,
             "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
         }

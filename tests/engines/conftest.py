@@ -27,19 +27,3 @@ def oracle_files(tmp_path_factory: pytest.TempPathFactory) -> OracleFiles:
 
 def pytest_sessionfinish() -> None:
     end_workers()
-
-
-_FIGURES: dict[str, str] = {}
-
-
-@pytest.fixture(scope="session")
-def figures() -> dict[str, str]:
-    """What a test measured and does not judge; printed when all tests are done."""
-    return _FIGURES
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _FIGURES:
-        terminalreporter.section("figures")
-    for name, value in _FIGURES.items():
-        terminalreporter.line(f"{name}: {value}")

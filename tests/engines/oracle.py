@@ -135,11 +135,7 @@ def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         tensors[f"{name}input_layernorm.weight"] = norm
         tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
     folder.mkdir(parents=True)
-    save_file(
-        {k: v.to(dtype).contiguous() for k, v in tensors.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    _write_tensors(folder / "model.safetensors", {name: tensor.to(dtype) for name, tensor in tensors.items()})
     config = _common_config(dtype) | {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": LAYERS,
@@ -328,12 +324,12 @@ def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16, is_bias
     return folder
 
 
-def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -> Path:
+def build_dflash(folder: Path, mapped: int | None = None) -> Path:
     """Write a DFlash draft that proposes the successor of the last token, so that one drafted token is always right.
 
-    The hidden states of the target are not used (`fc` is zero), and attention is uniform (`q_norm` is zero): what a
-    masked slot finds besides itself is the last token, whose code is amplified. ``mapped``: ids of an LM head of its
-    own; else the target's is borrowed. float32, for a projection that takes the mask's own code away.
+    The hidden states of the target are not used (`fc` is zero), and attention is uniform (`q_norm` is zero): a masked
+    slot finds, besides itself, the last token, whose code is amplified. float32, for a projection that takes the mask's
+    own code away. ``mapped``: ids of an LM head of its own, in speculators' form; else in z-lab's, with the target's.
     """
     mask = ranked_ids()[-1]
     code, zeros, eye = codes()[mask], torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)
@@ -356,10 +352,8 @@ def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -
         ids = torch.tensor(ranked_ids()[:mapped]).sort().values
         tensors |= {"lm_head.weight": predecessor_codes()[ids], "d2t": ids - torch.arange(mapped)}
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
-    if mapped is not None or form == "speculators":
-        outer["draft_vocab_size"] = mapped or VOCAB
-    if form == "speculators":
-        outer |= {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "mask_token_id": mask}
+        outer |= {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash"}
+        outer |= {"draft_vocab_size": mapped, "mask_token_id": mask}
         verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
         how: dict[str, object] = {"default_proposal_method": "greedy"}
         how["proposal_methods"] = [{"proposal_type": "greedy", "speculative_tokens": 1}]
@@ -374,33 +368,20 @@ def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -
     return folder
 
 
-def write_token_map(path: Path, ids: Sequence[int] | None = None) -> Path:
-    """Write ``ids`` (all, by rank, if none) as FR-Spec and SGLang store them: ``torch.save`` of a list of ints."""
-    torch.save(list(ranked_ids() if ids is None else ids), path)
+def write_token_map(path: Path) -> Path:
+    """Write all ids by rank as FR-Spec and SGLang store them: ``torch.save`` of a list of ints."""
+    torch.save(ranked_ids(), path)
     return path
 
 
 def _common_config(dtype: torch.dtype) -> dict[str, object]:
     return {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "head_dim": HIDDEN // HEADS,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": EOS,
-    }
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": HIDDEN,
+        "num_attention_heads": HEADS, "head_dim": HIDDEN // HEADS, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
+        "mlp_bias": False, "tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS,
+    }  # fmt: skip
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -419,10 +400,8 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
-    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    _write_json(folder / "tokenizer_config.json", config)
 
 
 def _write_json(path: Path, value: object) -> None:

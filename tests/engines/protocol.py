@@ -28,20 +28,22 @@ def serve(run: Callable[[Json], Json]) -> None:
 
 
 _opened = contextlib.ExitStack()
-_workers: dict[str, tuple[subprocess.Popen[str], IO[str]]] = {}
+_workers: dict[tuple[object, ...], tuple[subprocess.Popen[str], IO[str]]] = {}
 
 
 def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float = 3600) -> list[Json]:
     """Test side: let ``tests/engines/<worker>`` do ``jobs``; returns its results in order.
 
-    Its process stays for whoever asks next, until `end_workers`: to import an engine takes longer than most jobs.
+    Its process stays for whoever asks next with the same arguments, until `end_workers`: to import an engine takes
+    longer than most jobs.
     """
-    if worker not in _workers:
+    key = (worker, *arguments)
+    if key not in _workers:
         errors = _opened.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (`end_workers` closes it)
         line = [sys.executable, str(Path(__file__).with_name(worker)), *map(str, arguments)]
         process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
-        _workers[worker] = _opened.enter_context(process), errors
-    process, errors = _workers[worker]
+        _workers[key] = _opened.enter_context(process), errors
+    process, errors = _workers[key]
     assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(timeout_s, process.kill)
@@ -52,7 +54,7 @@ def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float 
             print(json.dumps(job), file=process.stdin, flush=True)
             answers.append(next(json.loads(line[7:]) for line in process.stdout if line.startswith("RESULT ")))
     except (BrokenPipeError, StopIteration):
-        del _workers[worker]
+        del _workers[key]
         code = process.wait()
         errors.seek(0)
         raise RuntimeError(
@@ -75,45 +77,3 @@ def end_workers() -> None:
             process.kill()
     _workers.clear()
     _opened.close()
-
-
-def ask_together(
-    worker: str, jobs: Sequence[Json], arguments: Sequence[Sequence[object]], timeout_s: float = 3600
-) -> list[list[Json]]:
-    """Like `ask` with new processes, one per item of ``arguments``, all at once: the ranks of a tensor-parallel group.
-
-    They end with their last job.
-    """
-    script = Path(__file__).with_name(worker)
-    stdin = "".join(json.dumps(job) + "\n" for job in jobs)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *map(str, arguments_of_one)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for arguments_of_one in arguments
-    ]
-    try:
-        # Every process needs its input before any of them can finish: ranks wait for each other.
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(stdin)
-            process.stdin.flush()
-        outputs = [process.communicate(timeout=timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    results = []
-    for process, (out, err) in zip(processes, outputs, strict=True):
-        answers = [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
-        if process.returncode or len(answers) != len(jobs):
-            raise RuntimeError(
-                f"{worker} ended with {process.returncode} after {len(answers)} of {len(jobs)} jobs:\n{err[-4000:]}"
-            )
-        results.append(answers)
-    return results

@@ -4,12 +4,11 @@ Executed for real: the model registry, the model class, its ``load_weights`` fed
 ``EagleDraftWorker.init_token_map`` and ``init_lm_head``, ``load_token_map``. Not executed: any GPU kernel.
 
 A job: ``{"head": folder, "algorithm": "EAGLE3" or "EAGLE", "token_map": path or null, "target": folder}`` or
-``{"token_map": path}``. Arguments: rank, number of ranks and a free port; with two ranks the tensor-parallel groups are
-real (gloo) and every rank loads its own shard. Result: ``class``, ``unloaded`` (parameters that kept any NaN they were
-filled with before loading), ``hot_token_ids``, ``lm_head_rows``, and whether ``lm_head`` and ``fc`` equal the files.
+``{"token_map": path}``. Result: ``class``, ``unloaded`` (parameters that kept any NaN they were filled with before
+loading), ``hot_token_ids``, ``lm_head_rows``, and whether ``lm_head`` and ``fc`` equal the files.
 """
 
-import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -55,11 +54,7 @@ def load(job: Json) -> Json:
     }
     if "lm_head.weight" in stored:
         rows = stored["lm_head.weight"]
-        per_rank = model.lm_head.weight.shape[0]
-        rank = get_parallel().tp_rank
-        mine = rows[rank * per_rank : (rank + 1) * per_rank]
-        result["lm_head_equal"] = bool(torch.equal(model.lm_head.weight[: len(mine)], mine))
-        result["lm_head_rows_of_file"] = len(mine)
+        result["lm_head_equal"] = bool(torch.equal(model.lm_head.weight[: len(rows)], rows))
     elif hot is not None:
         result["lm_head_equal"] = bool(torch.equal(model.lm_head.weight, head[hot]))
     return result
@@ -78,27 +73,22 @@ def share(model: torch.nn.Module, embed: torch.Tensor, head: torch.Tensor, algor
     return worker.hot_token_id
 
 
-def run(job: Json, ranks: int) -> Json:
+def run(job: Json) -> Json:
     if "head" not in job:
         return {"token_map": load_token_map(job["token_map"]).tolist()}
-    with get_context().override_server_args(device="cpu", tp_size=ranks, speculative_token_map=job.get("token_map")):
+    with get_context().override_server_args(device="cpu", tp_size=1, speculative_token_map=job.get("token_map")):
         return load(job)
 
 
 def main() -> None:
-    rank, ranks, port = (int(argument) for argument in sys.argv[1:])
-    with get_context().override_server_args(device="cpu", tp_size=ranks):
+    with get_context().override_server_args(device="cpu", tp_size=1), tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(
-            world_size=ranks,
-            rank=rank,
-            local_rank=rank,
-            distributed_init_method=f"tcp://127.0.0.1:{port}",
-            backend="gloo",
+            world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{folder}/group", backend="gloo"
         )
-        get_parallel().override_permanently(tp_rank=rank, pp_rank=0, attn_tp_rank=rank, attn_dp_rank=0, attn_cp_rank=0)
+        get_parallel().override_permanently(tp_rank=0, pp_rank=0, attn_tp_rank=0, attn_dp_rank=0, attn_cp_rank=0)
         parallel_state.initialize_model_parallel(backend="gloo")
-    torch.set_default_dtype(torch.bfloat16)
-    serve(lambda job: run(job, ranks))
+        torch.set_default_dtype(torch.bfloat16)
+        serve(run)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ TOKENS = 24
 CYCLES = (0, 1, 5)
 CASES = {
     "z-lab's form": ("dflash", 320),
-    "speculators' form": ("dflash_speculators", 320),
-    "speculators' form with a map, cut again": ("dflash_mapped", 320),
-    "100 rows": ("dflash", 112),
+    "speculators' form with a map, cut again": ("dflash_mapped", 112),
 }
 
 

@@ -1,6 +1,5 @@
 """`convert/engines.py`: which heads an engine cannot take, and what is said instead."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from eagle_slim.convert.engines import (
     require_engines,
     version_findings,
 )
-from eagle_slim.convert.heads.open import open_head
 from eagle_slim.convert.verify.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
@@ -31,7 +29,6 @@ def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("changes", "engine", "taken"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "lmdeploy", True),
         ({"architectures": ["LlamaForCausalLM"]}, "sglang", False),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "safeailab", True),
         # The default taps spelt out.
@@ -47,7 +44,6 @@ def test_what_the_table_does_not_tell(changes: dict[str, object], engine: str, t
     ("facts", "engines"),
     [
         (EAGLE3, set()),
-        (replace(EAGLE3, draft_vocab=100), set()),
         # A window without a layer type is none.
         (with_config(EAGLE3, sliding_window=2048), set()),
         (HEADS["a sliding window in its own layer"], {*ENGINES} - {"vllm"}),
@@ -65,13 +61,11 @@ def test_the_table_of_the_docs_is_made_from_the_rules() -> None:
 @pytest.mark.parametrize(
     ("kind", "engine", "words"),
     [
-        ("`fc` over more or fewer than 3 target layers, unconverted", "vllm", "num_aux_hidden_states"),
         ("`hidden_act` other than `silu`", "tensorrt-llm", "draft with SafeAILab/EAGLE or eagle-generate"),
         ("`hidden_act: swish` (the same function: write `silu`)", "vllm", "the same function"),
         ("a sliding window in its own layer", "sglang", "--speculative-draft-window-size 2047"),
         ("biases in the MLP", "sglang", "drafts wrongly; serve it with vLLM or eagle-generate"),
         ("`norm_output`", "lmdeploy", "serve it with vLLM, SGLang or eagle-generate"),
-        ("EAGLE-1/2 with a token map", "sglang", "--for sglang"),
         ("EAGLE-1/2 with a token map", "vllm", "--speculative-token-map"),
         ("… in an EAGLE-1/2 head", "vllm", "generate with eagle-generate"),
     ],
@@ -81,19 +75,10 @@ def test_a_finding_names_the_alternative(kind: str, engine: str, words: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("engine", "version", "outside"),
-    [
-        ("vllm", "0.25.1", False),
-        ("vllm", "0.32.0+cpu", False),
-        ("vllm", "0.33.1", True),
-        ("vllm", "0.25.0", True),
-        ("sglang", "0.5.24", True),
-    ],
+    ("version", "severities"), [("0.25.1", []), ("0.32.0+cpu", []), ("0.33.1", ["warning"]), ("0.25", ["warning"])]
 )
-def test_a_version_outside_the_proven_range_is_a_warning(engine: str, version: str, outside: bool) -> None:
-    findings = version_findings(engine, version)
-    assert len(findings) == outside
-    assert all(f.severity == "warning" and "accepted length" in f.alternative for f in findings)
+def test_a_version_outside_the_proven_range_is_a_warning(version: str, severities: list[str]) -> None:
+    assert [finding.severity for finding in version_findings("vllm", version)] == severities
 
 
 def test_unknown_engines_and_versions_are_usage_errors() -> None:
@@ -109,7 +94,6 @@ def test_unknown_engines_and_versions_are_usage_errors() -> None:
     ("kind", "flavour", "found", "written"),
     [
         ("eagle3", "sglang", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3"),
-        ("eagle3", "lmdeploy", "LlamaForCausalLMEagle3", "LlamaForCausalLM"),
         ("eagle", "default", "LlamaForCausalLM", "LlamaForCausalLM"),
         ("eagle", "sglang", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
     ],
@@ -134,10 +118,3 @@ def test_eagle_verify_asks_the_engine(
     assert verified.ok == (status != "failed")
     assert verified[f"engine {engine}"].status == status
     assert words in verified[f"engine {engine}"].detail
-
-
-def test_facts_are_read_from_a_head(oracle_files: OracleFiles) -> None:
-    facts = HeadFacts.of(open_head(oracle_files.head("mapped")), target_layers=8)
-    assert (facts.kind, facts.draft_vocab, facts.target_vocab, facts.num_taps) == ("eagle3", 640, 2048, 3)
-    facts = HeadFacts.of(open_head(oracle_files.head("eagle1")))
-    assert (facts.kind, facts.num_taps, facts.nonzero_fc_bias) == ("eagle", 0, False)

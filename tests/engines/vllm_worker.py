@@ -1,13 +1,14 @@
 """Serve prompts with a real ``vllm.LLM``.
 
 A job: ``{"target": folder, "head": folder or null, "prompts": [[ids]]}`` and optionally ``method`` ("eagle3"), ``k``
-(drafted tokens, 3), ``max_tokens`` (32), ``dtype`` ("bfloat16"), ``max_model_len`` (512), ``tensor_parallel`` (1).
+(drafted tokens, 3), ``max_tokens`` (32), ``dtype`` ("bfloat16"), ``max_model_len`` (512). An argument: ranks (1).
 A result: ``{"tokens": [[ids]], "drafts": n, "drafted": n, "accepted": n, "per_position": [n]}``.
 Temperature is 0: the CPU build samples wrong tokens at temperature 1 whatever the head (see docs/engines.md).
 """
 
 import gc
 import os
+import sys
 
 from protocol import Json, serve
 
@@ -21,7 +22,7 @@ _collect, gc.collect = gc.collect, lambda *_: 0
 
 
 def run(job: Json) -> Json:
-    tensor_parallel = job.get("tensor_parallel", 1)
+    tensor_parallel = int(sys.argv[1]) if sys.argv[1:] else 1
     # Tensor parallelism needs worker processes; without it the engine runs right here, which starts faster.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if tensor_parallel > 1 else "0"
     if tensor_parallel > 1:

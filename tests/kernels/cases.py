@@ -30,6 +30,8 @@ class Case:
     change: Callable[[LaunchParams], LaunchParams] = lambda params: params
     texts: dict[int, range] = field(default_factory=dict)
     """Ids that join the draft vocabulary of each slot, 37 of them at most."""
+    smaller: tuple[int, int, int] | None = None
+    """Tree to draft within the bound ``tree``."""
 
 
 def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
@@ -48,7 +50,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CASES = {
     "groups of four": Case(8, (3, 4, 20), [5], [3], change=groups_of(fc=4, qkv=4, o=4, down=4)),
     "alone, with tails": Case(
-        5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], texts={0: range(300), 3: range(100, 130)}
+        5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], texts={0: range(300), 3: range(100, 130)},
+        smaller=(1, 3, 9),
     ),
     "mixed, programs left out": Case(
         5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, change=groups_of(fc=2, qkv=1, o=4, down=2)
@@ -87,6 +90,8 @@ def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
         assert bufs.tails is not None
         bufs.tails.set_slot(slot, head.follow.tail_of(text), head.follow)
         gather_rows_ref(head.follow, bufs.tails)
+    if case.smaller is not None:
+        bufs = bufs.of_tree(TreeConfig(*case.smaller))
     drafted = run(cfg, features, weights, bufs)
     left = [name for name in ("barrier", "node_arrivals") if bufs.workspace[name].any()]
     reference = drafted.reference_tree() if dtype == torch.float32 else drafted.tree

@@ -62,6 +62,8 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "features": Features(model, "i32", "i32"),
         "tap_offset_1": "i64",
         "tap_offset_2": "i64",
+        "depth": "i32",
+        "total_tokens": "i32",
         "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
         "head": HeadTensors(
             stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,

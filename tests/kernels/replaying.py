@@ -73,7 +73,7 @@ def run(
     candidates = candidates_of(bufs)
     if bufs.tails is None:
         head = exact_head(weights.head, cfg)
-        agreement = replay(head, cfg.tree, step, candidates, tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
+        agreement = replay(head, bufs.tree, step, candidates, tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
     else:
         agreement = replay_tails(cfg, weights.head, bufs, step, candidates, tree)
     return Drafted(cfg, features, weights, bufs, step, tree, agreement)
@@ -87,7 +87,7 @@ def replay_tails(
     found = []
     for place, slot in enumerate(step.active):
         own = replay(
-            exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg), cfg.tree, replace(step, active=(slot,)),
+            exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg), bufs.tree, replace(step, active=(slot,)),
             Candidates(*(field[place : place + 1] for field in (drafted.tokens, drafted.scores, drafted.parents))),
             result, bufs.keys, bufs.values, atol=log_prob_atol(cfg),
         )  # fmt: skip

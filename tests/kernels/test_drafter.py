@@ -51,6 +51,35 @@ def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
+@pytest.mark.parametrize(
+    ("bound", "trees"),
+    [
+        ((3, 3, 20), [(3, 3, 19), (1, 3, 12), (2, 3, 2), (0, 3, 4), (2, 3, 17), (3, 3, 20)]),
+        ((6, 1, 8), [(2, 1, 4), (1, 1, 3), (6, 1, 8), (5, 1, 3)]),
+    ],
+    ids=["trees", "chains"],
+)
+def test_smaller_trees_from_one_compiled_bound(
+    bound: tuple[int, int, int], trees: list[tuple[int, int, int]], device: str
+) -> None:
+    """Each equals the reference's, and in every output the draft of a kernel compiled for that tree alone."""
+    head, active = random_head(device=device), [2, 0]
+    cfg, features, weights, bufs = problem(head, TreeConfig(*bound), [5, 9, 7], [3, 2, 1], active)
+    keys, values = bufs.keys.clone(), bufs.values.clone()
+    for tree in trees:
+        bufs.keys.copy_(keys)
+        bufs.values.copy_(values)
+        nan_fill(bufs)
+        drafted = run(cfg, features, weights, bufs.of_tree(TreeConfig(*tree)))
+        assert drafted.tree.draft_tokens.shape == (3, tree[2])
+        assert drafted.tree.retrieve_indices.shape == (3, tree[2], tree[0] + 2)
+        assert_agrees(drafted)
+        assert_equal_trees(drafted.tree, drafted.reference_tree())
+        if tree[0] > 0:
+            own = draft(head, tree, [5, 9, 7], [3, 2, 1], active)
+            assert_equal_trees(drafted.tree, own.tree)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_a_head(name: str, device: str) -> None:
     """Leaving any one of them out of the reference makes the draft a wrong one."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR
+from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
 from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import (
@@ -159,6 +160,23 @@ def test_graph_replays_take_new_inputs() -> None:
             bufs.values, atol=log_prob_atol(plain.cfg),
         )  # fmt: skip
         assert agreement.agrees, str(agreement)
+
+
+def test_trees_within_a_bound_share_one_compiled_kernel() -> None:
+    """Of any depth and number of nodes, 16 and 32 among them, which Triton would tell from others."""
+
+    def num_kernels() -> int:
+        return sum(len(found[0]) for found in draft_kernel.device_caches.values())
+
+    head = small_head(dtype=torch.bfloat16, **MEDIUM)
+    wide = draft(head, (7, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
+    before = num_kernels()
+    for tree in ((5, 10, 60), (5, 10, 32), (2, 10, 16), (1, 10, 7), (0, 10, 2), (7, 10, 59)):
+        wide.bufs.keys.copy_(wide.step.keys)
+        wide.bufs.values.copy_(wide.step.values)
+        smaller = run(wide.cfg, wide.features, wide.weights, wide.bufs.of_tree(TreeConfig(*tree)))
+        assert_agrees(smaller)
+    assert num_kernels() == before
 
 
 def test_drafts_repeat_to_the_last_bit() -> None:

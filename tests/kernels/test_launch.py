@@ -1,4 +1,4 @@
-"""`launch_drafter` and `prefill_drafter` by the reference: what they take up to its limits, and refuse beyond."""
+"""`launch_drafter` and `prefill_drafter`: a full cache, and inputs that they refuse."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
+from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.launch import (
+    Weights,
+    allocate_buffers,
+    check_finished,
+    launch_drafter,
+    prefill_drafter,
+)
+from eagle_slim.runtime.drafter.launch_params import choose_launch
+from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
+from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from support.drafting import random_head
+from kernels.chips import KNOWN_CHIPS
+from support.drafting import problem, random_head, with_options
 from support.raising import raises, raises_with
 from torch import Tensor
-
-Facts = dict[str, object]
 
 HEAD = random_head()
 TREE = TreeConfig(depth=3, top_k=4, total_tokens=20)
@@ -25,11 +33,18 @@ CFG = DrafterConfig.of(HEAD, TREE, num_slots=3, capacity=32)
 ROOM = CFG.max_positions - TREE.depth * TREE.top_k
 WEIGHTS = Weights(HEAD)
 FEATURES = torch.randn(3, 16, HEAD.feature_width, generator=torch.Generator().manual_seed(2))
+Problem = tuple[DrafterConfig, Tensor, Weights, Buffers]
 
 
 @pytest.fixture
 def bufs() -> Buffers:
     return allocate_buffers(CFG, WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def step(device: str) -> Problem:
+    """Of the kernel."""
+    return problem(random_head(device=device), TreeConfig(2, 3, 12), [5, 3], [2, 1])
 
 
 def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
@@ -50,19 +65,17 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "facts"),
-    [(([0, 1], [[1]], [0, 0]), {"slots": 2, "lists": 1}), (([0], [[-1]], [0]), {"slot": 0, "token": -1}),
-     (([0], [[2, HEAD.embedding.shape[0]]], [0]), {"slot": 0, "token": 300}),
-     (([0], [[1.5]], [0]), {"expected": "integers"}), (([0], [1], [0]), {"expected": "integers"}),
-     (([0], [[1]], [0.0]), {"expected": "integers"}), (([0, 1], [[1], [1] * 17], [0, 0]), {"slot": 1, "num_new": 17}),
-     (([0, 1], [[1], []], [0, 0]), {"slot": 1, "num_new": 0}), (([2, 2], [[1]] * 2, [0, 0]), {"active": [2, 2]}),
-     (([3], [[1]], [0]), {"active": [3], "slots": 3}), (([-1], [[1]], [0]), {"active": [-1]}),
-     (([1], [[1, 2]], [ROOM - 1]), {"slot": 1, "prefix": ROOM - 1, "rows": TREE.depth * TREE.top_k})],
+    ("active", "tokens", "prefix", "words"),
+    [([0, 1], [[1]], [0, 0], "2 slots, 1"), ([0], [[-1]], [0], "token id -1"),
+     ([0], [[2, HEAD.embedding.shape[0]]], [0], "token id 300"), ([0], [[1.5]], [0], "integers"),
+     ([0], [1], [0], "integers"), ([0, 1], [[1], [1] * 17], [0, 0], "got 17"), ([0], [[]], [0], "got 0"),
+     ([2, 2], [[1]] * 2, [0, 0], "[2, 2]"), ([3], [[1]], [0], "below 3"), ([-1], [[1]], [0], "[-1]"),
+     ([1], [[1, 2]], [ROOM - 1], "KV cache")],
 )  # fmt: skip
-def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
+def test_steps_that_do_not_fit(bufs: Buffers, active: list[int], tokens: Any, prefix: list[int], words: str) -> None:
     before = bufs.new_tokens.clone(), bufs.prefix.clone()
-    with raises_with(UsageError, *map(str, facts.values())):
-        bufs.set_step(*step)
+    with raises_with(UsageError, words):
+        bufs.set_step(active, tokens, prefix)
     assert torch.equal(bufs.new_tokens, before[0])
     assert torch.equal(bufs.prefix, before[1])
 
@@ -75,29 +88,30 @@ def test_fewer_features_than_new_tokens(bufs: Buffers) -> None:
 
 @pytest.mark.parametrize(
     "features",
-    [FEATURES[0, 0], torch.tensor(1.0), None, FEATURES.numpy(), FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(),
-     (), FEATURES[:1], FEATURES[..., :-1], FEATURES.repeat(1, 2, 1),
-     FEATURES.transpose(1, 2).contiguous().transpose(1, 2), FEATURES.chunk(3, -1)[:2],
+    [FEATURES[0, 0], None, FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(), (), FEATURES[:1], FEATURES[..., :-1],
+     FEATURES.repeat(1, 2, 1), FEATURES.transpose(1, 2).contiguous().transpose(1, 2), FEATURES.chunk(3, -1)[:2],
      (*FEATURES.chunk(3, -1)[:2], FEATURES[..., :64].half())],
-    ids=["one row", "a number", "none", "numpy", "no tokens", "another device", "another type", "no taps", "one slot",
-         "narrower", "too many tokens", "strided", "two taps", "taps of two types"],
+    ids=["one row", "none", "no tokens", "another device", "another type", "no taps", "one slot", "narrower",
+         "too many tokens", "strided", "two taps", "taps of two types"],
 )  # fmt: skip
-def test_features_of_other_forms(bufs: Buffers, features: object) -> None:
+def test_features_of_other_forms(bufs: Buffers, features: Any) -> None:
     with raises(UsageError):
-        draft(bufs, features)  # type: ignore[arg-type]
+        draft(bufs, features)
+
+
+def test_three_taps_of_a_head_that_norms_two() -> None:
+    cfg, features, weights, bufs = problem(with_options(HEAD, tap_norms=2), TREE, [5], [1])
+    with raises(UsageError):
+        launch_drafter(cfg, features.chunk(3, -1), weights, bufs)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "facts"),
-    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64), {"expected": "torch.int32 [3, 16]"}),
-     ("values", torch.zeros(3, 1, 44, 16), {"expected": "torch.float32 [3, 2, 44, 16]"}),
-     ("parents", torch.zeros(3, 3, dtype=torch.int64), {"expected": "torch.int64 [3, 20]"}),
-     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3), {}),
-     ("keys", torch.zeros(3, 2, 44), {}),
-     ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), {})],
+    ("name", "tensor"),
+    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64)), ("values", torch.zeros(3, 1, 44, 16)),
+     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3)), ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"))],
 )  # fmt: skip
-def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts: Facts) -> None:
-    with raises_with(UsageError, *map(str, facts.values())):
+def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor) -> None:
+    with raises_with(UsageError, name):
         draft(replace(bufs, **{name: tensor}))
 
 
@@ -113,7 +127,7 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
      ("feature_width", {"has_fc": False}), ("feature_width", {"kind": "eagle"})],
     ids=str,
 )  # fmt: skip
-def test_configurations_out_of_range(field: str, changed: Facts) -> None:
+def test_configurations_out_of_range(field: str, changed: dict[str, Any]) -> None:
     with raises(UsageError):
         replace(CFG, **changed)
 
@@ -132,56 +146,43 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
 
 
 @pytest.mark.parametrize(
-    ("changed", "facts"),
-    [({"embedding": torch.zeros(300, 32)}, {"tensor": "embedding", "found": (300, 32)}),
-     ({"lm_head": torch.zeros(120, 32)}, {"tensor": "lm_head", "found": (120, 32)}),
-     ({"draft_to_target": torch.arange(119)}, {"tensor": "draft_to_target", "expected": "int64 [120]"}),
-     (
-         {"draft_to_target": torch.arange(120, device="meta")},
-         {"tensor": "draft_to_target", "found": "torch.int64 on meta"},
-     ),
-     ({"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}},
-      {"tensor": "norm.weight", "found": "torch.float16 on cpu"})],
+    ("name", "changed"),
+    [("embedding", {"embedding": torch.zeros(300, 32)}), ("lm_head", {"lm_head": torch.zeros(120, 32)}),
+     ("draft_to_target", {"draft_to_target": torch.arange(119)}),
+     ("draft_to_target", {"draft_to_target": torch.arange(120, device="meta")}),
+     ("norm.weight", {"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}})],
 )  # fmt: skip
-def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts) -> None:
-    with raises_with(UsageError, *map(str, facts.values())):
+def test_heads_whose_tensors_do_not_fit(name: str, changed: dict[str, Any]) -> None:
+    with raises_with(UsageError, name):
         replace(HEAD, **changed)
 
 
 @pytest.mark.parametrize(
-    ("changed", "head", "facts"),
-    [({"total_tokens": 12}, {},
-      {"tensor": "draft_tokens", "found": "torch.int64 [3, 20]", "expected": "torch.int64 [3, 12]"}),
-     ({"depth": 2}, {}, {"tensor": "retrieve_indices"}), ({"max_positions": 500}, {}, {"tensor": "keys"}),
-     ({"top_k": 5}, {}, {"field": "top_k"}),
-     ({"intermediate": 64}, {}, {"field": "intermediate", "found": 96, "expected": 64}),
-     ({"norm_eps": 1e-6}, {}, {"field": "norm_eps"}),
-     ({"has_qkv_bias": True}, {}, {"field": "has_qkv_bias", "found": False}),
-     ({"norm_output": True}, {}, {"field": "norm_output", "found": False}),
-     ({"has_head_norms": True}, {}, {"field": "has_head_norms", "found": False}),
-     ({"target_vocab": 299}, {}, {"field": "target_vocab"}),
-     ({}, {"dtype": torch.float16}, {"field": "dtype", "found": torch.float16}),
-     ({}, {"hidden": 32}, {"field": "hidden", "found": 32, "expected": 64}),
-     ({}, {"kind": "eagle"}, {"field": "kind", "found": "eagle"})],
-    ids=str,
+    ("changed", "head", "field"),
+    [({"total_tokens": 12}, {}, "total_tokens"), ({"max_positions": 500}, {}, "max_positions"),
+     ({"intermediate": 64}, {}, "intermediate"), ({"has_qkv_bias": True}, {}, "has_qkv_bias"),
+     ({"target_vocab": 299}, {}, "target_vocab"), ({}, {"dtype": torch.float16}, "dtype"),
+     ({}, {"hidden": 32}, "hidden"), ({}, {"kind": "eagle"}, "kind")],
 )  # fmt: skip
-def test_parts_of_another_configuration(bufs: Buffers, changed: Facts, head: dict[str, Any], facts: Facts) -> None:
+def test_parts_of_another_configuration(
+    bufs: Buffers, changed: dict[str, Any], head: dict[str, Any], field: str
+) -> None:
     cfg, weights = replace(CFG, **changed), Weights(random_head(**head))
-    with raises_with(UsageError, *map(str, facts.values())):
+    with raises_with(UsageError, field):
         launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
-    with raises_with(UsageError, *map(str, facts.values())):
+    with raises_with(UsageError, field):
         prefill_drafter(cfg, FEATURES[0], torch.zeros(16, dtype=torch.int64), weights, bufs, 0)
 
 
 @pytest.mark.parametrize(
-    ("features", "tokens", "slot", "facts"),
-    [(FEATURES[0], 16, 3, {"slot": 3}), (FEATURES[0], 16, -1, {"slot": -1}),
-     (torch.zeros(ROOM + 1, HEAD.feature_width), ROOM + 1, 0, {"tokens": ROOM + 1}),
-     (FEATURES[0], 5, 0, {"found": "(16, 192) and torch.int64 (5,)"}),
-     (FEATURES[0, :, :9], 16, 0, {"found": "(16, 9) and torch.int64 (16,)"})],
+    ("features", "tokens", "slot", "words"),
+    [(FEATURES[0], 16, 3, "Slot 3"), (FEATURES[0], 16, -1, "Slot -1"),
+     (torch.zeros(ROOM + 1, HEAD.feature_width), ROOM + 1, 0, "KV cache"),
+     (FEATURES[0], 5, 0, "(16, 192) and torch.int64 (5,)"),
+     (FEATURES[0, :, :9], 16, 0, "(16, 9) and torch.int64 (16,)")],
 )  # fmt: skip
-def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: int, slot: int, facts: Facts) -> None:
-    with raises_with(UsageError, *map(str, facts.values())):
+def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: int, slot: int, words: str) -> None:
+    with raises_with(UsageError, words):
         prefill_drafter(CFG, features, torch.zeros(tokens, dtype=torch.int64), WEIGHTS, bufs, slot)
 
 
@@ -201,3 +202,103 @@ def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     prefill_drafter(CFG, FEATURES[0].chunk(3, -1), tokens, WEIGHTS, bufs, 1)
     assert bufs.keys[0, :, :16].any()
     assert torch.equal(bufs.keys[0], bufs.keys[1])
+
+
+def test_backends_and_parts(step: Problem, device: str) -> None:
+    cfg, features, weights, bufs = step
+    with raises(UsageError, option="backend") as unknown:
+        launch_drafter(cfg, features, weights, bufs, backend="cuda")
+    assert str(unknown.value) == "backend = 'cuda' is unknown; expected one of 'triton', 'reference'."
+    with raises(DrafterError):
+        launch_drafter(cfg, features, Weights(weights.head), bufs)
+    with raises(DrafterError):
+        launch_drafter(cfg, features, weights, Buffers.allocate(cfg, weights.head))
+    with raises(UsageError):
+        launch_drafter(replace(cfg, draft_vocab=121), features, weights, bufs)
+    plain = allocate_buffers(cfg, Weights(weights.head))
+    assert plain.workspace == {}
+    check_finished(plain)
+
+
+def test_more_programs_than_can_be_resident(step: Problem) -> None:
+    cfg, features, weights, bufs = step
+    assert weights.packed is not None
+    params = weights.packed.launches.get(cfg)
+    params = replace(params, layout=replace(params.layout, num_programs=1000))
+    packed = replace(weights.packed, launches=FixedLaunch(params))
+    many = Weights(weights.head, packed)
+    with raises_with(DrafterError, "workspace"):
+        launch_drafter(cfg, features, many, bufs)
+    with raises_with(DrafterError, "1000 programs"):
+        launch_drafter(cfg, features, many, allocate_buffers(cfg, many))
+
+
+def test_weights_packed_for_another_configuration(step: Problem) -> None:
+    cfg, features, weights, _ = step
+    fp8 = replace(cfg, weight_dtype=torch.float8_e4m3fn)
+    with raises(UsageError):
+        launch_drafter(fp8, features, weights, allocate_buffers(fp8, weights))
+    with raises(UsageError):
+        Weights.pack(random_head(hidden=32), cfg)
+    with raises(UsageError):
+        Weights(random_head(draft_vocab=90), weights.packed)
+    with raises(UsageError):
+        Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
+
+
+@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0)])
+def test_orders_of_other_rows(step: Problem, order: torch.Tensor) -> None:
+    with raises(UsageError):
+        Weights.pack(step[2].head, step[0], order)
+
+
+def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, features, weights, bufs = step
+    if bufs.keys.is_cuda:
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr("eagle_slim.runtime.drafter.launch.is_interpreted", lambda: False)
+    with raises_with(DrafterError, "NVIDIA GPU"):
+        launch_drafter(cfg, features, weights, bufs)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden", 16_400), ("head_dim", 258), ("draft_vocab", 2), ("draft_vocab", 262_145), ("depth", 11),
+        ("num_slots", 0), ("num_slots", 17), ("max_positions", 131_072 + 257),
+        ("hidden", 72), ("intermediate", 40), ("num_heads", 3), ("head_dim", 15), ("kind", "medusa"),
+        ("dtype", torch.float64), ("weight_dtype", torch.int8), ("top_k", 17), ("total_tokens", 129),
+    ],
+)  # fmt: skip
+def test_dimensions(step: Problem, field: str, value: object) -> None:
+    with raises(UsageError):
+        others = {"dtype": {"weight_dtype": value}, "total_tokens": {"top_k": 10}}.get(field, {})
+        check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
+
+
+def test_options_of_a_head_that_the_kernel_lacks() -> None:
+    head = random_head()
+    for activation in ("relu", "quick_gelu"):
+        with raises(UnsupportedModelError, option="activation"):
+            Drafter(replace(head, activation=activation), TREE, "triton")
+
+
+def test_fp8_before_sm_89(step: Problem) -> None:
+    cfg = replace(step[0], weight_dtype=torch.float8_e4m3fn)
+    with raises(DrafterError) as refused:
+        choose_launch(cfg, KNOWN_CHIPS[80])
+    assert "FP8 weights need sm_89 or later; this is sm_80." in str(refused.value)
+    assert choose_launch(cfg, KNOWN_CHIPS[89]).num_programs == 128
+
+
+def test_fp8_multiplies_32_numbers_at_a_time(step: Problem) -> None:
+    fp8 = replace(step[0], weight_dtype=torch.float8_e4m3fn)
+    assert (fp8.hidden, fp8.intermediate, fp8.num_heads) == (64, 96, 4)
+    for changed, field, found in (
+        ({"hidden": 80, "feature_width": 240}, "hidden", 80),
+        ({"intermediate": 112}, "intermediate", 112),
+        ({"num_heads": 5, "num_kv_heads": 1}, "num_heads * head_dim", 80),
+    ):
+        check_kernel_limits(replace(step[0], **changed))
+        with raises_with(UsageError, field, str(found)):
+            check_kernel_limits(replace(fp8, **changed))

@@ -10,12 +10,15 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter import packing
+from eagle_slim.runtime.drafter.buffers import BLANK
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.drafter import Drafter, bound_of
 from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.packing import SharedPacking
+from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.drafting import problem, random_head
+from support.raising import raises
 from support.tiny_models import VOCAB, tiny_target, write_head
 
 TREE = TreeConfig(2, 3, 8)
@@ -81,3 +84,33 @@ def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[
         drafted = launch_drafter(cfg, features, packing.weights(cfg), bufs, backend)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(drafted, expected, strict=True))
     assert packings == []
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: str) -> None:
+    """Smaller trees of one kernel, and chains of another: each drafts what a drafter of that tree alone does."""
+    head = random_head(device=device)
+    wide = Drafter(head, bound_of([TreeConfig(1, 3, 12), TreeConfig(2, 3, 8)]), backend).on_slots(2, 30)
+    assert wide.tree == TreeConfig(2, 3, 12)
+    chains = wide.of_bound(TreeConfig(4, 1, 6))
+    wide.features.normal_(generator=torch.Generator(device).manual_seed(1))
+    step = ([1, 0], [[3, 5], [7]], [0, 0])
+    wide.bufs.set_step(*step)
+    for drafter in (wide.of_tree(TreeConfig(1, 3, 7)), chains.of_tree(TreeConfig(2, 1, 4)), chains, wide):
+        own = Drafter(head, drafter.tree, backend).on_slots(2, 30)
+        own.features.copy_(wide.features)
+        own.bufs.set_step(*step)
+        for each in (drafter, own):
+            each.draft()
+        for name in BLANK:
+            assert torch.equal(getattr(drafter.bufs, name), getattr(own.bufs, name)), (drafter.tree, name)
+        assert drafter.cfg.with_tree(drafter.tree).num_tokens == own.cfg.num_tokens == wide.cfg.num_tokens
+
+
+def test_trees_beyond_the_bound_are_refused() -> None:
+    drafter = Drafter(random_head(), TreeConfig(2, 3, 12)).on_slots(1, 30)
+    for tree in (TreeConfig(3, 3, 12), TreeConfig(2, 3, 13), TreeConfig(2, 2, 8)):
+        with raises(UsageError, option="tree"):
+            drafter.of_tree(tree)
+    with raises(UsageError, option="tree"):
+        drafter.of_bound(TreeConfig(7, 1, 8))

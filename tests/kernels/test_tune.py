@@ -54,9 +54,6 @@ def test_gains_are_combined() -> None:
     first, tried = tune.trials_of(CFG, CHIP)
     assert first == derived
     assert len(tried) == len(trials) - 2  # the derived and the gains together
-    assert tune.trials_of(CFG, CHIP, derived.layout, 2)[1] == {
-        name: tried[name] for name in ("one stage less", "half block_k, more stages")
-    }
 
 
 def test_noise_changes_nothing() -> None:
@@ -132,7 +129,7 @@ def test_the_command_tunes_once_unless_asked_again(
     monkeypatch.setattr(tune, "chip_of", lambda _: CHIP)
     monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
-    asked = [str(shapes), "--out", str(tuned), "--variants", "9"]
+    asked = [str(shapes), "--out", str(tuned)]
     for more, said in (([], "1 of 1 drafts tuned"), ([], "0 of 0 drafts tuned"), (["--again"], "1 of 1 drafts tuned")):
         tune.main([*asked, *more])
         assert said in capsys.readouterr().out
@@ -153,7 +150,7 @@ def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_mistakes_in_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
-        (["--variants", "-1"], "no whole number from 0 on"),
+        (["--rounds", "0"], "no whole number from 1 on"),
         (["--out", str(tmp_path)], "cannot be written"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -169,18 +169,3 @@ def test_without_an_accepted_length_there_is_still_a_speed(run: Run, server: Ser
     assert code == 0
     assert out.splitlines()[1].endswith("unknown")
     assert reason in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--server", "http://localhost:8000"], "is not LABEL=URL"),
-        (["--server", "a=http://x", "--json", "missing_folder/x.json"], "there is no folder missing_folder"),
-        (["--server", "a=http://x", "--server", "a=http://y"], "given twice"),
-        (["--server", "a=http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
-    ],
-)
-def test_wrong_arguments(run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str) -> None:
-    with pytest.raises(SystemExit):
-        run(*arguments)
-    assert reason in capsys.readouterr().err

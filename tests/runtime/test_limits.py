@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,18 +22,6 @@ PROMPT = random_prompts([7])[0]
 
 def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), **TREE, **options)
-
-
-class Letters:
-    """A tokenizer of single letters: id i is the i-th letter."""
-
-    chat_template = None
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return "".join(chr(ord("a") + i) for i in ids)
-
-    def __call__(self, text: str) -> Any:
-        return SimpleNamespace(input_ids=[ord(letter) - ord("a") for letter in text])
 
 
 def test_no_new_tokens(tmp_path: Path) -> None:
@@ -155,18 +142,18 @@ def test_streamer_is_called_with_the_prompt_then_every_token_once(tmp_path: Path
 
 @pytest.mark.parametrize("pieces", [[1] * 14, [5, 4, 5], [14]], ids=len)
 def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    class Spelled(Letters):
+    class Letters:
         def decode(self, ids: list[int], **_: Any) -> str:
             return "".join("ab \n#"[i] for i in ids)
 
     letters = iter("aa #b ##\nb # a")
-    streamer = StopTextStreamer(Spelled(), ["##\nb", "never"])
+    streamer = StopTextStreamer(Letters(), ["##\nb", "never"])
     streamer.put(torch.tensor([[1, 2]]))
     for size in pieces:
         streamer.put(torch.tensor(["ab \n#".index(letter) for letter in itertools.islice(letters, size)]))
     streamer.end()
     assert capsys.readouterr().out == "aa #b \n"
-    streamer = StopTextStreamer(Spelled(), ["##\nb"])
+    streamer = StopTextStreamer(Letters(), ["##\nb"])
     streamer.put(torch.tensor([[1]]))
     streamer.put(torch.tensor([0, 4, 4]))
     streamer.end()

@@ -9,6 +9,7 @@ from typing import Any
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.convert.pipeline import Conversion, convert_head
 from eagle_slim.convert.vocabulary_choice import VocabRequest
+from eagle_slim.vocab_tools.counting import count_tokens
 
 from .heads import write_freq
 
@@ -21,7 +22,7 @@ def by_map(folder: Path, ids: Iterable[int]) -> VocabRequest:
 
 
 def convert_all(
-    head: str | Path | None = None, *, count: Any = None, say: Any = lambda message: None, **options: Any
+    head: str | Path | None = None, *, count: Any = count_tokens, say: Any = lambda message: None, **options: Any
 ) -> tuple[Conversion, ...]:
     """`convert_head` with the fields of `ConvertOptions` as keywords."""
     return convert_head(head, ConvertOptions(**options), count=count, say=say)

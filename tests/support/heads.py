@@ -53,13 +53,9 @@ def write_target(
         eos_token="<|im_end|>",
     )
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": LAYERS,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": tied,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "tie_word_embeddings": tied,
+    }  # fmt: skip
     write_json(folder / "config.json", config)
     tensors = {"model.embed_tokens.weight": random((VOCAB, hidden), 101, dtype)}
     if not tied:
@@ -77,6 +73,21 @@ def target_lm_head(folder: Path) -> torch.Tensor:
     return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
 
+def layer_shapes(prefix: str, inputs: int, head_norms: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices of a decoder layer, and of norms of q and k; q, k and v take vectors of `inputs`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        **({f"self_attn.{name}_norm": (HEAD_DIM,) for name in "qk"} if head_norms else {}),
+        "mlp.gate_proj": (MIDDLE, HIDDEN),
+        "mlp.up_proj": (MIDDLE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, MIDDLE),
+    }
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
 def eagle3_tensors(
     *,
     rows: int | None,
@@ -91,13 +102,7 @@ def eagle3_tensors(
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, taps * target_hidden),
-        "midlayer.self_attn.q_proj.weight": (HEADS * HEAD_DIM, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "midlayer.mlp.gate_proj.weight": (MIDDLE, HIDDEN),
-        "midlayer.mlp.up_proj.weight": (MIDDLE, HIDDEN),
-        "midlayer.mlp.down_proj.weight": (HIDDEN, MIDDLE),
+        **layer_shapes("midlayer.", 2 * HIDDEN),
         "midlayer.input_layernorm.weight": (HIDDEN,),
         "midlayer.hidden_norm.weight": (HIDDEN,),
         "midlayer.post_attention_layernorm.weight": (HIDDEN,),
@@ -119,26 +124,13 @@ def eagle3_tensors(
 def eagle3_config(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
     """A flat config.json; a change of None leaves the key in with null, of `...` takes it out."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "draft_vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": MIDDLE,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "attention_bias": False,
+        "torch_dtype": str(dtype).removeprefix("torch."), "tie_word_embeddings": False, "bos_token_id": 1,
         "eos_token_id": 2,
-    }
+    }  # fmt: skip
     return {key: value for key, value in (config | changes).items() if value is not ...}
 
 
@@ -186,14 +178,7 @@ def write_eagle3(
 
 def spelled(name: str, spelling: Spelling) -> str:
     """A canonical name in another spelling."""
-    prefix = {
-        "midlayer": "midlayer.",
-        "layers.0": "layers.0.",
-        "model.layers.0": "model.layers.0.",
-        "midlayer.0": "midlayer.0.",
-        "speculators": "layers.0.",
-        "legacy-norms": "midlayer.",
-    }[spelling]
+    prefix = {"speculators": "layers.0.", "legacy-norms": "midlayer."}.get(spelling, f"{spelling}.")
     if name.startswith("midlayer."):
         return prefix + name.removeprefix("midlayer.")
     if spelling == "legacy-norms" and name.startswith("fc_norm."):
@@ -232,13 +217,7 @@ def write_eagle1(
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (HIDDEN, 2 * HIDDEN),
         "embed_tokens.weight": (VOCAB, HIDDEN),
-        "layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-        "layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "layers.0.mlp.gate_proj.weight": (MIDDLE, HIDDEN),
-        "layers.0.mlp.up_proj.weight": (MIDDLE, HIDDEN),
-        "layers.0.mlp.down_proj.weight": (HIDDEN, MIDDLE),
+        **layer_shapes("layers.0.", HIDDEN),
         "layers.0.post_attention_layernorm.weight": (HIDDEN,),
     }
     tensors = {name: random(shape, 50 + number, dtype) for number, (name, shape) in enumerate(shapes.items())}
@@ -266,20 +245,8 @@ def write_dflash(
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 3 * HIDDEN)}
     shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for layer in range(2):
-        for name, shape in {
-            "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-            "self_attn.q_norm": (HEAD_DIM,),
-            "self_attn.k_norm": (HEAD_DIM,),
-            "mlp.gate_proj": (MIDDLE, HIDDEN),
-            "mlp.up_proj": (MIDDLE, HIDDEN),
-            "mlp.down_proj": (HIDDEN, MIDDLE),
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-        }.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
+        shapes |= layer_shapes(f"layers.{layer}.", HIDDEN, head_norms=True)
+        shapes |= {f"layers.{layer}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
     rows = VOCAB if ids is None else len(ids)
     if ids is not None:
         shapes["lm_head.weight"] = (rows, HIDDEN)

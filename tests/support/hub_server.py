@@ -9,8 +9,8 @@
         hub.inject("model.safetensors", Fault(break_after=100, times=2))
 
 Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, to a second origin without
-authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated or
-private. Uploads go through create_repo, preupload and commit.
+authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated.
+Uploads go through create_repo, preupload and commit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 Content = bytes | str | Path
 
 _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
-_CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong, `times` times, -1 for always: with the content of a file, or with any request for a path.
+    """What goes wrong, until `clear_faults`: with the content of a file, or with any request for a path.
 
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
@@ -109,7 +108,6 @@ class Fault:
     status: this status and no content.
     """
 
-    times: int = -1
     break_after: int | None = None
     ignore_range: bool = False
     extra_bytes: int = 0
@@ -126,7 +124,7 @@ class Fault:
 
 @dataclass
 class Request:
-    """One request; `body_bytes` grows before each piece is sent, so that a client that has it finds it counted."""
+    """One request, with the bytes of the body of its answer."""
 
     body_bytes: int
     file: str | None
@@ -139,7 +137,7 @@ class HubServer:
     Attributes:
         endpoint: address of the Hub, for HF_ENDPOINT.
         cdn: address of the second origin, from which large files come.
-        tokens: token -> whether it may read what is gated or private; any token listed may write.
+        tokens: token -> whether it may read what is gated; any token listed may write.
         requests: every request answered so far.
         leaked_tokens: tokens that were sent to `cdn`.
     """
@@ -151,7 +149,6 @@ class HubServer:
         self.leaked_tokens: list[str] = []
         self._faults: list[tuple[str, Fault]] = []
         self.closing = threading.Event()
-        self._lock = threading.Lock()
         self._hub = _Server(self)
         self._cdn = _Server(self)
         self.endpoint = self._hub.address
@@ -171,7 +168,7 @@ class HubServer:
             server.server_close()
 
     def add_model(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
-        """Add a model, or a commit to it; returns the commit. Options: gated, private, branch."""
+        """Add a model, or a commit to it; returns the commit. Options: gated, branch."""
         return self._add("model", repo_id, files, **options)
 
     def add_dataset(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
@@ -196,16 +193,8 @@ class HubServer:
         return self.repos[kind, repo_id]
 
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
-        with self._lock:
-            for suffix, fault in self._faults:
-                if name.endswith(suffix) and fault.times != 0 and fault.is_early is is_early:
-                    fault.times -= 1
-                    return fault
-        return None
-
-    def record(self, request: Request) -> None:
-        with self._lock:
-            self.requests.append(request)
+        matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
+        return next(matching, None)
 
     def _add(
         self,
@@ -213,11 +202,9 @@ class HubServer:
         repo_id: str,
         files: Mapping[str, Content],
         gated: bool = False,
-        private: bool = False,
         branch: str = "main",
     ) -> str:
-        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind))
-        repo.gated, repo.private = gated, private
+        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
         return repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)
 
 
@@ -243,6 +230,10 @@ class _Server(ThreadingHTTPServer):
 
 class _BrokenOffError(Exception):
     """The connection has been cut on purpose."""
+
+
+class _RefusedError(Exception):
+    """A refusal: status, error code of the Hub, message."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -284,8 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             early = self.hub.fault_for(path, is_early=True) or Fault()
             if early.unanswered:
-                self.connection.shutdown(socket.SHUT_RDWR)
-                raise _BrokenOffError
+                self._break_off()
             if early.silent:
                 self._count()
                 self.hub.closing.wait()
@@ -296,6 +286,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send(early.status, {"error": "as asked for"})
             else:
                 self._route(path)
+        except _RefusedError as refused:
+            status, code, message = refused.args
+            self.send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
         except (_BrokenOffError, BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
@@ -307,9 +300,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self.send(404, {"error": "Not Found"})
 
-    # -- answers ------------------------------------------------------------------------------------------------------
-
-    def send(self, status: int, value: Any = None, headers: Mapping[str, str] | None = None) -> None:
+    def send(
+        self, status: int, value: Any = None, headers: Mapping[str, str] | None = None, break_after: int | None = None
+    ) -> None:
         body = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
         self.send_response(status)
         if not isinstance(value, bytes):
@@ -320,63 +313,48 @@ class _Handler(BaseHTTPRequestHandler):
         request = self._count()
         self.end_headers()
         if self.command != "HEAD":
-            request.body_bytes += len(body)
-            self.wfile.write(body)
+            # Before it is sent, so that a client that has it finds it counted.
+            request.body_bytes += len(body[:break_after])
+            self.wfile.write(body[:break_after])
+            if break_after is not None:
+                self._break_off()
 
-    def refuse(self, status: int, code: str, message: str) -> None:
-        self.send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
+    def _break_off(self) -> None:
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
+        raise _BrokenOffError
 
     def _count(self) -> Request:
         request = Request(0, self.file, self.token)
-        self.hub.record(request)
+        self.hub.requests.append(request)
         return request
 
-    def _access(self, kind: str, repo_id: str, content: bool) -> Repo | None:
-        """Return the repository, or refuse as the Hub does: a private one looks missing, a gated one does not."""
+    def _tree(self, kind: str, repo_id: str, revision: str, content: bool) -> tuple[Repo, str]:
+        """Return a repository and a commit of it, or refuse as the Hub does."""
         if self.token is not None and self.token not in self.hub.tokens:
-            self.send(401, {"error": "Invalid"}, {"X-Error-Message": "Invalid credentials in Authorization header"})
-            return None
+            raise _RefusedError(401, "", "Invalid credentials in Authorization header")
         repo = self.hub.repos.get((kind, repo_id))
-        allowed = self.hub.tokens.get(self.token or "", False)
-        if repo is None or (repo.private and not allowed):
-            self.refuse(404 if self.token else 401, "RepoNotFound", "Repository not found")
-            return None
-        if repo.gated and content and not allowed:
-            self.refuse(403 if self.token else 401, "GatedRepo", f"Access to model {repo_id} is restricted.")
-            return None
-        return repo
-
-    def _tree(self, kind: str, repo_id: str, revision: str, content: bool) -> tuple[Repo, str] | None:
-        repo = self._access(kind, repo_id, content)
         if repo is None:
-            return None
+            raise _RefusedError(404 if self.token else 401, "RepoNotFound", "Repository not found")
+        if repo.gated and content and not self.hub.tokens.get(self.token or "", False):
+            raise _RefusedError(403 if self.token else 401, "GatedRepo", f"Access to model {repo_id} is restricted.")
         oid = repo.find(revision)
         if oid is None:
-            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            return None
+            raise _RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return repo, oid
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def info(self, kind: str, repo: str, revision: str | None = None) -> None:
-        found = self._tree(kind, repo, revision or "main", content=False)
-        if found is None:
-            return
-        entry, oid = found
+        entry, oid = self._tree(kind, repo, revision or "main", content=False)
         siblings = [{"rfilename": name} for name in sorted(entry.commits[oid])]
-        told = {"id": repo, "sha": oid, "private": entry.private, "tags": [], "downloads": 0, "siblings": siblings}
-        self.send(200, told)
+        self.send(200, {"id": repo, "sha": oid, "tags": [], "downloads": 0, "siblings": siblings})
 
     def tree(self, kind: str, repo: str, revision: str, path: str | None = None) -> None:
-        found = self._tree(kind, repo, revision, content=False)
-        if found is None:
-            return
-        files = found[0].commits[found[1]]
+        entry, oid = self._tree(kind, repo, revision, content=False)
+        files = entry.commits[oid]
         prefix = f"{path.strip('/')}/" if path and path.strip("/") else ""
         inside = {name: blob for name, blob in files.items() if name.startswith(prefix)}
         if prefix and not inside:
-            self.refuse(404, "EntryNotFound", f"{path} does not exist")
-            return
+            raise _RefusedError(404, "EntryNotFound", f"{path} does not exist")
         recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
         entries = self._folders(inside, prefix, recursive)
         entries += [b.info(n) for n, b in sorted(inside.items()) if recursive or "/" not in n[len(prefix) :]]
@@ -392,14 +370,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def resolve(self, repo: str, revision: str, name: str, kinds: str | None = None) -> None:
         kind = (kinds or "models/")[:-2]
-        found = self._tree(kind, repo, revision, content=True)
-        if found is None:
-            return
-        entry, oid = found
+        entry, oid = self._tree(kind, repo, revision, content=True)
         blob = entry.commits[oid].get(name)
         if blob is None:
-            self.refuse(404, "EntryNotFound", "Entry not found")
-            return
+            raise _RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
         if not blob.lfs:
             self.content(name, blob, headers | {"ETag": f'"{blob.etag}"'})
@@ -418,71 +392,41 @@ class _Handler(BaseHTTPRequestHandler):
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
         start, end, status = 0, blob.size, 200
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if asked and not fault.ignore_range:
-            first, last = asked.groups()
-            start = int(first) if first else max(0, blob.size - int(last))
-            if start >= blob.size:
-                self.send(416, {"error": "beyond the end"}, {"Content-Range": f"bytes */{blob.size}"})
-                return
-            end = min(blob.size, int(last) + 1) if first and last else blob.size
-            status = 206
+            start, status = int(asked[1]), 206
+            end = min(blob.size, int(asked[2]) + 1) if asked[2] else blob.size
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size}"
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(end - start + fault.extra_bytes))
-        request = self._count()
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        for chunk in _pieces(blob, start, end, fault):
-            request.body_bytes += len(chunk)
-            self.wfile.write(chunk)
-        if request.body_bytes < end - start + fault.extra_bytes:
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
-            raise _BrokenOffError
+        body = blob.content[start:end] + b"\0" * fault.extra_bytes
+        self.send(status, body, headers, fault.break_after)
 
-    # -- writing ------------------------------------------------------------------------------------------------------
-
-    def _may_write(self) -> bool:
-        if self.token in self.hub.tokens:
-            return True
-        self.send(401, {"error": "Invalid username or password."}, {"X-Error-Message": "Invalid username or password."})
-        return False
+    def _check_writer(self) -> None:
+        if self.token not in self.hub.tokens:
+            raise _RefusedError(401, "", "Invalid username or password.")
 
     def whoami(self) -> None:
-        if self._may_write():
-            self.send(200, {"type": "user", "name": "tester", "orgs": [], "auth": {"type": "access_token"}})
+        self._check_writer()
+        self.send(200, {"type": "user", "name": "tester", "orgs": [], "auth": {"type": "access_token"}})
 
     def create(self) -> None:
-        if not self._may_write():
-            return
+        self._check_writer()
         wanted = json.loads(self.body)
         repo_id = f"{wanted.get('organization') or 'tester'}/{wanted['name']}"
-        if not repo_id.startswith("tester/"):
-            self.send(403, {"error": f"You don't have the rights to create a model under {repo_id}"})
-            return
-        kind = wanted.get("type") or "model"
-        known = (kind, repo_id) in self.hub.repos
+        known = ("model", repo_id) in self.hub.repos
         if not known:
             private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-            repo = self.hub.repos.setdefault((kind, repo_id), Repo(repo_id, kind, private=private))
-            repo.commit({})
-        prefix = "" if kind == "model" else f"{kind}s/"
-        self.send(409 if known else 200, {"url": f"{self.hub.endpoint}/{prefix}{repo_id}", "name": repo_id})
+            self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
+            self.hub.repo(repo_id).commit({})
+        self.send(409 if known else 200, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
 
     def preupload(self, kind: str, repo: str, revision: str) -> None:
-        if not self._may_write():
-            return
+        self._check_writer()
         files = json.loads(self.body)["files"]
         modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
         self.send(200, {"files": modes})
 
     def commit(self, kind: str, repo: str, revision: str) -> None:
-        if not self._may_write():
-            return
+        self._check_writer()
         entry = self.hub.repos[kind, repo]
         files = dict(entry.commits[entry.branches[revision]])
         for line in self.body.splitlines():
@@ -517,14 +461,6 @@ _ROUTES = [
         (r"/(?P<kinds>datasets/|spaces/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
     )
 ]
-
-
-def _pieces(blob: Blob, start: int, end: int, fault: Fault) -> Iterator[bytes]:
-    left = end - start if fault.break_after is None else min(end - start, fault.break_after)
-    for at in range(start, start + left, _CHUNK_BYTES):
-        yield blob.content[at : min(at + _CHUNK_BYTES, start + left)]
-    if fault.break_after is None:
-        yield b"\0" * fault.extra_bytes
 
 
 @contextlib.contextmanager

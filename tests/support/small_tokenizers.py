@@ -47,23 +47,6 @@ def byte_fallback_bpe() -> Tokenizer:
     return tokenizer
 
 
-def word_level() -> Tokenizer:
-    """No BPE at all."""
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
-
-
-def reversed_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """The same BPE with the ids of all ordinary tokens reversed, so that they no longer follow the merges."""
-    state = json.loads(tokenizer.to_str())
-    added = {token["id"] for token in state["added_tokens"]}
-    ordinary = sorted(set(state["model"]["vocab"].values()) - added)
-    new_id = dict(zip(ordinary, reversed(ordinary), strict=True))
-    state["model"]["vocab"] = {text: new_id.get(i, i) for text, i in state["model"]["vocab"].items()}
-    return Tokenizer.from_str(json.dumps(state))
-
-
 def with_reserved(tokenizer: Tokenizer, count: int) -> Tokenizer:
     """Append reserved special tokens."""
     tokenizer.add_special_tokens([AddedToken(f"<|reserved_{i}|>", special=True) for i in range(count)])

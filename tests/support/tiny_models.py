@@ -19,17 +19,10 @@ NEAR_TIE = 1e-4
 """Logits closer than this may change places where another processor rounds them; float32 errs by about 1e-6."""
 
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
@@ -38,20 +31,15 @@ def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
 
     torch.manual_seed(seed)
     sizes = {**SIZES, **overrides}
-    if kind == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    elif kind == "qwen2":
-        layer_types = ["full_attention", "sliding_attention"] * (sizes["num_hidden_layers"] // 2)
-        config = transformers.Qwen2Config(
-            **sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=layer_types
-        )
-        model = transformers.Qwen2ForCausalLM(config)
-    elif kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=16))
-    elif kind == "mistral":
-        model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=WINDOW))
-    else:
-        raise ValueError(kind)
+    types = ["full_attention", "sliding_attention"] * (sizes["num_hidden_layers"] // 2)
+    name, more = {
+        "llama": ("Llama", {}),
+        "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": types}),
+        "qwen3": ("Qwen3", {"head_dim": 16}),
+        "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    }[kind]
+    config = getattr(transformers, f"{name}Config")(**{**more, **sizes})
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     widen(model.named_parameters())
     return model.eval()
 
@@ -67,18 +55,10 @@ def widen(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def write_head(
-    folder: Path,
-    kind: str = "eagle3",
-    seed: int = 1,
-    draft_ids: list[int] | None = None,
-    own_lm_head: bool = False,
-    taps: int = 3,
-    attention_bias: bool = False,
-    vocab: int = VOCAB,
-    hidden: int = HIDDEN,
-    extra: dict[str, Tensor] | None = None,
-    **config: Any,
-) -> Path:
+    folder: Path, kind: str = "eagle3", seed: int = 1, draft_ids: list[int] | None = None, own_lm_head: bool = False,
+    taps: int = 3, attention_bias: bool = False, vocab: int = VOCAB, hidden: int = HIDDEN,
+    extra: dict[str, Tensor] | None = None, **config: Any,
+) -> Path:  # fmt: skip
     """Write a random head as its authors would: ``draft_ids`` gives it an LM head and a map, in that order."""
     heads, kv_heads, head_dim, middle = 4, 2, 8, 48
     width = 2 * hidden if kind == "eagle3" else hidden
@@ -117,21 +97,11 @@ def write_head(
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(draft_ids), True)
     settings = {
         "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": middle,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 256,
-        "hidden_act": "silu",
-        "attention_bias": attention_bias,
-        "torch_dtype": "float32",
-    }
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": 1,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "hidden_act": "silu",
+        "attention_bias": attention_bias, "torch_dtype": "float32",
+    }  # fmt: skip
     if kind == "eagle3":
         settings["draft_vocab_size"] = rows
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,23 +32,12 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("x", b"old")]
 
 
-def test_a_missing_folder_is_named_by_the_file_in_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        write_file(tmp_path / "no" / "x", b"")
-    assert caught.value.filename == str(tmp_path / "no" / "x")
-
-
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "counts": ("a.safetensors", TokenCounts.load),
     "vocabulary": ("a.json", DraftVocab.load),
-    "pickled map": ("a.pt", import_token_map),
-    "safetensors map": ("a.safetensors", import_token_map),
-    "numpy map": ("d2t.npy", import_token_map),
+    "token map": ("a.pt", import_token_map),
     "tokenizer": ("tokenizer.json", load_tokenizer),
     "JSON lines": ("a.jsonl", lambda path: open_source(CorpusSource(str(path)))),
-    "text": ("a.txt", lambda path: open_source(CorpusSource(str(path)))),
-    "array": ("a.json", lambda path: open_source(CorpusSource(str(path)))),
-    "packed": ("a.jsonl.gz", lambda path: open_source(CorpusSource(str(path)))),
     "corpus folder": ("a.jsonl", lambda path: open_source(CorpusSource(str(path.parent)))),
 }
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.coverage import measure_coverage
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary, source_shares, tokens_for_sizing
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
@@ -45,15 +44,6 @@ def test_invariants(case: tuple[list[int], list[int], int]) -> None:
         assert worst < min((-counts[i], i) for i in left_out)
 
 
-@given(cases(), st.data())
-def test_nesting(case: tuple[list[int], list[int], int], data: st.DataObject) -> None:
-    counts, forced, size = case
-    smaller = data.draw(st.integers(max(1, len(forced)), size))
-    large = rank_vocabulary(token_counts(counts), size=size, forced=forced)
-    small = rank_vocabulary(token_counts(counts), size=smaller, forced=forced)
-    assert large.prefix(smaller).target_ids.tolist() == small.target_ids.tolist()
-
-
 def test_weights_decide_between_sources() -> None:
     counts = TokenCounts((source([0, 10, 0, 0], name="chat"), source([0, 0, 1000, 0], name="code")), None)
     even = rank_vocabulary(counts, size=2, forced=[])
@@ -73,8 +63,6 @@ def test_weights_decide_between_sources() -> None:
         ({"coverage": 1.0}, UsageError, r"3 ids, covers 0\.9"),
         ({"size": 2, "forced": [4]}, UsageError, "--force-id"),
         ({"size": 2, "target_vocab": -3}, UsageError, "--target-vocab"),
-        ({"size": 2, "forced": [1.5]}, TypeError, "float"),
-        ({"candidates": [1.5, 2.0]}, VocabularyError, "integers"),
         ({"weights": {"text": "3"}}, UsageError, "source text"),
     ],
 )
@@ -236,35 +224,3 @@ def test_provenance_tells_sources_and_reasons(tmp_path: Path) -> None:
     ]
     assert ranked.provenance["tokenizer_hash"] == tokenizer.tokenizer_hash
     assert "eos" in ranked.provenance["forced"]["2"]
-
-
-def test_shares_of_the_text_that_a_size_is_found_on() -> None:
-    counts = TokenCounts(
-        (source([8, 2], [[0]], name="a", weight=1), source([0, 5], [[1, 1]], name="b", weight=3)), None
-    )
-    assert source_shares(counts).tolist() == [0.25, 0.75]
-    found, part = tokens_for_sizing(counts)
-    assert (found.tolist(), part) == (pytest.approx([0.25, 0.75]), "held-out")
-    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b", weight=3)), None)
-    found, part = tokens_for_sizing(partly)
-    assert (found.tolist(), part) == (pytest.approx([0.2, 0.8]), "counted")
-    # A source that weighs nothing need not have a held-out part.
-    assert tokens_for_sizing(partly, {"b": 0})[1] == "held-out"
-    with pytest.raises(UsageError, match="weight 0"):
-        source_shares(counts, {"a": 0, "b": 0})
-
-
-def test_prose_does_not_rank_for_code() -> None:
-    """The table behind the default warning: shares of Llama-3's tokens of prose and code covered by 32,768 ids."""
-    with np.load(Path(__file__).parents[1] / "data" / "llama3_counts.npz") as arrays:
-        counts = {name: token_counts(arrays[name]) for name in ("prose", "code")}
-    for ranked, text, share, of_first_ids in (
-        ("prose", "prose", 0.997, 0.923),
-        ("code", "code", 0.995, 0.934),
-        ("code", "prose", 0.806, 0.923),
-        ("prose", "code", 0.600, 0.934),
-    ):
-        report = measure_coverage(rank_vocabulary(counts[ranked], size=32768, forced=[]), counts[text])
-        assert report.sources[0].coverage[-1] == pytest.approx(share, abs=0.0005)
-        assert report.sources[0].baseline[-1] == pytest.approx(of_first_ids, abs=0.0005)
-        assert any("first 32768 ids" in warning for warning in report.warnings) == (ranked != text)

@@ -86,16 +86,13 @@ def test_absolute_form_is_never_taken_for_offsets(given_map: tuple[list[int], in
         ([1, 3, 3], [2, 1, 0, 0, 1, 1], None),
         ([1, 3, 3], MASK, "absolute"),
         ([0, 0, 4], None, "absolute"),
-        ([3, 2, 2], None, "offset"),
-        ([0, 9, 9], None, None),
         ([4, 5, 7], None, None),
         (np.zeros(0, np.int64), None, None),
         ([0.5, 1.5], None, None),
         ([[1, 2]], None, None),
     ],
-    ids=["all marked", "short mask", "no mask", "other form", "twice", "offsets twice", "out of range", "too large",
-         "empty", "fractions", "nested"],
-)  # fmt: skip
+    ids=["all marked", "short mask", "no mask", "other form", "twice", "too large", "empty", "fractions", "nested"],
+)
 def test_broken_maps(d2t: Any, t2d: list[Any] | None, form: Any) -> None:
     with pytest.raises(VocabularyError):
         ids_from_d2t(np.asarray(d2t), t2d, form, target_vocab=6)
@@ -117,17 +114,6 @@ def test_round_trip(kind: MapFormat, tmp_path_factory: pytest.TempPathFactory, i
     assert found.target_vocab == 200
     assert found.ranked == (kind != "safetensors")
     assert found.target_ids.tolist() == (order if found.ranked else sorted(ids))
-
-
-@pytest.mark.parametrize("kind", ["freq", "vllm"])
-def test_ranked_maps_are_plain_lists_of_int(tmp_path: Path, kind: MapFormat) -> None:
-    # vLLM's load_draft_token_ids: a .json file must hold a list, any other file is a torch list or tensor.
-    for name in ("freq_4.pt", "another_name.pt"):
-        export_token_map(make(), tmp_path / name, kind)
-    value = torch.load(tmp_path / "freq_4.pt", weights_only=True)
-    assert value == [7, 2, 11, 3]
-    assert all(type(token_id) is int for token_id in value)
-    assert (tmp_path / "freq_4.pt").read_bytes() == (tmp_path / "another_name.pt").read_bytes()
 
 
 def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
@@ -255,22 +241,16 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> No
     ("name", "content"),
     [
         ("a.json", [1, 12]),
-        ("a.json", [1.5]),
         ("a.json", [True]),
-        ("a.json", [[1]]),
         ("a.json", []),
         ("a.json", {"ids": [1]}),
         ("a.json", {"d2t": [2, 2], "t2d": [1, 1]}),
         ("a.json", "text"),
         ("a.txt", "7 2 the"),
-        ("a.txt", "7 -1"),
-        ("a.pt", torch.tensor([1.0])),
         ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16)),
         ("a.pt", torch.tensor([[1]])),
-        ("a.pt", {"state": 1}),
         ("a.dat", b"1\n2\n"),
         ("a.pt", b"not a pickle"),
-        ("a.pt", b""),
         ("a.safetensors", b"\x00" * 20),
         ("none.pt", None),
     ],

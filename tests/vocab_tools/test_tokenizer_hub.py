@@ -49,22 +49,10 @@ def test_small_files_only_and_afterwards_offline(hub: HubServer, folder: Path, t
     assert hub.requests == []
 
 
-def test_revisions(hub: HubServer, tmp_path: Path) -> None:
-    other = write_folder(tmp_path / "other", byte_level_bpe(290))
-    commit = hub.add_model(REPO, files(other), branch="next")
-    with connected(hub, tmp_path / "home"):
-        assert load_tokenizer(REPO).vocab_size == 300
-        for revision in ("next", commit):
-            found = load_tokenizer(REPO, revision)
-            assert (found.vocab_size, found.revision) == (290, commit)
-        with pytest.raises(TokenizerError, match="v3"):
-            load_tokenizer(REPO, "v3")
-
-
-def test_repositories_without_a_tokenizer_for_us(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+def test_a_repository_without_a_tokenizer_or_that_is_closed(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     hub.add_model("org/gated", files(folder), gated=True)
     hub.add_model("org/weights", {"model.safetensors": b"x", "config.json": '{"model_type": "llama"}'})
-    for name, words in (("gated", "HF_TOKEN"), ("none", "no such repository"), ("weights", "no tokenizer.json")):
+    for name, words in (("gated", "HF_TOKEN"), ("weights", "no tokenizer.json")):
         with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=rf"org/{name}: (.|\n)*{words}"):
             load_tokenizer(f"org/{name}")
 

@@ -125,7 +125,7 @@ class Rope(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """What each part of a unit's keys left, for the merge."""
+    """Partial softmax of each part of a unit's keys, for the merge."""
 
     stats: Any
     """fp32 [parts, 2, group_rows]: running maximum and sum."""
@@ -154,7 +154,7 @@ class Unit(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A softmax as far as it has come."""
+    """State of a running softmax."""
 
     maximum: Any
     """fp32 [group_rows], in units of log2."""
@@ -199,14 +199,14 @@ def _fold(scores, visible, values, running, cache):
 
 @triton.jit
 def _score(q_low, q_high, k_low, k_high):
-    """Queries times keys, from the halves of both: fp32 [group_rows, keys]."""
+    """Multiply queries by keys, from the halves of both: fp32 [group_rows, keys]."""
     scores = tl.dot(q_low, k_low, input_precision="ieee")
     return tl.dot(q_high, k_high, scores, input_precision="ieee")
 
 
 @triton.jit
 def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
-    """Cached keys, in halves [block_half, block_keys], and values [block_keys, block_d] of these positions."""
+    """Load cached keys, in halves [block_half, block_keys], and values [block_keys, block_d] at these positions."""
     row = position.to(tl.int64) * SHAPE.head_dim
     mask_ht = (offs_h < SHAPE.half)[:, None] & mask_t[None, :]
     k_low = tl.load(cache.key + row[None, :] + offs_h[:, None], mask=mask_ht, other=0.0)
@@ -352,7 +352,7 @@ def attend_unit(
 
 @triton.jit
 def unit_of(group, part, num_parts, SHAPE: tl.constexpr):
-    """The unit that a group's number stands for, and the number of its sequence; inverse of `query_place`."""
+    """Return the sequence and the unit of a group's number; inverse of `query_place`."""
     kv_head = (group // SHAPE.head_groups) % SHAPE.kv_heads
     a = group // (SHAPE.head_groups * SHAPE.kv_heads)
     return a, Unit(kv_head, group % SHAPE.head_groups, part, num_parts)
@@ -360,7 +360,7 @@ def unit_of(group, part, num_parts, SHAPE: tl.constexpr):
 
 @triton.jit
 def query_place(a, node, head, SHAPE: tl.constexpr):
-    """Which group of units, and which of its rows, holds a query of the a-th sequence."""
+    """Return the group of units, and its row, that holds a query of the a-th sequence."""
     in_group = head % SHAPE.group
     group = (a * SHAPE.kv_heads + head // SHAPE.group) * SHAPE.head_groups + in_group // SHAPE.heads_per_unit
     return group, in_group % SHAPE.heads_per_unit * ROWS + node
@@ -392,7 +392,7 @@ def merge_parts(
     head,  # [queries]
     SHAPE: tl.constexpr,
 ):
-    """Merge the parts of some queries: the softmax-weighted sum of what each part saw."""
+    """Merge the parts of some queries: the softmax-weighted sum over all of them."""
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     zero = hidden_zero()
     offs_p = tl.arange(0, SHAPE.max_parts) + zero
@@ -415,7 +415,7 @@ def merge_parts(
 
 @triton.jit
 def most_parts(num_active, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
-    """Most parts that each group of units is split into, so that every program has work once."""
+    """Return the most parts per group of units, so that every program has one unit."""
     return tl.minimum(tl.maximum(PROGRAMS // (num_active * SHAPE.groups), 1), SHAPE.max_parts)
 
 
@@ -476,7 +476,7 @@ def attend(
 def merge_heads(
     parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Merge what `attend` left, some queries at a time, into the operand of the output projection."""
+    """Merge the parts of `attend`, some queries at a time, into the operand of the output projection."""
     HEADS: tl.constexpr = SHAPE.heads
     QUERIES: tl.constexpr = SHAPE.queries
     most = most_parts(num_active, PROGRAMS, SHAPE)
@@ -496,5 +496,5 @@ def merge_heads(
 
 
 def heads_per_attention_unit(group: int, head_dim: int) -> int:
-    """Query heads handled together: a power of two that keeps the accumulator within 128 rows of 128 columns."""
+    """Return how many query heads a unit takes: a power of two, with an accumulator of at most 128 by 128."""
     return min(int(triton.next_power_of_2(group)), 8 if head_dim <= 128 else 4)

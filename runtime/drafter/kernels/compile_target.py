@@ -16,15 +16,15 @@ class CompileTarget:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """Return the GPU to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """The default one; nothing is launched."""
+        """Return the default stream; nothing is launched."""
         return 0
 
 

@@ -42,7 +42,7 @@ LIST_BATCH = tl.constexpr(16)
 
 @dataclass(frozen=True)
 class Selection:
-    """How many are chosen, and the sizes of the lists that they are chosen from."""
+    """Number of children chosen, and sizes of the lists that they are chosen from."""
 
     top_k: int
     max_k: int
@@ -120,14 +120,14 @@ class TailRows(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Which rows of x are nodes in use: the first ``rows`` of each of the first ``groups`` groups."""
+    """Rows of x in use: the first ``rows`` of each of the first ``groups`` groups."""
 
     groups: Any
     rows: Any
 
 
 class Lists(NamedTuple):
-    """The best of one program, of each node: or of all programs, one after the other."""
+    """Best rows of each node: of one program, or of all, one after the other."""
 
     keys: Any
     """int64 [nodes, max_k]: `order_key` of the best so far, then `LOWEST_KEY`."""
@@ -391,10 +391,10 @@ def merge_best(
 
 
 def places(top_k: int) -> int:
-    """Places in a list of the ``top_k`` best: a power of two."""
+    """Return the places of a list of the ``top_k`` best: a power of two."""
     return max(2, int(triton.next_power_of_2(top_k)))
 
 
 def len_lists(num_programs: int) -> int:
-    """Lists that hold those of all programs in whole batches."""
+    """Round the number of programs up to whole batches of lists."""
     return -(-num_programs // int(LIST_BATCH.value)) * int(LIST_BATCH.value)

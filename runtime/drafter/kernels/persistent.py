@@ -26,6 +26,8 @@ Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter th
 ``o`` and ``down`` write rows already multiplied by the norm's weight, and the factor multiplies the next product's
 result.
 
+Depth and number of nodes come with the launch, up to the bounds of `tree_build.TreeShape`; ``top_k`` is compiled in.
+
 Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Frontier scores and candidate numbering follow
 `eagle_slim.runtime.tree`. Every program takes part in every barrier, so no phase returns early.
 
@@ -57,7 +59,7 @@ from .lm_topk import (
 from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
 from .selection import LOWEST_KEY, order_key
-from .tree_build import TreeCandidates, TreeShape, blank_tree, build_tree, candidates_of
+from .tree_build import TreeCandidates, TreeShape, TreeSize, blank_tree, build_tree, candidates_of
 from .weight_stream import NextOperand, Operand, Tile
 
 FC_PASS, QKV_PASS, O_PASS, DOWN_PASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -146,7 +148,6 @@ class Grid:
     lists: int
     """Programs, to a multiple of `lm_topk.LIST_BATCH`."""
     slots: int
-    depth: int
     embed_rows: int
     """Embeddings kept per sequence."""
 
@@ -300,7 +301,7 @@ def write_feature(head, ws, x_in_ptr, row, HEAD: tl.constexpr, ROW: tl.constexpr
 
 @triton.jit
 def pick(
-    step, head, ws, out, x_in_ptr, num_active, num_nodes, level,
+    step, head, ws, out, x_in_ptr, num_active, num_nodes, level, depth, size,
     HEAD: tl.constexpr, PHASES: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Merge each node's children, score them, choose the next frontier or build the tree, and gather embeddings.
@@ -318,7 +319,7 @@ def pick(
     pid = tl.program_id(0)
     zero = pid * 0
     frontier = Frontier(ws.frontier_score, ws.frontier_candidate, ws.frontier_parent, ws.frontier_child)
-    last = level == GRID.depth
+    last = level == depth
     num_rows = num_active * num_nodes
     copies = tl.where(last, 1, tl.minimum(tl.maximum(GRID.programs // num_rows, 1), TOP_K + 2))
     first_candidate = tl.where(level == 0, 0, TOP_K + (level - 1) * TOP_K * TOP_K)
@@ -344,14 +345,14 @@ def pick(
                 if last:
                     root = tl.load(step.new_tokens + slot.to(tl.int64) * ROWS + tl.load(step.num_new + slot) - 1)
                     drafted = TreeCandidates(ws.token, ws.score, ws.parent, ws.node_of, ws.chosen)
-                    build_tree(candidates_of(drafted, a, TREE), root, slot, out, TREE)
+                    build_tree(candidates_of(drafted, a, TREE), root, slot, out, size, TREE)
                 else:
                     choose_frontier(
                         ws.child_key + a * ROWS * MAX_K, num_nodes, first_candidate, level,
                         frontier_at(frontier, a * ROWS), chain_at(ws.chain, level, a * ROWS, GRID.slots),
                         chain_at(ws.chain, level + 1, a * ROWS, GRID.slots), SELECT,
                     )  # fmt: skip
-        if ((copy > 0) | (copies == 1)) & (level < GRID.depth):
+        if ((copy > 0) | (copies == 1)) & (level < depth):
             first_job = tl.maximum(copy - 1, 0)
             stride = tl.maximum(copies - 1, 1)
             if GATHER > 1:
@@ -376,12 +377,14 @@ def pick(
                         write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
 
 
-# Separate taps lie anywhere: their distances must not make another kernel.
-@triton.jit(do_not_specialize=["tap_offset_1", "tap_offset_2"])
+# Separate taps lie anywhere, and trees change between steps: neither must make another kernel.
+@triton.jit(do_not_specialize=["tap_offset_1", "tap_offset_2", "depth", "total_tokens"])
 def draft_kernel(
     features,  # `Features`
     tap_offset_1: tl.int64,  # where the second and third tap begin, in values from the first
     tap_offset_2: tl.int64,
+    depth,  # of the trees of this launch, and their nodes: at most those of `TreeShape`
+    total_tokens,
     step,  # `StepInputs`
     head,  # `HeadTensors`
     cache,  # `KVCache`
@@ -394,7 +397,7 @@ def draft_kernel(
     OPERANDS: tl.constexpr,  # `OperandLayout`
     GRID: tl.constexpr,  # `Grid`
 ):
-    """Draft; see the module docstring. All shapes are fixed by the constants, all counts are read on the device."""
+    """Draft; see the module docstring. All bounds are fixed by the constants, all counts are read on the device."""
     PROGRAMS: tl.constexpr = GRID.programs
     FEATURES: tl.constexpr = GRID.features
     EMBED_ROWS: tl.constexpr = GRID.embed_rows
@@ -441,19 +444,20 @@ def draft_kernel(
     rope = Rope(head.cos, head.sin)
     unit_parts = AttentionParts(ws.part_stat, ws.part_acc)
     lists = Lists(ws.best_key, ws.best_max, ws.best_sum)
+    size = TreeSize(TOP_K + depth * TOP_K * TOP_K, total_tokens, depth + 2)
 
     for index in range(PROGRAMS + pid, GRID.lists, PROGRAMS):
         clear_lists(ws.best_key + index * BLOCK_M * SELECT.max_k, SELECT)
     for index in tl.range(pid, GRID.slots, PROGRAMS, disable_licm=True):
         slot = index + zero
         if tl.load(step.active_inverse + slot) < 0:
-            blank_tree(slot, out, TREE)
+            blank_tree(slot, out, size, TREE)
     read_new_tokens(
         features, tap_offset_1, tap_offset_2, step, head, ws, x_in_ptr, num_active, HEAD, PHASES, OPERANDS, GRID
     )
     round = next_phase(ws.barrier, round, PROGRAMS)
 
-    for step_index in tl.range(0, GRID.depth + 1, disable_licm=True):
+    for step_index in tl.range(0, depth + 1, disable_licm=True):
         level = step_index + zero
         extend = level == 0
         num_nodes = tl.where(extend, 1, TOP_K)
@@ -593,8 +597,8 @@ def draft_kernel(
                 lists_at(lists, my_lists, SELECT), SELECT, TAIL, TAIL_UNITS,
             )  # fmt: skip
         round = next_phase(ws.barrier, round, PROGRAMS)
-        pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, HEAD, PHASES, GRID)
-        if level < GRID.depth:
+        pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, depth, size, HEAD, PHASES, GRID)
+        if level < depth:
             round = next_phase(ws.barrier, round, PROGRAMS)
     leave_grid(ws.barrier, PROGRAMS)
 

@@ -1,4 +1,4 @@
-"""Does a draft agree with the fp32 reference? Answered by replaying it, so that no near-tie can blur the answer.
+"""Compare a draft with the fp32 reference by replaying it, so that near-ties do not count.
 
 In bf16 two nodes whose scores nearly tie may swap, and with them whole subtrees, so comparing trees says little. A
 replay follows the draft's own choices instead: at each level the reference runs exactly the nodes that the draft
@@ -49,7 +49,7 @@ def log_prob_atol(cfg: DrafterConfig) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """One drafting step as every implementation gets it: what `Buffers` holds before the draft, by slot.
+    """Inputs of one draft, by slot, as `Buffers` holds them.
 
     ``features`` [slots, new, feature_width]; ``new_tokens`` int64 [slots, new]; ``num_new`` and ``prefix`` per slot;
     ``keys``, ``values`` [slots, kv_heads, positions, head_dim]; ``active`` slots ascending.
@@ -97,8 +97,9 @@ class Agreement:
 def candidates_of(bufs: Buffers) -> Candidates:
     """Read the candidates of the persistent kernel's last draft, active sequences by ascending slot."""
     order = torch.argsort(bufs.active_slots[: int(bufs.active_count)])
-    ws = bufs.workspace
-    return Candidates(ws["token"][order].long(), ws["score"][order], ws["parent"][order].long())
+    ws, count = bufs.workspace, bufs.tree.num_candidates
+    tokens, scores, parents = (ws[name][order, :count] for name in ("token", "score", "parent"))
+    return Candidates(tokens.long(), scores, parents.long())
 
 
 def tree_of(bufs: Buffers) -> DraftTree:
@@ -107,7 +108,7 @@ def tree_of(bufs: Buffers) -> DraftTree:
 
 
 def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
-    """The head a kernel of this configuration really computes with, in fp32: rounded to FP8 where it stores that.
+    """Return the head in fp32 as a kernel of this configuration stores it: rounded to FP8 where weights are FP8.
 
     Without the rows that could join it.
     """
@@ -226,7 +227,7 @@ def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, buf
     launch_drafter(cfg, features, weights, bufs)
     check_finished(bufs)
     return replay(
-        exact_head(weights.head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
+        exact_head(weights.head, cfg), bufs.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
         bufs.values, atol=log_prob_atol(cfg),
     )  # fmt: skip
 
@@ -236,7 +237,7 @@ def _hopeless(atol: float, fault: str) -> Agreement:
 
 
 def _compare_trees(result: DraftTree, wanted: DraftTree, slots: Tensor) -> Sequence[str]:
-    """``result`` by slot, ``wanted`` of the slots that drafted."""
+    """Name the outputs that differ: ``result`` by slot, ``wanted`` of the active slots."""
     return [
         f"{name} is not what tree.build_tree gives"
         for name in BLANK
@@ -245,5 +246,5 @@ def _compare_trees(result: DraftTree, wanted: DraftTree, slots: Tensor) -> Seque
 
 
 def _largest(error: Tensor) -> float:
-    """Largest magnitude; NaN counts as infinite."""
+    """Return the largest magnitude; NaN counts as infinite."""
     return float(error.abs().nan_to_num(float("inf")).max())

@@ -55,7 +55,7 @@ def compile_one(job: Job) -> None:
 
 
 def compile_all(jobs: Sequence[Job], capability: int, seconds: float) -> list[bool]:
-    """Compile as many as ``seconds`` allow, in order, for GPUs of a ``capability`` (90 for sm_90); which are done.
+    """Compile in order for as long as ``seconds``, for a ``capability`` (90 for sm_90); returns which are done.
 
     A failure shows again, in full, at the launch. An interrupt is this process's alone: a pool whose workers it ends
     can wait for them forever.

@@ -31,7 +31,7 @@ class Dims:
 
     @classmethod
     def of(cls, cfg: DrafterConfig) -> Dims:
-        """The dimensions of a configuration."""
+        """Return the dimensions of a configuration."""
         return cls(
             cfg.hidden, cfg.intermediate, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.target_vocab, cfg.kind,
             cfg.feature_width,
@@ -114,6 +114,6 @@ def draft_config(
     dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
     dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None,
 ) -> DrafterConfig:  # fmt: skip
-    """Dimensions of a draft with `random_head`."""
+    """Return the configuration of a draft with `random_head`."""
     head = random_head(dims, torch.device("meta"), dtype).of_rows(slice(draft_vocab))
     return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)

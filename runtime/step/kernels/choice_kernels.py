@@ -94,7 +94,7 @@ class ChoiceScratch(NamedTuple):
     """int32 [rows]"""
 
     def first(self, rows: int) -> ChoiceScratch:
-        """That of the first ``rows``."""
+        """Return the scratch of the first ``rows``."""
         return ChoiceScratch(self.part, *(tensor[:rows] for tensor in self[1:]))
 
 
@@ -115,7 +115,7 @@ class ChoiceRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceShape(ChoiceRules):
-    """What the kernels of a choice are compiled for: the stages, and sizes."""
+    """Stages and sizes that the kernels of a choice are compiled for."""
 
     nodes: int
     vocab: int
@@ -234,7 +234,7 @@ def load_part(logits_ptr, at, state, scratch, SHAPE: tl.constexpr):
 
 @triton.jit
 def penalise_kernel(trees, state, scratch, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Join the bits of what a slot has seen with those of the node's path."""
+    """Join the bits of a slot's seen tokens with those of the node's path."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
@@ -302,7 +302,7 @@ def load_key(at, state, SHAPE: tl.constexpr):
 
 @triton.jit
 def race_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
-    """Smallest mark of a part; with top-p apart from it that of the ids at the threshold, and how many they are."""
+    """Smallest mark of a part; with top-p, ids at the threshold have their own smallest mark, and are counted."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)

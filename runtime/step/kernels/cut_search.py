@@ -22,7 +22,7 @@ from .token_weights import FAR, distance_weight
 
 BINS = tl.constexpr(64)
 LOW, HIGH, GOAL, COUNT = (tl.constexpr(place) for place in range(4))
-"""Places in a row's ``interval``: its ends, what is to be reached, and how many tokens a list would have."""
+"""Places in a row's ``interval``: its ends, the goal, and the number of tokens to list."""
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def load_interval(scratch, row, FIRST: tl.constexpr):
 
 @triton.jit
 def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
-    """Of a part: tokens in the bins, and what lies nearer than the interval; first, the weight of everything."""
+    """Count a part's tokens in the bins, and sum the measure of nearer ones; the first time, of all."""
     if is_skipped(trees, SHAPE):
         return
     at = this_row(trees, state, SHAPE)
@@ -100,7 +100,7 @@ def survey_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr, FIRST:
 
 @triton.jit
 def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexpr):
-    """Narrow a row's interval by what its parts have counted; the first time, set its goal too."""
+    """Narrow a row's interval by the counts of its parts; the first time, set its goal too."""
     if is_skipped(trees, SHAPE):
         return
     row = tl.program_id(0).to(tl.int64)
@@ -162,7 +162,7 @@ def collect_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
 def scan_row(
     logits_ptr, at, largest, num_listed, low, high, middle, state, scratch, SHAPE: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """What of a row lies nearer than ``low``, and up to ``middle`` (weights, or numbers of tokens): int64.
+    """Sum a row's measure (weights, or numbers of tokens) nearer than ``low`` and up to ``middle``: int64.
 
     Also the numbers of tokens in the bins from ``low`` to ``high``. Reads the list where there is one, that is where
     ``num_listed`` is not negative.

@@ -81,7 +81,7 @@ def token_noise(key, ids):
 
 @triton.jit
 def token_marks(distance, key, ids, takes_part):
-    """What the race compares, the smaller wins: distance plus noise above, the id below; int64."""
+    """Marks that the race compares, the smallest wins: distance plus noise above, the id below; int64."""
     mark = (distance + token_noise(key, ids)).to(tl.int64) * 4294967296 + ids
     return tl.where(takes_part & (distance < FAR), mark, NOBODY)
 

@@ -1,4 +1,4 @@
-"""What the target's kernels ask of the machine: its kind, its multiprocessors, and launches that overlap.
+"""Properties of a GPU that the target's kernels depend on, and launches that overlap.
 
 Programmatic dependent launch (CUDA, sm_90 and later): a kernel may begin while the one before it ends, and do what does
 not need its results; `wait_for_previous` returns when all of them can be read. Every program of such a kernel must call

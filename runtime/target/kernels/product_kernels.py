@@ -41,7 +41,7 @@ _PAIRED = tl.constexpr(PAIRED)
 
 @dataclass(frozen=True)
 class ProductShape:
-    """What decides bits; ``size`` and ``depth`` are N and K."""
+    """Constants that decide the bits of a product; ``size`` and ``depth`` are N and K."""
 
     size: int
     depth: int
@@ -77,7 +77,7 @@ class SplitScratch(NamedTuple):
 
 
 class FactorArgs(NamedTuple):
-    """Where a row's norm factor comes from: sums of squares [rows, groups], and numbers of the norm."""
+    """Arguments of a row's norm factor: sums of squares [rows, groups], and numbers of the norm."""
 
     squares: Tensor
     eps: float
@@ -85,7 +85,7 @@ class FactorArgs(NamedTuple):
 
 
 class HeadArgs(NamedTuple):
-    """What turns a row of q, k, v into what attention reads."""
+    """Arguments that turn a row of q, k, v into rotated queries and rows of the cache."""
 
     bias: Tensor
     norm_q: Tensor

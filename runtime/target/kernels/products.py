@@ -57,7 +57,7 @@ class NormedRows(NamedTuple):
     squares: Tensor
 
     def factor(self, norm: Norm) -> Tensor:
-        """What makes ``scaled`` the norm's result: fp32 [rows, 1]."""
+        """Return the factor that makes ``scaled`` the norm's result: fp32 [rows, 1]."""
         mean = self.squares.sum(1, keepdim=True) / self.residual.shape[1]
         return torch.rsqrt(mean + norm.eps) / norm.shrink
 
@@ -85,7 +85,7 @@ def num_groups(hidden: int) -> int:
 
 
 def product_shape(weight: Tensor) -> ProductShape:
-    """What decides the bits of a product with a weight [size, depth]: constants of its shape and type.
+    """Return what decides the bits of a product with a weight [size, depth]: constants of its shape and type.
 
     K is cut where one part would leave multiprocessors without work; small matrices are done before their parts could
     be added.

@@ -1,4 +1,4 @@
-"""What a forward needs to know of its rows: token, position, cache row and ancestors of every node, by place.
+"""Token, position, cache row and ancestors of every row of a forward, by place.
 
 A place is one running sequence; place i is slot ``active_slots[i]``. Everything is read and written on the device, so
 that a captured step follows lengths and slots as they change.

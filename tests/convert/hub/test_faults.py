@@ -44,7 +44,7 @@ FAULTS = {
     "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
     "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
     "a file that breaks off": ("config.json", Fault(break_after=1), "broken"),
-    "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "broken"),
+    "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "disk"),
 }
 
 

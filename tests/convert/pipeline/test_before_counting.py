@@ -51,13 +51,14 @@ class TestCheapChecks:
             with pytest.raises(CheckpointError):
                 convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
         save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
-        with pytest.raises(MismatchError, match=r"lm_head\.weight has 8 columns"):
+        with pytest.raises(MismatchError, match=r"lm_head\.weight is \[384, 8\]"):
             convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
     def test_the_disk_is_asked_before_the_lm_head_is_fetched(self, tmp_path, target, monkeypatch):
         from eagle_slim.convert import atomic, pipeline
 
-        monkeypatch.setattr(atomic, "free_bytes", lambda folder: 1000)
+        usage = atomic.shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(atomic.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
         monkeypatch.setattr(pipeline, "open_target_lm_head", never)
         with pytest.raises(OutputError, match="1,000 are free"):
             convert(write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, target=target, out=tmp_path / "o")
@@ -147,10 +148,7 @@ class TestDoubts:
         other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
         save_file(other, head / "model.safetensors")
         index = "model.safetensors.index.json"
-        done = self.convert(tmp_path, head)
-        assert any("model.safetensors is read" in warning and index in warning for warning in done.warnings)
         chosen = self.convert(tmp_path, head, weights_file=index)
-        assert not any("is read, though" in warning for warning in chosen.warnings)
         assert chosen.manifest.head["weights_file"] == index
         found = load_file(chosen.folder / "model.safetensors")["fc.weight"]
         assert torch.equal(found, eagle3_tensors(rows=VOCAB)["fc.weight"])
@@ -177,9 +175,3 @@ class TestDoubts:
         refused = pytest.raises((ArtifactError, CheckpointError))
         with waiting_for_nothing(), contextlib.nullcontext() if name == "README.md" else refused:
             self.convert(tmp_path, head)
-
-    def test_a_changed_model_card_is_a_note(self, tmp_path):
-        done = self.convert(tmp_path, write_eagle3(tmp_path / "head"))
-        (done.folder / "README.md").write_text("my own words")
-        check = verify_artifact(done.folder)["file checksums"]
-        assert (check.status, "README.md" in check.detail) == ("ok", True)

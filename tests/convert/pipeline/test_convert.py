@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +16,13 @@ from eagle_slim.convert import (
     CheckpointError,
     MismatchError,
     SourceError,
-    UnsupportedHeadError,
     VocabRequest,
     open_head,
+    pipeline,
     plan_conversion,
     verify_artifact,
 )
+from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.sources import parse_source
@@ -82,8 +85,7 @@ def test_own_full_head(tmp_path, container, dtype):
         assert tensors[name].dtype == dtype
     with safe_open(done.folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    artifact = Artifact.load(done.folder)
-    assert artifact.rank_order_ids.tolist() == RANKED[:8]
+    assert Artifact.load(done.folder).manifest.rank_order_ids.tolist() == RANKED[:8]
     assert torch.load(done.folder / "freq_8.pt", weights_only=True) == RANKED[:8]
     assert (done.head.draft_vocab, done.draft_vocab) == (VOCAB, 8)
     assert done.bytes_before - done.bytes_after == (VOCAB - 8) * HIDDEN * dtype.itemsize
@@ -139,9 +141,6 @@ def test_pruning_twice_is_pruning_once(tmp_path, data):
     once = convert(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
     for name in ("model.safetensors", "config.json", f"freq_{small}.pt"):
         assert (twice.folder / name).read_bytes() == (once.folder / name).read_bytes()
-    rows, ids = Artifact.load(first.folder).prefix(small)
-    assert ids.tolist() == sorted(order[:small])
-    assert torch.equal(written(first.folder)["lm_head.weight"][rows], written(once.folder)["lm_head.weight"])
 
 
 def test_same_size_normalises_and_more_is_refused(tmp_path):
@@ -232,7 +231,7 @@ def test_full_writes_no_map(tmp_path):
     tensors = written(done.folder)
     assert set(tensors) == set(eagle3_tensors(rows=VOCAB))
     assert config_of(done.folder)["draft_vocab_size"] == VOCAB
-    assert Artifact.load(done.folder).rank_order_ids is None
+    assert Artifact.load(done.folder).manifest.rank_order_ids is None
     assert not list(done.folder.glob("freq*"))
     assert verify_artifact(done.folder, head=head).ok
 
@@ -381,12 +380,9 @@ def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     assert config_of(done.folder) == {
         key: value for key, value in json.loads((head / "config.json").read_text()).items() if key != "bias"
     }
-    artifact = Artifact.load(done.folder)
     freq = torch.load(done.folder / "freq_320.pt", weights_only=True)
     assert len(freq) == len(set(freq)) == 320
     assert 2 in freq
-    rows, ids = artifact.prefix(300)
-    assert rows.tolist() == ids.tolist() == sorted(freq[:300])
     assert "--speculative-token-map HEAD/freq_320.pt" in (done.folder / "README.md").read_text()
     assert verify_artifact(done.folder, head=head, target=target).ok
 
@@ -414,7 +410,7 @@ def test_eagle1_keeps_its_own_bias_and_norms(tmp_path):
     assert all(torch.equal(written(done.folder)[name], tensor) for name, tensor in own.items())
     for words in ("fc.bias is dropped", "raise ValueError with an EAGLE-1/2 head"):
         assert any(words in warning for warning in done.warnings)
-    with raises(UnsupportedHeadError, option="--for"):
+    with raises(UsageError, option="--for"):
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
 
@@ -428,11 +424,11 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     done = convert_all(head, draft_vocab=np.array([270, 320]), vocabulary=request, target=target, out=tmp_path / "many")
     assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
     small, large = (Artifact.load(one.folder) for one in done)
-    assert small.rank_order_ids.tolist() == large.rank_order_ids[:270].tolist()
+    assert small.manifest.rank_order_ids.tolist() == large.manifest.rank_order_ids[:270].tolist()
     assert large.tokenizer_hash == tokenizer.tokenizer_hash
     entry = done[0].to_json()["coverage"][0]
     held = np.array([300, 301, 302] * 20 + [5, 290, 2])
-    assert entry["covered"] == pytest.approx(np.isin(held, small.rank_order_ids).mean(), abs=1e-6)
+    assert entry["covered"] == pytest.approx(np.isin(held, small.manifest.rank_order_ids).mean(), abs=1e-6)
     card = (done[1].folder / "README.md").read_text()
     assert f"{entry['covered']:.2%}" in card
     assert verify_artifact(large.folder, head=head, target=target).ok
@@ -695,3 +691,20 @@ def test_default_names():
     assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
     assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
     assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"
+
+
+def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):
+    page = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text().split("### A row's way")[1].split("\n## ")[0]
+    folders = dict(re.findall(r"^\* `([a-z.]+)`: (.*?)(?=^\* |\n\n)", page, re.DOTALL | re.MULTILINE))
+    listed = {f"{folder}/{name}" for folder, names in folders.items() for name in re.findall(r"`(\w+\.py)`", names)}
+    assert len(listed) <= 20
+    head, passed = write_eagle3(tmp_path / "head", lm_head=False), set()
+    sys.setprofile(lambda frame, event, arg: passed.add(frame.f_code.co_filename))
+    try:
+        code, _, err = run(convert_command, head, "--target", target, "--draft-vocab", "320", "--order", "ids")
+    finally:
+        sys.setprofile(None)
+    assert code == 0, err
+    missing = {name for name in listed if str(Path(pipeline.__file__).parent / name) not in passed}
+    # Nothing of a target in a folder is fetched.
+    assert missing == {"rows/hub_tensor.py"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.artifact.checksums import decode_checksums, encode_checksums, row_checksums
+from eagle_slim.convert.artifact.writer import TensorPlan, array_plan, write_safetensors
 from eagle_slim.convert.rows.dtypes import LONG_NAMES, all_finite, rounded
-from eagle_slim.convert.rows.writer import TensorPlan, array_plan, write_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -51,10 +51,10 @@ def test_same_bytes_as_the_reference(tmp_path_factory, layout):
     data = (folder / "ours").read_bytes()
     assert data == (folder / "reference").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    assert written.size_bytes == len(data)
-    assert written.header_sha256 == hashlib.sha256(data[:start]).hexdigest()
+    assert written["size_bytes"] == len(data)
+    assert written["header_sha256"] == hashlib.sha256(data[:start]).hexdigest()
     for name, tensor in tensors.items():
-        assert written.tensors[name] == hashlib.sha256(raw(tensor).tobytes()).hexdigest()
+        assert written["tensors"][name] == hashlib.sha256(raw(tensor).tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("size", [8, 16])

@@ -1,8 +1,6 @@
 """Heads and targets from folders and from a Hub, through the real huggingface_hub; every failure says what to do."""
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,6 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         hub.add_model("org/head", files, branch="v1")
         hub.add_model("org/head", files)
         hub.add_model("org/gated", files, gated=True)
-        hub.add_model("org/private", files, private=True)
-        hub.add_dataset("org/chats", {"train.jsonl": "{}\n"})
         yield hub
 
 
@@ -49,9 +45,6 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 def home(hub: HubServer, tmp_path: Path) -> Iterator[Path]:
     with connected(hub, tmp_path / "home"):
         yield tmp_path / "home"
-
-
-# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -68,23 +61,11 @@ def test_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["./nothing", "/no/such/folder", "~/no-such-folder-here", "~no-such-user/x", "a/b/c", "", "two words",
-     "name/-model", "a..b/c", "x" * 200],
-)  # fmt: skip
+    ["./nothing", "/no/such/folder", "~no-such-user/x", "a/b/c", "", "two words", "x" * 200, __file__],
+)
 def test_paths_and_names_that_are_not_there(name: str) -> None:
     with raises_with(SourceError, name):
         open_head_source(name)
-
-
-def test_a_file_instead_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head/model.safetensors").touch()
-    monkeypatch.chdir(tmp_path)
-    with raises_with(SourceError, "file"):
-        open_head_source("head/model.safetensors")
-    (tmp_path / "x").touch()
-    with raises_with(SourceError, "file"):
-        open_head_source(tmp_path / "x")
 
 
 def test_a_sub_folder_of_a_folder(tmp_path: Path) -> None:
@@ -97,20 +78,14 @@ def test_a_sub_folder_of_a_folder(tmp_path: Path) -> None:
     assert open_head_source(tmp_path / "heads", subfolder="") == open_head_source(tmp_path / "heads")
     with raises_with(SourceError, "c", "heads"):
         open_head_source(tmp_path, subfolder="c")
-    with raises_with(SourceError, "heads/a/c", "heads"):
-        open_head_source(tmp_path, subfolder="heads/a/c")
 
 
-@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc", "a\\..\\b", "a\nb"])
+@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc"])
 def test_sub_folders_that_lead_out(hub: HubServer, home: Path, tmp_path: Path, name: str) -> None:
     for head in (tmp_path, "org/head"):
-        with raises(UsageError, option="--subfolder") as caught:
+        with raises(UsageError, option="--subfolder"):
             open_head_source(head, subfolder=name)
-        assert caught.value.exit_code == 2
     assert hub.requests == []
-
-
-# -- the Hub ----------------------------------------------------------------------------------------------------------
 
 
 def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
@@ -150,27 +125,23 @@ def test_the_weights_that_were_chosen(hub: HubServer, home: Path) -> None:
 
 
 def test_sharded_head(hub: HubServer, home: Path) -> None:
-    def publish(files: dict[str, bytes | str]) -> None:
-        hub.add_model("org/sharded", {f"eagle3/{name}": content for name, content in files.items()})
-
     tensors = eagle3_tensors(rows=None)
     last = tensors.popitem()
     index = {"weight_map": dict.fromkeys(tensors, "model-1-of-2.safetensors") | {last[0]: "model-2-of-2.safetensors"}}
-    files: dict[str, bytes | str] = {
-        "config.json": "{}",
-        "model.safetensors.index.json": json.dumps(index),
+    files = {
+        "config.json": b"{}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
         "model-1-of-2.safetensors": save(tensors),
         "model-2-of-2.safetensors": save(dict([last])),
         "consolidated.safetensors": b"not wanted",
     }
-    publish(files)
+    hub.add_model("org/sharded", {f"eagle3/{name}": content for name, content in files.items()})
     found = open_head_source("org/sharded", subfolder="eagle3")
     assert torch.equal(open_checkpoint(found.folder).tensor(last[0]), last[1])
     assert hub.bytes_sent("consolidated.safetensors") == 0
-    del files["model-2-of-2.safetensors"]
-    publish(files)
+    hub.add_model("org/sharded", {name: content for name, content in files.items() if "2-of-2" not in name})
     with raises_hub_error("missing"):
-        open_head_source("org/sharded", subfolder="eagle3")
+        open_head_source("org/sharded")
 
 
 def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
@@ -222,12 +193,6 @@ def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
     hub.add_model("org/target", dict.fromkeys(names, "{}") | {"model.safetensors": b"huge", "vocab.bin": b"huge"})
     found = target_files("org/target")
     assert sorted(path.name for path in found.folder.iterdir()) == sorted(names)
-    hub.add_model("org/files", {"weights.gguf": b"x"})
-    with pytest.raises(SourceError, match="org/files"):
-        target_files("org/files")
-
-
-# -- what to do next --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,14 +200,13 @@ def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
     [
         ("hf_other", "org/gated", ("a gated repository", "Ask for access at ", "/org/gated", "HF_TOKEN")),
         (None, "org/nothing", ("no such folder here, and no such repository at", "Check the spelling")),
-        (None, "org/private", ("no such folder here, and no such repository at",)),
         ("hf_expired", "org/head", ("hf auth login",)),
     ],
 )
 def test_without_access(hub: HubServer, tmp_path: Path, token: str | None, name: str, words: tuple[str, ...]) -> None:
     with connected(hub, tmp_path / "a", token=token), raises_with(SourceError, *words):
         open_head_source(name)
-    if name in ("org/gated", "org/private"):
+    if name == "org/gated":
         with connected(hub, tmp_path / "b", token="hf_good"):
             assert open_head_source(name).repo_id == name
 
@@ -276,15 +240,3 @@ def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
     with connected(hub, tmp_path, offline=True), raises_hub_error("offline"):
         open_head_source("org/gated")
     assert hub.requests == []
-
-
-def test_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import file_download
-
-    def full(*args: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(home / "hub" / "x.incomplete"))
-
-    monkeypatch.setattr(file_download, "http_get", full)
-    with raises_hub_error("disk") as caught:
-        open_head_source("org/head")
-    assert "HF_HOME" in str(caught.value)

@@ -13,13 +13,13 @@ import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
-from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
+from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import EagleSlimError, NothingToFollowError, PromptError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.raising import raises, raises_with
+from support.raising import raises
 from support.tiny_models import tiny_target, write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -44,8 +44,12 @@ def greedy(*sizes: Any, **options: Any) -> CompareOptions:
     )
 
 
+def drafted(result: Comparison) -> list[Candidate]:
+    return list(dict.fromkeys(row.candidate for row in result.rows if not row.candidate.is_plain))
+
+
 def counts(result: Comparison) -> dict[tuple[str, str], int]:
-    return {(row.label, row.category): row.num_answers for row in result.report.rows}
+    return {(row.label, row.category): row.num_answers for row in result.rows}
 
 
 def test_coverage_of_answers() -> None:
@@ -54,9 +58,8 @@ def test_coverage_of_answers() -> None:
     assert (curve.sizes[0], curve.sizes[-1]) == (64, 100)
     assert set(curve.covered) == {0.75}
     late = CoverageCurve.of_answers(ranked, [500, int(ranked[299]), int(ranked[299]), int(ranked[599])])
-    assert all(share == 0.25 for size, share in zip(late.sizes, late.covered, strict=True) if size < 300)
-    assert all(share == 0.75 for size, share in zip(late.sizes, late.covered, strict=True) if 300 <= size < 600)
-    assert late.covered[-1] == 1.0
+    expected = [0.25 if size < 300 else 0.75 if size < 600 else 1.0 for size in late.sizes]
+    assert list(late.covered) == expected
 
 
 def test_where_the_target_promises_it_a_difference_is_an_error(
@@ -75,15 +78,14 @@ def test_where_the_target_promises_it_a_difference_is_an_error(
 
     promise("rows are exact (sums v1)", False)
     result = compare(model, prompts, greedy())
-    assert all(row.is_exact and row.num_identical == row.num_answers for row in result.report.rows)
+    assert all(row.is_exact and row.num_identical == row.num_answers for row in result.rows)
     exact = [line.split()[-1] for line in result.to_text().split("\n\n")[0].splitlines()]
     assert exact == ["exact", "equal", "equal"]
-    assert {row["is_exact"] for row in result.to_json()["rows"]} == {True}
     promise("rows are exact (sums v1)", True)
     with pytest.raises(EagleSlimError, match="at token 3: its end instead of"):
         compare(model, prompts, greedy())
     promise(None, True)
-    row = compare(model, prompts, greedy()).report.rows[1]
+    row = compare(model, prompts, greedy()).rows[1]
     assert (row.is_exact, row.num_identical, row.num_answers) == (False, 0, 3)
 
 
@@ -94,56 +96,42 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     steps: list[tuple[int, int]] = []
     result = compare(model, prompts, asked, progress=lambda done, total: steps.append((done, total)))
     assert steps == [(done, 36) for done in range(1, 37)]
-    report = result.report
     assert result.is_complete
-    assert [(row.label, row.category) for row in report.rows if row.mode == "greedy"] == [
+    assert [(row.label, row.category) for row in result.rows if row.mode == "greedy"] == [
         (size, category) for category in (ALL, "talk", "math") for size in (PLAIN, FULL, "300")
     ]
-    assert all(row.num_identical == row.num_answers for row in report.rows)
+    assert all(row.num_identical == row.num_answers for row in result.rows)
     # The prompt's forward gave the first token of an answer, passes the others and none beyond its end.
-    assert all(row.stats.num_accepted_tokens == row.stats.num_new_tokens - row.num_answers for row in report.rows)
-    assert report.find(FULL, "greedy", "talk").num_answers == 4
-    assert report.find("300", "greedy").candidate.draft_vocab == 300
-    assert report.find(PLAIN, "sampled").stats.mean_accepted_length == 1.0
-    assert report.find(PLAIN, "sampled").speedup.value == 1.0
+    assert all(row.stats.num_accepted_tokens == row.stats.num_new_tokens - row.num_answers for row in result.rows)
+    assert result.find(FULL, "greedy", "talk").num_answers == 4
+    assert result.find("300", "greedy").candidate.draft_vocab == 300
+    assert result.find(PLAIN, "sampled").stats.mean_accepted_length == 1.0
+    assert result.find(PLAIN, "sampled").speedup.value == 1.0
     # A conversation's second turn follows its first answer.
     first = model.generate(model.encode_chat("one two"), max_new_tokens=10)
     talk = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": first.text[0] or ""}]
     second = model.generate(model.encode_chat([*talk, {"role": "user", "content": "three"}]), max_new_tokens=10)
     expected = GenerationStats.sum([first.stats, second.stats, first.stats, second.stats])
-    assert report.find(FULL, "greedy", "talk").stats.accepted_lengths == expected.accepted_lengths
+    assert result.find(FULL, "greedy", "talk").stats.accepted_lengths == expected.accepted_lengths
     assert all(sum(len(a.stats.steps) for a in result.answers if a.candidate == label) for label in (PLAIN, FULL))
     assert {each.mode for each in result.recommendations} == {"greedy", "sampled"}
-    setup = report.setup
+    setup = result.setup
     assert setup["modes"] == {"greedy": {}, "sampled": asdict(sampling)}
     assert setup["dtype"] == "float32"
     assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
     assert (setup["heads"], setup["batches"]) == (["head"], [1])
-    assert [curve.name for curve in report.curves] == ["these answers"]
-
-
-def test_drafted_answers_run_ahead(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked = SpeculativeModel.generate, []
-
-    def noted(*args: Any, **options: Any) -> Any:
-        asked.append((options.get("speculative"), options.get("partial_verification")))
-        return made(*args, **options)
-
-    monkeypatch.setattr(SpeculativeModel, "generate", noted)
-    result = compare(model, [Prompt(("one two",))], greedy("full", 300, partial_verification="exact"))
-    assert Counter(asked[-3:]) == {(False, None): 1, (True, "exact"): 2}
-    assert result.report.setup["partial_verification"] == "exact"
+    assert [curve.name for curve in result.curves] == ["these answers"]
 
 
 def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path) -> None:
     one = [Prompt(("one",))]
     result = compare(model, one, greedy("full", VOCAB, 300))
-    assert [each.label for each in result.report.candidates] == [FULL, "300"]
+    assert [each.label for each in drafted(result)] == [FULL, "300"]
     slim = SpeculativeModel.from_pretrained(
         tiny_target("llama", vocab_size=VOCAB), write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
         tokenizer=model.tokenizer, top_k=2,
     )  # fmt: skip
-    assert [each.label for each in compare(slim, one, greedy()).report.candidates] == ["all 3 of 360"]
+    assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
 def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
@@ -151,13 +139,13 @@ def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
     prompts, told = [Prompt(("one two three",)), Prompt(("four five six",))], list[str]()
     following = {"follow": ("prompt", None), "follow_rows": 12}
     result = compare(model, prompts, greedy("full", 270, **following), say=told.append)
-    full, alone, follows = result.report.candidates
+    full, alone, follows = drafted(result)
     assert [each.label for each in (full, alone, follows)] == [FULL, "270", "270 + prompt"]
     assert told == [f"{FULL}: no id is left that could join it; it is compared as it is"]
     assert [(each.follow, each.follow_rows) for each in (alone, follows)] == [(None, 0), ("prompt", 12)]
     assert follows.draft_bytes - alone.draft_bytes == 12 * model.drafter.weights.hidden * 4 * 3
-    assert all(row.num_identical == row.num_answers for row in result.report.rows)
-    rows = {row.label: row.to_json() for row in result.report.rows}
+    assert all(row.num_identical == row.num_answers for row in result.rows)
+    rows = {row.label: row.to_json() for row in result.rows}
     assert (rows["270"]["follow"], rows["270 + prompt"]["follow"], rows["270 + prompt"]["follow_rows"]) == (
         None, "prompt", 12,
     )  # fmt: skip
@@ -165,7 +153,7 @@ def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
     (advice,) = result.recommendations
     assert sum(reason.startswith("270 + prompt: ") and "times its speed" in reason for reason in advice.reasons) == 1
     only = compare(model, prompts, greedy("full", 270, follow=("prompt",), max_new_tokens=2))
-    assert [each.label for each in only.report.candidates] == [FULL, "270 + prompt"]
+    assert [each.label for each in drafted(only)] == [FULL, "270 + prompt"]
     with raises(NothingToFollowError):
         compare(model, prompts, greedy(follow=("prompt",)))
 
@@ -179,16 +167,16 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
     labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "3/1/4")]
     assert len(result.answers) == 5 * (3 + 2)
-    assert [(row.label, row.batch, row.num_answers) for row in result.report.rows if row.category == ALL] == [
+    assert [(row.label, row.batch, row.num_answers) for row in result.rows if row.category == ALL] == [
         (name, batch, 3 if batch == 1 else 4) for batch in (1, 2) for name in (PLAIN, *labels)
     ]
     # The second pair is filled up from the beginning, and its prompts are of two categories.
     assert [a.place.group for a in result.answers if (a.place.batch, a.candidate) == (2, PLAIN)] == [0, 2]
-    assert {row.category for row in result.report.rows if row.batch == 2} == {ALL, "a"}
-    wide, chain = result.report.candidates[:2]
+    assert {row.category for row in result.rows if row.batch == 2} == {ALL, "a"}
+    wide, chain = drafted(result)[:2]
     assert (chain.tree, chain.draft_bytes) == ((3, 1, 4), wide.draft_bytes * 4 // 3)
     assert [(each.mode, each.batch) for each in result.recommendations] == [("greedy", 1), ("greedy", 2)]
-    assert all(row.num_identical == row.num_answers for row in result.report.rows)
+    assert all(row.num_identical == row.num_answers for row in result.rows)
 
 
 def test_the_order_of_each_prompt_is_drawn_and_balanced() -> None:
@@ -236,24 +224,15 @@ def test_a_later_turn_without_room_is_named(model: SpeculativeModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "facts"),
-    [
-        ({"sizes": ()}, {"option": "sizes"}),
-        ({"sizes": ("all",)}, {"found": "all"}),
-        ({"sizes": (0,)}, {"found": 0}),
-        ({"modes": ("greedy", "greedy")}, {"option": "modes"}),
-        ({"modes": ("wild",)}, {"found": "wild"}),
-        ({"follow": ("text",)}, {"found": "text"}),
-        ({"batches": (0, 1)}, {"option": "batches"}),
-        ({"trees": (TreeConfig(), TreeConfig())}, {"option": "trees"}),
-        ({"max_new_tokens": 1}, {"option": "max_new_tokens"}),
-        ({"repeats": 0}, {"option": "repeats"}),
-        ({"sampling": SamplingConfig()}, {"option": "temperature"}),
-    ],
+    ("options", "word"),
+    [({"sizes": ()}, "sizes"), ({"sizes": ("all",)}, "all"), ({"sizes": (0,)}, "0"),
+     ({"modes": ("greedy", "greedy")}, "modes"), ({"modes": ("wild",)}, "wild"), ({"follow": ("text",)}, "text"),
+     ({"batches": (0, 1)}, "batches"), ({"max_new_tokens": 1}, "max_new_tokens"), ({"repeats": 0}, "repeats"),
+     ({"sampling": SamplingConfig()}, "temperature")],
     ids=str,
-)
-def test_options_out_of_range(options: dict[str, Any], facts: dict[str, Any]) -> None:
-    with raises_with(UsageError, *map(str, facts.values())):
+)  # fmt: skip
+def test_options_out_of_range(options: dict[str, Any], word: str) -> None:
+    with raises(UsageError, option=word):
         CompareOptions(**options)
 
 

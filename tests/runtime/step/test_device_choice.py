@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.step.choice import CallRules
-from eagle_slim.runtime.step.kept_rows import KeptRows, capacity_for, match_slots
+from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
+from eagle_slim.runtime.step.plan import CallRules
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -123,7 +123,7 @@ def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, back
 
 
 def test_what_slots_hold() -> None:
-    """The example of `kept_rows`: rows for a to f, and the pairs before the last step, which began after a b c d."""
+    """The example of `decoders`: rows for a to f, and the pairs before the last step, which began after a b c d."""
     kept = KeptRows(tuple("abcdefg"), num_pairs=3)
     assert kept.num_shared("abcdefX", is_drafted=False) == 5
     assert kept.num_shared("abcdefgX", is_drafted=False) == 5  # g has no row

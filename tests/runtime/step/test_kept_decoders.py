@@ -18,8 +18,8 @@ from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
 from eagle_slim.runtime.loading import load_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoders
+from eagle_slim.runtime.step.decoder import recall
 from eagle_slim.runtime.step.decoders import MOST_DECODERS
-from eagle_slim.runtime.step.graphs import recall
 from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair

@@ -11,7 +11,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import LogitsError
 from eagle_slim.runtime.settings import PartialVerification
-from eagle_slim.runtime.step.choice import CallRules
+from eagle_slim.runtime.step.plan import CallRules
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 from torch import Tensor
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.kept_rows import HeldRow
+from eagle_slim.runtime.step.decoder import HeldRow
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStandIn, lora
@@ -60,14 +61,8 @@ def own_answer(model: Any, prompt: list[int] = PROMPT) -> list[int]:
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A way to change a model; what is global of it is undone afterwards."""
     act, *expected = CHANGES[request.param]
-    undo: list[Any] = []
-
-    def changed(model: Any) -> None:
-        undo.append(act(model))
-
-    yield changed, *expected
-    for each in filter(None, undo):
-        each()
+    with ExitStack() as stack:
+        yield lambda model: act(model, stack), *expected
     torch._dynamo.reset()
 
 
@@ -148,7 +143,7 @@ def test_adapters_are_switched_scaled_and_taken_away_between_calls(head: Path) -
     check_now()
     projections: list[LoraLinear] = [layer.self_attn.v_proj for layer in own.model.layers]
     for projection in projections:
-        projection.set_adapter("other")
+        projection.active = "other"
     check_now()
     for projection in projections:
         projection.scaling["other"] = -1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, SpeedWarning
-from eagle_slim.runtime.step.kept_rows import HeldRow
+from eagle_slim.runtime.step.decoder import HeldRow
 from eagle_slim.runtime.target.cache import KVCache
 from support.changed_models import CHANGES, FUSED
 from support.tiny_models import random_prompts, tiny_target, write_head
@@ -48,10 +49,8 @@ def own_answer(own: Any) -> list[int]:
 @pytest.fixture(params=FOLLOWED)
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     act, expected, _ = CHANGES[request.param]
-    undo: list[Any] = []
-    yield lambda own: undo.append(act(own)), expected
-    for each in filter(None, undo):
-        each()
+    with ExitStack() as stack:
+        yield lambda own: act(own, stack), expected
 
 
 def test_a_changed_model_is_followed(change: Any, tmp_path: Path) -> None:

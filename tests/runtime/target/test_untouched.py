@@ -150,18 +150,3 @@ def in_another_thread(act: Callable[[], Any]) -> Any:
     other.join(60)
     assert not other.is_alive()
     return results[0]
-
-
-def test_an_interrupt_of_the_models_own_generate_holds_nobody_up(head: Path) -> None:
-    own: Any = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(own, head, depth=2, top_k=2, total_tokens=5)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = own.model.layers[1].mlp.down_proj.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        own.generate(torch.tensor([PROMPT]), max_new_tokens=3)
-    hook.remove()
-    answer = in_another_thread(lambda: model.generate(PROMPT, max_new_tokens=4, ignore_eos=True).token_ids[0])
-    assert answer == plain_greedy(own, PROMPT, 4, eos=None)
