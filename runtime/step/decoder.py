@@ -268,7 +268,7 @@ class Decoder:
             self.checks.fault.zero_()
 
     def fill_(self, num_active: int, length: int) -> None:
-        """Pretend that sequences of ``length`` tokens run in the first ``num_active`` slots, without an end in sight."""
+        """Pretend that sequences of ``length`` tokens run in the first ``num_active`` slots, with no end in sight."""
         self.clear_()
         state = self.state
         state.lengths[:num_active] = length

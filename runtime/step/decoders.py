@@ -203,6 +203,8 @@ class Decoders:
                 ms = decoder.time_step(min(places, num_slots), rules, tree)
                 self.costs.add(tree, decoder.places_for(min(places, num_slots)), length, ms)
         decoder.clear_()
+        # They were written over what the slots held.
+        self.forget()
 
     @torch.inference_mode()
     def warm_up(
