@@ -55,8 +55,13 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
             _sync_tree(new)
             # Somebody may have written it in the meantime.
             check_output(out, force, marker)
-            _put_in_place(new, out, old)
+            if os.path.lexists(out):
+                os.rename(out, old)
+            os.rename(new, out)
+            _sync(out.parent)
         except BaseException:
+            if old.exists() and not os.path.lexists(out):
+                os.rename(old, out)
             shutil.rmtree(new, ignore_errors=True)
             raise
         finally:
@@ -85,14 +90,6 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         raise OutputExistsError.at(out, f"not replaced: {found}, so this program did not write it.\n{advice}")
 
 
-def require_space(folder: Path | str, size_bytes: int) -> None:
-    """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
-    free = shutil.disk_usage(_nearest(_real(folder))).free
-    if free < size_bytes:
-        problem = f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free"
-        raise OutputError.at(folder, f"{problem}.\nFree some space, or write to another disk.")
-
-
 def _real(path: Path | str) -> Path:
     return Path(os.path.realpath(expand_home(path)))
 
@@ -115,18 +112,6 @@ def _locked(new: Path, out: Path) -> int:
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock
-
-
-def _put_in_place(new: Path, out: Path, old: Path) -> None:
-    try:
-        if os.path.lexists(out):
-            os.rename(out, old)
-        os.rename(new, out)
-    except BaseException:
-        if old.exists() and not os.path.lexists(out):
-            os.rename(old, out)
-        raise
-    _sync(out.parent)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -43,13 +43,9 @@ _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the versions it was tried with.
+    """An engine; `distributions` are its names for pip.
 
-    Attributes:
-        title: its name.
-        distributions: names under which pip may know it.
-        proven: first and last version tried; releases between them count as proven.
-        proof: what was run.
+    Releases between the first and the last version tried (`proven`) count as proven; `proof` says what was run.
     """
 
     title: str

@@ -27,7 +27,7 @@ from .artifact.checksums import row_checksums, sha256_of
 from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from .artifact.writer import TensorPlan, write_safetensors
-from .atomic import atomic_directory, check_output, require_space
+from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
 from .heads import names
 from .heads.draft_head import DraftHead
@@ -56,7 +56,7 @@ class Inputs:
         source: where the head came from.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
-        lm_head: the target's LM head, where the rows come from it.
+        lm_head: whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
         tokenizer: of the target, where it is at hand.
         gguf: the GGUF files to write; None for none.
     """
@@ -69,6 +69,11 @@ class Inputs:
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     gguf: GgufChoice | None
+
+    @property
+    def num_layers(self) -> int | None:
+        """Decoder layers of the target, where it is at hand and says."""
+        return None if self.target is None else self.target.num_layers
 
 
 @dataclass(frozen=True)
@@ -206,18 +211,17 @@ def plan_conversion(
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
         check_output(folder, options.force, MANIFEST_NAME)
-    inputs = _open_inputs(name, options, folders[0], say)
+    inputs = _open_inputs(name, options, say)
     sizes = _sizes(inputs.head, options)
     ranking = _rank(inputs, options, sizes, count, say)
     plans = []
     for asked, size, folder in zip(options.sizes, sizes, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
         plans.append(_plan(inputs, options, ranking, vocab, folder, options.name_of(name, asked)))
-    require_space(folders[0], sum(plan.size_bytes for plan in plans))
     return tuple(plans)
 
 
-def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: Say) -> Inputs:
+def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     """Open a head, and of target and tokenizer what its conversion needs."""
     source = open_head_source(
         name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
@@ -247,9 +251,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
         from .artifact.gguf import choose_gguf
 
         gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, tokenizer)
-    # Before anything large is fetched.
-    require_space(folder, sum(bytes_per_draft_step(head, size) for size in options.sizes if isinstance(size, int)))
-    lm_head = None
+    lm_head = own_lm_head(head) if head.has_lm_head and head.kind != "eagle" else None
     if needs_rows:
         assert opened is not None
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
@@ -259,8 +261,6 @@ def _open_inputs(name: str | None, options: ConvertOptions, folder: Path, say: S
 def _check_options(head: DraftHead, options: ConvertOptions) -> None:
     """Refuse options that mean nothing for a head of its kind."""
     stored = {name.rpartition(".")[2] for name in head.tensors.source.names}
-    largest = max((size for size in options.sizes if isinstance(size, int)), default=0)
-    is_cut = head.kind != "eagle" and head.manifest is not None and head.trained_ids is not None
     refused = {
         "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.": (
             head.kind == "eagle" and options.flavour == "lmdeploy"
@@ -273,8 +273,6 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
         "Leave --for out, and give a number of rows with --draft-vocab.": (
             head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes)
         ),
-        f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: {largest} were asked for.\n"
-        "Convert the head that it was made from.": is_cut and largest > head.draft_vocab,
     }
     for problem, is_so in refused.items():
         if is_so:
@@ -329,23 +327,19 @@ def _plan(
     inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str
 ) -> Conversion:
     """Plan one artifact; without a vocabulary, one of all ids."""
-    head, lm_head = inputs.head, None
+    head, lm_head = inputs.head, inputs.lm_head
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors: Sequence[TensorPlan]
-    if head.kind == "eagle":
+    if lm_head is None:
         tensors, config = eagle1.plan_tensors(head), eagle1.repaired_config(head, options.flavour)
+    elif head.kind == "eagle3":
+        tensors, config = eagle3.plan_tensors(head, lm_head, ids), eagle3.slim_config(head, rows, options.flavour)
     else:
-        lm_head = own_lm_head(head) if inputs.lm_head is None else inputs.lm_head
-        if head.kind == "eagle3":
-            tensors = eagle3.plan_tensors(head, lm_head, ids)
-            config = eagle3.slim_config(head, rows, options.flavour)
-        else:
-            assert ids is not None, "a full vocabulary is refused before"
-            tensors, config = dflash.plan_tensors(head, lm_head, ids), dflash.slim_config(head, rows)
-    num_layers = None if inputs.target is None else inputs.target.num_layers
-    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=num_layers)
+        assert ids is not None, "a full vocabulary is refused before"
+        tensors, config = dflash.plan_tensors(head, lm_head, ids), dflash.slim_config(head, rows)
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.num_layers)
     findings = conversion_findings(facts)
-    manifest = _manifest(inputs, options, lm_head, ranking, vocab, in_words(findings))
+    manifest = _manifest(inputs, options, ranking, vocab, in_words(findings))
     bytes_before, bytes_after = (bytes_per_draft_step(head, number) for number in (head.draft_vocab, rows))
     card = model_card(
         manifest,
@@ -364,12 +358,7 @@ def _plan(
 
 
 def _manifest(
-    inputs: Inputs,
-    options: ConvertOptions,
-    lm_head: LmHead | None,
-    ranking: Ranking | None,
-    vocab: DraftVocab | None,
-    of_engines: Sequence[str],
+    inputs: Inputs, options: ConvertOptions, ranking: Ranking | None, vocab: DraftVocab | None, notes: Sequence[str]
 ) -> Manifest:
     """Make the manifest as far as it is known before anything is written."""
     head, coverage, warnings = inputs.head, None, [*inputs.head.warnings]
@@ -400,13 +389,13 @@ def _manifest(
         row_checksums=None,
         head=provenance.describe_head(inputs.source, inputs.is_builtin, options.d2t_form),
         target=_describe_target(inputs),
-        lm_head=None if lm_head is None else provenance.describe_lm_head(head, lm_head),
+        lm_head=None if inputs.lm_head is None else provenance.describe_lm_head(head, inputs.lm_head),
         tokenizer=tokenizer,
         vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
-        tap_layers=head.taps(None if inputs.target is None else inputs.target.num_layers),
+        tap_layers=head.taps(inputs.num_layers),
         coverage=coverage,
         dropped=provenance.describe_dropped(head),
-        warnings=_without_paths([*warnings, *of_engines], inputs),
+        warnings=_without_paths([*warnings, *notes], inputs),
     )
 
 

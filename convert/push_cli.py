@@ -28,8 +28,7 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     The artifact is audited first, as by `eagle-verify --offline`. Only the files that its manifest names, the manifest
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
-    from .hub.push import check_push, upload_files
-    from .push import files_to_upload
+    from .push import check_push, files_to_upload, upload_files
 
     names, artifact = files_to_upload(folder), Path(folder)
     check_push(repo_id)

@@ -1,19 +1,4 @@
-"""Errors of the runtime, by what a user can do about them.
-
-EagleSlimError
-├── UsageError              the arguments contradict each other or the input: other arguments
-│   └── NothingToFollowError  the draft vocabulary holds every id that could join it: a smaller one
-├── TargetError             the target cannot be loaded: other folder, repository or revision, or a connection
-├── UnsupportedModelError   this model class or one of its options is outside what the runtime handles: other model
-├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
-├── PromptError             the prompt is empty or too long for the model: other prompt
-├── LogitsError             logits that are no distribution: other weights, type of weights or options
-├── DrafterError            the drafter asked for cannot run here: other drafter or device
-│   ├── CheckError          EAGLE_SLIM_CHECK found a wrong value in a step: a defect, to be reported with the message
-│   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
-├── DeviceMemoryError       the GPU's memory is full: fewer slots, shorter texts, smaller trees
-└── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
-"""
+"""Errors and warnings of the runtime, by what a user can do about them."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -26,19 +11,19 @@ _LONGEST = 100
 
 
 class NothingToFollowError(UsageError):
-    """A draft vocabulary holds every id that could join it."""
+    """The draft vocabulary holds every id that could join it: take a smaller one."""
 
 
 class TargetError(EagleSlimError):
-    """The target cannot be loaded."""
+    """The target cannot be loaded: name another folder, repository or revision, or connect to the Hub."""
 
 
 class UnsupportedModelError(EagleSlimError):
-    """The target or head is of a kind that tree drafting cannot serve."""
+    """The model's class or one of its options is outside what the runtime handles: take another model."""
 
 
 class PairingError(EagleSlimError):
-    """Head, draft vocabulary, tokenizer and target do not belong together."""
+    """Head, draft vocabulary, tokenizer and target do not belong together: take another head or target."""
 
 
 class PromptError(EagleSlimError):
@@ -54,7 +39,7 @@ class LogitsError(EagleSlimError):
 
 
 class DrafterError(EagleSlimError):
-    """The drafter asked for cannot run with these dimensions or on this device."""
+    """The drafter asked for cannot run with these dimensions or on this device: take another."""
 
 
 class DeviceMemoryError(EagleSlimError):
@@ -62,15 +47,15 @@ class DeviceMemoryError(EagleSlimError):
 
 
 class CheckError(DrafterError):
-    """``EAGLE_SLIM_CHECK=1`` found a value in a decoding step that breaks a rule; names slot, phase and value."""
+    """``EAGLE_SLIM_CHECK=1`` found a wrong value in a decoding step: a defect, to be reported with the message."""
 
 
 class GPUAssertionError(DrafterError):
-    """A call that is made for a GPU found none that it can use; says what was expected, what was found, what to do."""
+    """A call that is made for a GPU found none that it can use: take another machine, or a CPU drafter."""
 
 
 class PromptFileError(EagleSlimError):
-    """A file of prompts cannot be read."""
+    """A file of prompts cannot be read as Spec-Bench or MT-bench lines, or as plain text."""
 
 
 class SamplingWarning(UserWarning):

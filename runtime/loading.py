@@ -184,13 +184,10 @@ def read_device_map(device_map: Any, device: str | torch.device | None) -> str |
     """Read transformers' ``device_map`` as one device; "auto" is None. Raises `UsageError` for several devices."""
     if isinstance(device_map, Mapping) and len(device_map) == 1:
         device_map = next(iter(device_map.values()))
-    if isinstance(device_map, int) and not isinstance(device_map, bool):
+    if type(device_map) is int:
         device_map = f"cuda:{device_map}"
     if device is not None or not isinstance(device_map, (str, torch.device)):
-        raise UsageError(
-            "device_map names one device here, and device is another name for it: give one of them. A target is not "
-            "spread over several."
-        )
+        raise UsageError("device_map names one device here, as device does: give one of them, and one device.")
     return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
 
 

@@ -127,12 +127,13 @@ def show_warnings_as_lines() -> None:
     """Print Python warnings as one line on stderr, as the commands print their own."""
     from .errors import AcceptanceWarning
 
-    told: set[type[Warning]] = set()
+    told: set[object] = set()
 
     def show(message: Warning | str, category: type[Warning], *_args: Any, **_kwargs: Any) -> None:
         # Of a head that does not fit, every answer would warn anew, each with other figures.
-        if category is not AcceptanceWarning or category not in told:
+        key = category if category is AcceptanceWarning else str(message)
+        if key not in told:
             note(f"warning: {message}")
-        told.add(category)
+        told.add(key)
 
     warnings.showwarning = show

@@ -286,15 +286,17 @@ class ChatRenderer:
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return what the assistant wrote: each turn, with the few characters before it that its tokens depend on."""
+        turns: dict[int, Piece | None]
+        turns = {position: None for position, message in enumerate(messages) if message["role"] == "assistant"}
+        for form in _forms(messages):
+            turns = {position: turn or self._turn(form, position) for position, turn in turns.items()}
+            if None not in turns.values():
+                break
         pieces: list[Piece] = []
-        forms = list(_forms(messages))
-        for position, message in enumerate(messages):
-            if message["role"] == "assistant":
-                turns = (self._turn(form, position) for form in forms)
-                found = next((turn for turn in turns if turn is not None), None)
-                spoken = [text for text in _own_texts(message) if text]
-                apart = [Piece(text, is_apart=number == 0) for number, text in enumerate(spoken)]
-                pieces += apart if found is None else [found]
+        for position, turn in turns.items():
+            spoken = filter(None, _own_texts(messages[position]))
+            apart = [Piece(text, is_apart=number == 0) for number, text in enumerate(spoken)]
+            pieces += apart if turn is None else [turn]
         return pieces
 
     def _turn(self, messages: Sequence[Message], position: int) -> Piece | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -69,15 +70,13 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
     """
     weights: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
-        name, separator, share = value.rpartition("=")
+        name, _, share = value.rpartition("=")
         try:
             number = float(share)
         except ValueError:
-            number = float("nan")
-        if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
-        if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.")
+            number = math.nan
+        if not name or name in weights or math.isnan(number):
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3, each name once.")
         weights[name] = number
     return weights
 
@@ -135,7 +134,9 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except BrokenPipeError:
-        return _close_pipe()
+        # The reader of stdout went away (`| head`); Python must not complain of it at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted; nothing half-written is left behind", INTERRUPTED, debug, kind="")
     except click.exceptions.NoArgsIsHelpError as error:
@@ -166,9 +167,3 @@ def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
     with contextlib.suppress(OSError):
         note(f"{kind}{message}")
     return code
-
-
-def _close_pipe() -> int:
-    """Leave quietly after the reader of stdout went away (`| head`), without Python's complaint at shutdown."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1

@@ -19,11 +19,11 @@ from .chats import chat_spec
 from .counts import JSON, HeldOut, SourceCounts, TokenCounts
 from .encoding import choose_library, encoder_spec, name_and_version
 from .errors import CorpusError, UsageError
-from .ray_workers import RayWorkers
+from .ray_workers import ray_tasks
 from .records import BadRecord
-from .sources import CorpusSource, OpenSource, open_source, refuse_repeated_inputs
+from .sources import CorpusSource, OpenSource, open_source
 from .tokenizer import LoadedTokenizer
-from .workers import MAX_REPORTS, BlockCounter, CountPlan, Processes, Tally, Workers
+from .workers import MAX_REPORTS, BlockCounter, Count, CountPlan, Tally, processes, this_process
 
 HELD_OUT_SHARE = 0.01
 
@@ -71,7 +71,7 @@ def count_tokens(
         notify: called with messages for the user, such as skipped records.
 
     Raises:
-        UsageError: no sources, names or inputs that repeat, or a setting that fits no source.
+        UsageError: no sources, a name twice, or a setting that fits no source.
         CorpusError: a source or record cannot be read.
         TokenizerError: the tokenizer or its chat template cannot be used.
     """
@@ -96,9 +96,9 @@ def count_tokens(
     apart = 0
     sizes = [source.size for source in opened]
     size = None if None in sizes else sum(size or 0 for size in sizes)
-    with _workers(run_on, plan, workers, size) as running, _progress_bar(size, progress) as moved:
+    with _place_to_count(run_on, plan, workers, size) as count, _progress_bar(size, progress) as moved:
         for at, source in enumerate(opened):
-            total, last = _count_source(at, source, plan, running, moved, say)
+            total, last = _count_source(at, source, plan, count, moved, say)
             counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
             apart += total.apart
             if held_out and counted[-1].held_out is None:
@@ -121,9 +121,7 @@ def _open_all(sources: Sequence[CorpusSource], seed: int) -> list[OpenSource]:
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
-    opened = [open_source(source, seed) for source in sources]
-    refuse_repeated_inputs(opened)
-    return opened
+    return [open_source(source, seed) for source in sources]
 
 
 def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
@@ -145,7 +143,7 @@ def _count_source(
     at: int,
     source: OpenSource,
     plan: CountPlan,
-    workers: Workers,
+    count: Count,
     moved: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> tuple[Tally, int | None]:
@@ -153,24 +151,23 @@ def _count_source(
     asked, limited_in, told = source.source, None, 0
     most_documents, most_tokens = asked.max_documents or math.inf, asked.max_tokens or math.inf
     total = Tally(np.zeros(plan.encoder.vocab_size, np.int64))
-    with contextlib.closing(workers.count(at, source)) as results:
-        for block, result in results:
-            documents, tokens = most_documents - total.documents, most_tokens - total.tokens
-            if result.documents >= documents or result.tokens >= tokens:
-                result, limited_in = BlockCounter(plan).count_up_to(at, block, documents, tokens), block.shard
-            for number, reason in result.bad:
-                if not plan.skip_bad:
-                    raise CorpusError(
-                        f"{block.place(number)}: {reason}. Mend the record, or leave such records out with "
-                        "`eagle-vocab count --on-error skip`."
-                    )
-                if told < MAX_REPORTS:
-                    say(f"skipped {block.place(number)}: {reason}")
-                told += 1
-            total.add(result)
-            moved(block.size, result.tokens)
-            if limited_in is not None:
-                break
+    for block, result in count(at, source):
+        documents, tokens = most_documents - total.documents, most_tokens - total.tokens
+        if result.documents >= documents or result.tokens >= tokens:
+            result, limited_in = BlockCounter(plan).count_up_to(at, block, documents, tokens), block.shard
+        for number, reason in result.bad:
+            if not plan.skip_bad:
+                raise CorpusError(
+                    f"{block.place(number)}: {reason}. Mend the record, or leave such records out with "
+                    "`eagle-vocab count --on-error skip`."
+                )
+            if told < MAX_REPORTS:
+                say(f"skipped {block.place(number)}: {reason}")
+            told += 1
+        total.add(result)
+        moved(block.size, result.tokens)
+        if limited_in is not None:
+            break
     if not total.tokens:
         hint = f"Empty documents: {total.empty:,}; records skipped: {total.skipped:,}."
         if total.empty and source.kind == "chat" and asked.roles == "assistant":
@@ -240,10 +237,12 @@ def _progress_bar(
         yield moved
 
 
-def _workers(run_on: Literal["local", "ray"], plan: CountPlan, num_workers: int | None, size: int | None) -> Workers:
+def _place_to_count(
+    run_on: Literal["local", "ray"], plan: CountPlan, workers: int | None, size: int | None
+) -> contextlib.AbstractContextManager[Count]:
     if run_on == "ray":
-        return RayWorkers(plan, num_workers)
-    if num_workers is None:
+        return ray_tasks(plan, workers)
+    if workers is None:
         is_small = size is not None and size < _SMALL_BYTES
-        num_workers = 0 if is_small else len(os.sched_getaffinity(0))
-    return Processes(plan, num_workers) if num_workers else Workers(plan)
+        workers = 0 if is_small else len(os.sched_getaffinity(0))
+    return processes(plan, workers) if workers else this_process(plan)

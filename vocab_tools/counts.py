@@ -100,13 +100,9 @@ class SourceCounts:
 
     def __post_init__(self) -> None:
         _check_weight(self.name, self.weight, VocabularyError)
-        if self.counts.dtype != np.int64 or self.counts.ndim != 1:
-            raise VocabularyError(f"source {self.name}: counts: expected int64 [vocab], found {_kind(self.counts)}.")
-        if len(self.counts) and self.counts.min() < 0:
-            token_id = int(np.argmin(self.counts))
-            raise VocabularyError(
-                f"source {self.name}: the count of id {token_id} is {self.counts[token_id]}, below 0."
-            )
+        if self.counts.dtype != np.int64 or self.counts.ndim != 1 or self.counts.min(initial=0) < 0:
+            found = f"{_kind(self.counts)} from {self.counts.min(initial=0)} on"
+            raise VocabularyError(f"source {self.name}: counts: expected int64 [vocab] from 0 on, found {found}.")
         ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
             raise VocabularyError(f"source {self.name}: held-out ids: expected 0 to {len(self.counts) - 1}.")
@@ -232,34 +228,23 @@ class TokenCounts:
 
         check_named(path)
         regular_file(path, VocabularyError, "counts file")
-        try:
-            with safe_open(path, "numpy") as file:
-                metadata = file.metadata() or {}
-                if _KEY not in metadata:
-                    raise VocabularyError.at(
-                        path,
-                        f"a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
-                        "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
-                    )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        # numpy does not know bfloat16 and raises a TypeError.
-        except (SafetensorError, OSError, TypeError) as error:
-            raise VocabularyError.at(
-                path, f"not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`."
-            ) from error
+        if not is_counts_file(path):
+            advice = "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`."
+            raise VocabularyError.at(path, f"not a file of token counts, or a damaged one. {advice}")
         with errors_of(path):
             try:
-                return _from_parts(json.loads(metadata[_KEY]), tensors)
-            # A JSONDecodeError is a ValueError.
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                with safe_open(path, "numpy") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+                    return _from_parts(json.loads(file.metadata()[_KEY]), tensors)
+            # A JSONDecodeError is a ValueError; numpy does not know bfloat16 and raises a TypeError.
+            except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
 
 
 def checksum(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> str:
     """SHA-256 of a header, its own entry "checksum" left out, and of names, dtypes, shapes and bytes of tensors."""
     plain = {key: value for key, value in header.items() if key != "checksum"}
-    # As it comes back from the file, so that 1 and "1" as keys are alike.
-    digest = hashlib.sha256(json.dumps(json.loads(json.dumps(plain)), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {_kind(tensors[name])}".encode() + tensors[name].tobytes())
     return digest.hexdigest()

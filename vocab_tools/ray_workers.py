@@ -11,7 +11,8 @@ often it was begun, so nothing is lost and nothing is counted twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from .errors import EagleSlimError, UsageError
 from .records import Block
 from .sources import OpenSource
-from .workers import BlockCounter, Counted, CountPlan, Workers, in_order, use_one_tokenizer_thread
+from .workers import BlockCounter, Count, Counted, CountPlan, in_order, use_one_tokenizer_thread
 
 _UNIT_BLOCKS = 16
 
@@ -35,60 +36,58 @@ def require_ray() -> None:
         raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
 
 
-class RayWorkers(Workers):
-    """Counts sources on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
+@contextmanager
+def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
+    """Count on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
 
     Args:
-        plan: what a worker needs.
+        plan: what a task needs.
         workers: tasks at a time, of one CPU each; None: one for each CPU the cluster has now.
 
     Raises:
         UsageError: Ray is not installed.
         EagleSlimError: the cluster cannot be reached.
     """
+    require_ray()
+    import ray
 
-    def __init__(self, plan: CountPlan, workers: int | None) -> None:
-        require_ray()
-        self._plan = plan
-        self._workers = workers
-        self._started = False
+    is_running = ray.is_initialized()
+    if not is_running:
+        _start(workers)
+    # In a tuple a reference stays one, so that only a process without a counter fetches the plan.
+    shared_plan = (ray.put(plan),)
+    task = ray.remote(num_cpus=1, max_retries=-1)(_count_unit)
+    num_tasks = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
-    def __enter__(self) -> RayWorkers:
-        import ray
-
-        if not ray.is_initialized():
-            try:
-                # With an address, the cluster itself knows its CPUs.
-                here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._workers, "include_dashboard": False}
-                ray.init(logging_level="warning", log_to_driver=False, **here)
-            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                address = os.environ.get("RAY_ADDRESS", "not set")
-                raise EagleSlimError(
-                    f"The Ray cluster cannot be reached (RAY_ADDRESS: {address}): {error}. Unset RAY_ADDRESS to count "
-                    "on this machine."
-                ) from error
-            self._started = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        import ray
-
-        if self._started:
-            ray.shutdown()
-
-    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """Yield a block and a tally for each block of a source with limits, for others one for each unit."""
-        import ray
-
-        # In a tuple a reference stays one, so that only a process without a counter fetches the plan.
-        plan, shared = (ray.put(self._plan),), ray.put(opened)
-        task = ray.remote(num_cpus=1, max_retries=-1)(_count_unit)
-        workers = self._workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        for _, result in in_order(_units(opened), lambda unit: task.remote(plan, source, shared, unit), workers):
+    def count(source: int, opened: OpenSource) -> Iterator[Counted]:
+        shared = ray.put(opened)
+        units = in_order(_units(opened), lambda unit: task.remote(shared_plan, source, shared, unit), num_tasks)
+        for _, result in units:
             try:
                 yield from ray.get(result)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
+
+    try:
+        yield count
+    finally:
+        if not is_running:
+            ray.shutdown()
+
+
+def _start(workers: int | None) -> None:
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    # With an address, the cluster itself knows its CPUs.
+    here = {} if address else {"num_cpus": workers, "include_dashboard": False}
+    try:
+        ray.init(logging_level="warning", log_to_driver=False, **here)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise EagleSlimError(
+            f"The Ray cluster cannot be reached (RAY_ADDRESS: {address or 'not set'}): {error}. Unset RAY_ADDRESS to "
+            "count on this machine."
+        ) from error
 
 
 def _units(opened: OpenSource) -> Iterator[Unit]:

@@ -108,13 +108,9 @@ class RowsBlock:
     data: pa.ChunkedArray | None
 
     def records(self, column: str | None) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each row and its value, or a BadRecord; `column` was chosen when the block was read."""
+        """Yield the number of each row and its value; `column` was chosen when the block was read."""
         assert self.data is not None
-        try:
-            yield from enumerate(self.data.to_pylist())
-        except UnicodeDecodeError:
-            # Arrow does not promise that its strings are UTF-8; the place is that of the block.
-            yield 0, BadRecord("a text of these rows is not UTF-8")
+        yield from enumerate(self.data.to_pylist())
 
     def place(self, number: int) -> str:
         """Name the file or dataset, and the row, from 0."""

@@ -32,8 +32,7 @@ Kind = Literal["text", "chat"]
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content")
-LINES = (".jsonl", ".ndjson", ".json")
-FORMATS = (*LINES, ".txt", ".parquet")
+FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 READABLE = f"{', '.join(FORMATS[:-1])}, each also packed ({', '.join(PACKED)}), and .parquet"
 
 _HUB_SETTINGS = ("config", "split", "revision")
@@ -348,27 +347,6 @@ def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
         return opened
     column, kind = _choose_column(source, _first_row(opened))
     return replace(opened, column=column, kind=kind, origin={**opened.origin, "column": column})
-
-
-def refuse_repeated_inputs(sources: Sequence[OpenSource]) -> None:
-    """Refuse text that is read twice, which would count twice; another column of a file is other text.
-
-    Raises:
-        UsageError: a file or split is read twice.
-    """
-    seen: dict[tuple[str, str], str] = {}
-    for opened in sources:
-        inputs = [os.path.realpath(file.path) for file in opened.files]
-        if opened.is_remote:
-            inputs = [f"{opened.source.location}, {opened.origin['config']}, split {opened.origin['split']}"]
-        for name in inputs:
-            key = (name, opened.column)
-            if key in seen:
-                raise UsageError(
-                    f"{name}: read by source {seen[key]} and by source {opened.source.name}. Its text would count "
-                    "twice. Leave one out; weight=2 gives a source more weight."
-                )
-            seen[key] = opened.source.name
 
 
 def _open_files(source: CorpusSource) -> OpenSource:

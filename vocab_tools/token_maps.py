@@ -28,7 +28,6 @@ import io
 import json
 import pickle
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,15 +151,15 @@ def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form
     check_named(path)
     path = Path(path)
     source = _read(path)
-    if d2t_form is not None and (isinstance(source, DraftVocab) or source.d2t is None):
+    if d2t_form is not None and (isinstance(source, DraftVocab) or "d2t" not in source):
         raise UsageError(f"{path}: --d2t-form is for a d2t, and this map lists ids. Leave it out.")
     with errors_of(path):
         if isinstance(source, DraftVocab):
             return source if target_vocab is None else source.for_target(target_vocab)
         provenance = {"method": "token map", "file": path.name}
-        if source.d2t is None:
-            return _from_ids(whole_numbers(source.ids, "ids"), target_vocab, provenance)
-        return _from_d2t(whole_numbers(source.d2t, "d2t"), source.t2d, target_vocab, d2t_form, provenance)
+        if "d2t" not in source:
+            return _from_ids(whole_numbers(source["ids"], "ids"), target_vocab, provenance)
+        return _from_d2t(whole_numbers(source["d2t"], "d2t"), source.get("t2d"), target_vocab, d2t_form, provenance)
 
 
 def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
@@ -191,13 +190,13 @@ def _without_appended(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[s
 
 def _from_d2t(
     rows: NDArray[np.int64],
-    t2d: NDArray[Any] | None,
+    t2d: ArrayLike | None,
     target_vocab: int | None,
     form: D2TForm | None,
     provenance: dict[str, Any],
 ) -> DraftVocab:
     if target_vocab is None and t2d is not None:
-        target_vocab = len(t2d)
+        target_vocab = len(np.asarray(t2d))
     if target_vocab is None:
         # Large enough for either form; the real range is not known, so only duplicates can be found.
         ids = ids_from_d2t(rows, None, form, target_vocab=int(rows.max(initial=0)) + len(rows) + 1)
@@ -210,16 +209,8 @@ def _from_d2t(
     return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
 
 
-@dataclass(frozen=True, eq=False)
-class _Map:
-    """The content of a file: ids in rank order, or d2t with or without t2d."""
-
-    ids: Any = None
-    d2t: Any = None
-    t2d: NDArray[Any] | None = None
-
-
-def _read(path: Path) -> DraftVocab | _Map:
+def _read(path: Path) -> DraftVocab | dict[str, Any]:
+    """Return our own format as it is, other content as "ids", or as "d2t" with or without "t2d"."""
     if path.is_dir():
         if (path / _MANIFEST_NAME).is_file():
             return _read_artifact(path)
@@ -243,8 +234,8 @@ def _read(path: Path) -> DraftVocab | _Map:
     if isinstance(value, dict):
         return _from_mapping(value, path)
     if isinstance(value, np.ndarray) and path.name.startswith("d2t"):
-        return _Map(d2t=value)
-    return _Map(ids=value)
+        return {"d2t": value}
+    return {"ids": value}
 
 
 def _starts_as_json(path: Path) -> bool:
@@ -261,12 +252,11 @@ def _read_text(path: Path) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
+def _from_mapping(value: dict[Any, Any], path: Path) -> dict[str, Any]:
     if "token_ids" in value:
-        return _Map(ids=value["token_ids"])
+        return {"ids": value["token_ids"]}
     if "d2t" in value:
-        t2d = value.get("t2d")
-        return _Map(d2t=value["d2t"], t2d=None if t2d is None else np.asarray(t2d))
+        return {"d2t": value["d2t"], "t2d": value.get("t2d")}
     keys = ", ".join(repr(key) for key in list(value)[:5])
     raise VocabularyError(
         f"{path}: expected a list of ids, token_ids, or d2t (and t2d); found an object with keys {keys}."
@@ -289,7 +279,7 @@ def _read_artifact(path: Path) -> DraftVocab:
         return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
 
 
-def _read_safetensors(path: Path) -> _Map:
+def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -304,7 +294,7 @@ def _read_safetensors(path: Path) -> _Map:
     # numpy does not know bfloat16 and raises a TypeError.
     except (SafetensorError, OSError, TypeError) as error:
         raise VocabularyError(f"{path}: not a readable safetensors file: {error}.") from error
-    return _Map(d2t=d2t, t2d=t2d)
+    return {"d2t": d2t, "t2d": t2d}
 
 
 def read_pickle(path: Path) -> Any:

@@ -368,12 +368,8 @@ def _read_template(file: Path) -> str:
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
     extra = config.get("extra_special_tokens")
     named = {**special_map, **config, **(extra if isinstance(extra, dict) else {})}
-    tokens: dict[str, str] = {}
-    for key, value in named.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
-    return tokens
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
 
 
 def _generation_config(generation: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Workers: the blocks of a source in, their counts out, in any process and any order.
+"""Count the blocks of a source, in this process or in others, in any order.
 
 A document is held out, and never counted, by a hash of its text (of a chat, its messages): the same document always,
 whatever stands beside it, so that counts of parts add up to the counts of the whole.
@@ -10,9 +10,10 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -226,52 +227,41 @@ class BlockCounter:
         return ChatRenderer(self._plan.chat)
 
 
-# Workers
+# Where blocks are counted
 
 Counted = tuple[Block, Tally]
+Count = Callable[[int, OpenSource], Iterator[Counted]]
+"""Counts a source, given with its place in the plan: each block with its tally, in the order of the source."""
 T = TypeVar("T")
 F = TypeVar("F")
 
 
-class Workers:
-    """Counts the blocks of a source and gives the results in their order; these do it in this process."""
-
-    def __init__(self, plan: CountPlan) -> None:
-        self._counter = BlockCounter(plan)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """Yield each block and its tally."""
-        for block in opened.blocks():
-            yield block, self._counter.count(source, block)
+@contextmanager
+def this_process(plan: CountPlan) -> Iterator[Count]:
+    """Count in this process."""
+    counter = BlockCounter(plan)
+    yield lambda source, opened: ((block, counter.count(source, block)) for block in opened.blocks())
 
 
-class Processes(Workers):
-    """Counts in worker processes, each with one tokenizer thread."""
+@contextmanager
+def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
+    """Count in worker processes, each with one tokenizer thread."""
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
 
-    def __init__(self, plan: CountPlan, num_workers: int) -> None:
-        self._in_flight = 2 * num_workers + 1
-        self._pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def count(self, source: int, opened: OpenSource) -> Generator[Counted, None, None]:
-        """See `Workers`."""
+    def count(source: int, opened: OpenSource) -> Iterator[Counted]:
+        blocks = in_order(opened.blocks(), lambda block: pool.submit(_work, source, block), 2 * num_workers + 1)
         try:
-            for block, future in in_order(
-                opened.blocks(), lambda block: self._pool.submit(_work, source, block), self._in_flight
-            ):
+            for block, future in blocks:
                 yield block, future.result()
         except BrokenProcessPool as error:
             raise EagleSlimError(
                 "A worker process died, perhaps because memory ran out; fewer --workers need less memory."
             ) from error
+
+    try:
+        yield count
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterator[tuple[T, F]]:

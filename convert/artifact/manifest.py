@@ -6,7 +6,7 @@ Holds no time and no path, so that the same inputs give the same bytes. FORMAT.m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -141,14 +141,13 @@ class Manifest:
             advice = "Take the eagle-slim that wrote it, or convert the head again."
             problem = f"format_version {found!r}, this eagle-slim reads {FORMAT_VERSION}.\n{advice}"
             raise ArtifactError.at(path, problem)
-        for key, types in _TYPES.items():
-            if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):
+        for key, kind in _TYPES.items():
+            if key not in value or not isinstance(value[key], kind) or isinstance(value[key], bool):
                 found = "nothing" if key not in value else type(value[key]).__name__
-                expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-                raise _broken(path, f"{key}: expected {expected}, found {found}")
-        for key, is_sound in _parts(value):
-            if not is_sound:
-                raise _broken(path, f"{key}: an entry is missing or of a wrong type")
+                raise _broken(path, f"{key}: expected {getattr(kind, '__name__', kind)}, found {found}")
+        for name, entry in value["files"].items():
+            if not isinstance(entry, dict) or type(entry.get("size_bytes")) is not int:
+                raise _broken(path, f"files: {name}: expected an object with size_bytes")
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
             raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
@@ -156,7 +155,7 @@ class Manifest:
             raise _broken(path, f"draft_vocab is {rows} of a target_vocab of {vocab}")
         arrays: dict[str, Any] = {"warnings": tuple(value["warnings"])}
         if ranked is not None:
-            if not _are_integers(ranked) or len(ranked) != rows or not all(0 <= each < vocab for each in ranked):
+            if len(ranked) != rows or not all(type(each) is int and 0 <= each < vocab for each in ranked):
                 raise _broken(path, f"rank_order_ids: expected {rows} ids below {vocab}, found {len(ranked)} entries")
             if not 0 <= value["num_forced"] <= rows:
                 raise _broken(path, f"num_forced is {value['num_forced']} of {rows} ids")
@@ -171,52 +170,13 @@ class Manifest:
         return cls(**{key: value[key] for key in _TYPES} | arrays)
 
 
-_NULL = type(None)
-_TYPES: dict[str, tuple[type, ...]] = {
-    "tool": (dict,),
-    "kind": (str,),
-    "flavour": (str,),
-    "draft_vocab": (int,),
-    "target_vocab": (int,),
-    "num_forced": (int,),
-    "head": (dict,),
-    "target": (dict,),
-    "lm_head": (dict, _NULL),
-    "tokenizer": (dict, _NULL),
-    "tap_layers": (list, _NULL),
-    "coverage": (dict, _NULL),
-    "warnings": (list,),
-    "dropped": (dict,),
-    "files": (dict,),
-    "vocabulary": (dict, _NULL),
-    "rank_order_ids": (list, _NULL),
-    "row_checksums": (str, _NULL),
-}
-
-
-def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Check the types of the entries that readers rely on, key by key."""
-    for name, entry in value["files"].items():
-        yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
-    for key in ("head", "target"):
-        names = ("repo_id", "revision", "subfolder", "weights_file")
-        yield key, all(isinstance(value[key].get(name), str | None) for name in names)
-    yield "tap_layers", _are_integers(value["tap_layers"] or [])
-    vocabulary = value["vocabulary"] or {}
-    forced = vocabulary.get("forced", {})
-    yield "vocabulary: forced", isinstance(forced, dict) and all(key.isdecimal() for key in forced)
-    yield "vocabulary: counted_ids", _are_integers([vocabulary.get(COUNTED_IDS, 0)])
-    yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
-
-
-def _is_record(entry: dict[str, Any]) -> bool:
-    tensors = entry.get("tensors")
-    hashes = (entry.get("header_sha256"), *tensors.values()) if isinstance(tensors, dict) else (entry.get("sha256"),)
-    return type(entry.get("size_bytes")) is int and all(isinstance(found, str) for found in hashes)
-
-
-def _are_integers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values)
+_TYPES: dict[str, Any] = {
+    "tool": dict, "kind": str, "flavour": str, "draft_vocab": int, "target_vocab": int, "num_forced": int, "head": dict,
+    "target": dict, "lm_head": dict | None, "tokenizer": dict | None, "tap_layers": list | None,
+    "coverage": dict | None, "warnings": list, "dropped": dict, "files": dict, "vocabulary": dict | None,
+    "rank_order_ids": list | None, "row_checksums": str | None,
+}  # fmt: skip
+"""Keys of the file in their order, with the types that JSON gives them."""
 
 
 def _broken(where: Path, problem: str) -> ArtifactError:

@@ -51,33 +51,23 @@ def settle_dflash(
     source_config: Mapping[str, Any],
     where: str,
     given_taps: Sequence[int] | None,
-) -> tuple[Mapping[str, Any], tuple[int, ...]]:
+) -> tuple[int, ...]:
     """Check a draft's tensors and mask token, and find the layers of the target whose inputs it reads.
 
     `config` is what `checked_part` gave, with both vocabularies settled.
 
-    Returns:
-        `source_config`, with the layers named where they were `given_taps`; and the layers.
-
     Raises:
-        MismatchError: shapes, widths or numbers of layers disagree, the layers are not known, or a mask token is
-            outside the vocabulary.
+        MismatchError: shapes, widths or numbers of layers disagree, config.json names no layers, or others than were
+            given, or a mask token is outside the vocabulary.
     """
     merged = _in_one_level(source_config)
     taps = head_config.tap_layers(merged, where)
     if taps is None:
-        if given_taps is None:
-            raise MismatchError.at(
-                where,
-                "config.json names no layers of the target, and engines choose different ones: vLLM 2, n // 2, n - 3, "
-                "SGLang as many as the draft has.\nName the layers whose inputs the draft reads with --tap-layers.",
-            )
-        taps = head_config.given_tap_layers(given_taps, where)
-        source_config = _with_tap_layers(source_config, taps)
-    elif given_taps is not None and tuple(given_taps) != taps:
+        problem = "config.json names no layers of the target, and engines choose different ones."
+        raise MismatchError.at(where, f"{problem}\nAdd those whose outputs the draft reads as target_layer_ids.")
+    if given_taps is not None and tuple(given_taps) != taps:
         problem = f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}."
         raise MismatchError.at(where, f"{problem}\nLeave the option out.")
-
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
     own = merged.get("dflash_config")
     for key, part in (("dflash_config.mask_token_id", own), ("mask_token_id", merged)):
@@ -105,7 +95,7 @@ def settle_dflash(
     for layer in range(layers):
         expected |= layer_shapes(config, f"layers.{layer}.", hidden)
     check_shapes(tensors, expected, where)
-    return source_config, taps
+    return taps
 
 
 def _in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,12 +104,3 @@ def _in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
     nested = nested if isinstance(nested, Mapping) else {}
     is_brief = bool(nested) and nested.get("model_type") in (None, "qwen3")
     return {**(QWEN3_DEFAULTS if is_brief else {}), **nested, **source_config}
-
-
-def _with_tap_layers(source_config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
-    """Name the layers under the key of the form: inputs in speculators', outputs in z-lab's."""
-    if "transformer_layer_config" in source_config:
-        return {**source_config, "aux_hidden_state_layer_ids": list(layers)}
-    own = source_config.get("dflash_config")
-    named = {**(own if isinstance(own, Mapping) else {}), "target_layer_ids": [layer - 1 for layer in layers]}
-    return {**source_config, "dflash_config": named}

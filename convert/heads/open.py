@@ -123,7 +123,7 @@ def head_from_checkpoint(
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):
             warnings.append("the map was not in ascending order; rows and map are sorted together")
     if table.kind == "dflash":
-        config, taps = settle_dflash(tensors, flat, config, location, tap_layers)
+        taps = settle_dflash(tensors, flat, config, location, tap_layers)
     if table.kind == "eagle3":
         warnings += check_eagle3(tensors, flat, head_config.says_qwen3(config), location)
         if d2t_form == "auto" and ids is not None and "t2d" not in tensors and (ids == np.arange(len(ids))).all():

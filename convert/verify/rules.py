@@ -26,16 +26,6 @@ _MAPS = frozenset(names.MAPS)
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
 
 
-def _manifest(parts: Parts) -> str:
-    """eagle_slim.json can be read and is of this format."""
-    return f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}"
-
-
-def _config(parts: Parts) -> str:
-    """config.json is a JSON object."""
-    return f"{len(parts.config)} keys"
-
-
 def _weights(parts: Parts) -> str:
     """The safetensors header is sound and carries the metadata that loaders ask for."""
     metadata = parts.weights.metadata
@@ -109,11 +99,6 @@ def _tensor_names(parts: Parts) -> str:
         problems.append(f"{names.FC_BIAS} is missing: SGLang would leave its bias uninitialised")
     join(problems)
     return f"{len(table.stored)} tensors, {table.kind}"
-
-
-def _d2t(parts: Parts) -> str:
-    """d2t is int64 offsets of unique, ascending ids in range: never negative, never falling."""
-    return f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}"
 
 
 def _t2d(parts: Parts) -> str:
@@ -234,14 +219,14 @@ def _freq(parts: Parts) -> str:
 
 
 CHECKS: dict[str, Callable[[Parts], str]] = {
-    "manifest": _manifest,
-    "config.json": _config,
+    "manifest": lambda parts: f"{parts.manifest.tool.get('name')} {parts.manifest.tool.get('version')}",
+    "config.json": lambda parts: f"{len(parts.config)} keys",
     "model.safetensors": _weights,
     "stray files": _stray_files,
     "file checksums": _file_checksums,
     "tensor checksums": _tensor_checksums,
     "tensor names": _tensor_names,
-    "d2t": _d2t,
+    "d2t": lambda parts: f"{len(parts.ids)} ascending ids of {parts.manifest.target_vocab}",
     "t2d": _t2d,
     "ranks": _ranks,
     "lm_head rows": _rows,
@@ -251,4 +236,7 @@ CHECKS: dict[str, Callable[[Parts], str]] = {
     "tap layers in config": _tap_layers,
     "freq_N.pt": _freq,
 }
-"""The checks by name, in order: those of the files first, on which the others build."""
+"""The checks by name, in order: those of the files first, on which the others build.
+
+Each returns a finding or raises; where it only reads a part, that part says what must hold.
+"""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from eagle_slim.convert.atomic import atomic_directory
@@ -29,25 +29,17 @@ _NUM_NAMES = 4
 """Columns of the table that hold names and stand on the left."""
 
 
-class Place(NamedTuple):
-    """Place of an answer in a comparison; ``group`` is the number of the first prompt, ``turn`` counts from 0."""
-
-    repeat: int
-    batch: int
-    group: int
-    mode: str
-    turn: int
-
-
 @dataclass(frozen=True)
 class Answer:
     """One call of `generate`.
 
-    ``category`` is None for a batch of several categories. ``num_identical``: answers equal to plain decoding's, token
-    for token. ``token_ids`` by prompt answered.
+    ``group`` is the number of its first prompt. ``category`` is None for a batch of several. ``num_identical``: answers
+    equal to plain decoding's, token for token. ``token_ids`` by prompt answered.
     """
 
-    place: Place
+    mode: str
+    batch: int
+    group: int
     candidate: str
     category: str | None
     num_identical: int
@@ -220,7 +212,7 @@ def build_rows(candidates: Sequence[Candidate], options: CompareOptions, answers
     rows: list[Row] = []
     for mode in options.modes:
         for batch in options.batches:
-            run = [answer for answer in answers if (answer.place.mode, answer.place.batch) == (mode, batch)]
+            run = [answer for answer in answers if (answer.mode, answer.batch) == (mode, batch)]
             for category in (ALL, *(categories if len(categories) > 1 else ())):
                 if chosen := [answer for answer in run if category in (ALL, answer.category)]:
                     rows += _rows(candidates, chosen, (mode, batch, category))
@@ -229,7 +221,7 @@ def build_rows(candidates: Sequence[Candidate], options: CompareOptions, answers
 
 def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]) -> Iterator[Row]:
     own = {each.label: [answer for answer in answers if answer.candidate == each.label] for each in candidates}
-    groups = {group: place for place, group in enumerate(sorted({answer.place.group for answer in answers}))}
+    groups = {group: place for place, group in enumerate(sorted({answer.group for answer in answers}))}
     found = measure({each.label: _timings(own[each.label], groups, each.tree[2]) for each in candidates})
     plain = found.get(PLAIN)
     for candidate in candidates:
@@ -243,10 +235,10 @@ def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tup
 
 def _timings(answers: Sequence[Answer], groups: Mapping[int, int], nodes: int) -> Timings:
     steps = np.array([step for answer in answers for step in answer.stats.steps], dtype=np.float64).reshape(-1, 3)
-    owners = [groups[answer.place.group] for answer in answers for _ in answer.stats.steps]
+    owners = [groups[answer.group] for answer in answers for _ in answer.stats.steps]
     accepted, passes = np.zeros(len(groups)), np.zeros(len(groups))
     for answer in answers:
-        place = groups[answer.place.group]
+        place = groups[answer.group]
         passes[place] += answer.stats.num_passes
         accepted[place] += answer.stats.num_accepted_tokens
     draft_s, verify_s, host_s = steps.T

@@ -24,7 +24,7 @@ from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
 from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import ALL, Answer, Comparison, Place, build_rows
+from .report import ALL, Answer, Comparison, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -136,11 +136,11 @@ class Run:
         """Return the answers in the order they were made; fewer than planned where Ctrl-C ended it."""
         self._warm_up()
         try:
-            for repeat in range(self.options.repeats):
+            for _ in range(self.options.repeats):
                 for batch in self.options.batches:
                     for group in self._groups(batch):
                         for mode in self.options.modes:
-                            self._answer_group(repeat, group, mode)
+                            self._answer_group(group, mode)
         except KeyboardInterrupt:
             if not self.answers:
                 raise
@@ -163,7 +163,7 @@ class Run:
                     [hello] * batch, max_new_tokens=2, max_slots=batch, speculative=not candidate.is_plain
                 )
 
-    def _answer_group(self, repeat: int, group: tuple[int, ...], mode: str) -> None:
+    def _answer_group(self, group: tuple[int, ...], mode: str) -> None:
         """Let every candidate answer a group of prompts, turn by turn."""
         prompts = {place: self.prompts[place] for place in group}
         talks: dict[int, list[dict[str, str]]] = {place: [*prompt.opening] for place, prompt in prompts.items()}
@@ -183,7 +183,7 @@ class Run:
                     message = f"Turn {turn + 1} of prompt {place}, with the conversation before it, has {reason}"
                     raise PromptError(message, prompt=place) from error
                 self.progress(len(self.answers) + len(outputs), self.num_calls)
-            plain, where = outputs[PLAIN], Place(repeat, len(group), group[0], mode, turn)
+            plain = outputs[PLAIN]
             for label, output in outputs.items():
                 if label != PLAIN and output.stats.exactness is not None:
                     _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
@@ -191,7 +191,8 @@ class Run:
             for label, output in outputs.items():
                 num_identical = sum(map(eq, output.token_ids, plain.token_ids))
                 tokens = tuple(map(tuple, output.token_ids))
-                self.answers.append(Answer(where, label, category, num_identical, tokens, output.stats))
+                answer = Answer(mode, len(group), group[0], label, category, num_identical, tokens, output.stats)
+                self.answers.append(answer)
             for place, text in zip(asked, plain.text, strict=True):
                 if talks[place][-1]["role"] == "user":
                     talks[place].append(_said("assistant", text or ""))

@@ -21,16 +21,11 @@ if TYPE_CHECKING:
 
 
 def patch_ea_model_with_triton_drafter(
-    model: Any,
-    draft_vocab: int | DraftVocab | str | Path | None = None,
-    *,
-    counts: TokenCounts | str | Path | None = None,
-    token_map: DraftVocab | str | Path | None = None,
-    tokenizer: LoadedTokenizer | str | Path | None = None,
-    use_triton: bool = True,
-    drafter: str | DraftFunction = "triton",
-    draft_weights: str = "auto",
-) -> Any:
+    model: Any, draft_vocab: int | DraftVocab | str | Path | None = None, *,
+    counts: TokenCounts | str | Path | None = None, token_map: DraftVocab | str | Path | None = None,
+    tokenizer: LoadedTokenizer | str | Path | None = None, use_triton: bool = True,
+    drafter: str | DraftFunction = "triton", draft_weights: str = "auto",
+) -> Any:  # fmt: skip
     """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
 
         patch_ea_model_with_triton_drafter(model, draft_vocab=16000, token_map="freq_32768.pt")
@@ -77,16 +72,11 @@ def patch_ea_model_with_triton_drafter(
 
 
 def patch_eagle_model(
-    model: Any,
-    draft_vocab: int | DraftVocab | str | Path | None = None,
-    *,
-    counts: TokenCounts | str | Path | None = None,
-    token_map: DraftVocab | str | Path | None = None,
-    tokenizer: LoadedTokenizer | str | Path | None = None,
-    drafter: str | DraftFunction = "triton",
-    draft_weights: str = "auto",
-    target_backend: str = "auto",
-) -> Any:
+    model: Any, draft_vocab: int | DraftVocab | str | Path | None = None, *,
+    counts: TokenCounts | str | Path | None = None, token_map: DraftVocab | str | Path | None = None,
+    tokenizer: LoadedTokenizer | str | Path | None = None, drafter: str | DraftFunction = "triton",
+    draft_weights: str = "auto", target_backend: str = "auto",
+) -> Any:  # fmt: skip
     """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
 
         patch_eagle_model(model)
@@ -143,13 +133,9 @@ class EaModelPatch:
     """
 
     def __init__(
-        self,
-        model: Any,
-        drafter: str | DraftFunction = "triton",
-        draft_weights: str = "auto",
-        target_backend: str | None = "auto",
-        **vocabulary: Any,
-    ) -> None:
+        self, model: Any, drafter: str | DraftFunction = "triton", draft_weights: str = "auto",
+        target_backend: str | None = "auto", **vocabulary: Any,
+    ) -> None:  # fmt: skip
         check_ea_model(model)
         if is_rebound(model) or is_rebound(model.ea_layer):
             raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.")

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def choose_ids(
-    model: Any,
-    draft_vocab: int | DraftVocab | str | Path | None = None,
-    counts: TokenCounts | str | Path | None = None,
-    token_map: DraftVocab | str | Path | None = None,
+    model: Any, draft_vocab: int | DraftVocab | str | Path | None = None,
+    counts: TokenCounts | str | Path | None = None, token_map: DraftVocab | str | Path | None = None,
     tokenizer: LoadedTokenizer | str | Path | None = None,
-) -> NDArray[np.int64] | None:
+) -> NDArray[np.int64] | None:  # fmt: skip
     """Choose the target ids to draft over: int64 [draft_vocab] ascending; None for all that the head has.
 
     ``draft_vocab``: a number of ids (of ``counts`` or ``token_map``, best first), a `DraftVocab`, or the path of one or

@@ -8,9 +8,10 @@ hooks. An adapter, a quantised tensor, a subclass or a patched class fails it, w
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from types import FunctionType, MethodType
@@ -27,7 +28,11 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 """Methods that a call of a module goes through."""
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-_BUFFERS = ("inv_freq", "original_inv_freq")
+_ATTRIBUTES = (
+    "layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "layer_type", "sliding_window",
+    "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm",
+)  # fmt: skip
+"""Attributes of modules that a forward computes with."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LIBRARIES = ("torch", "transformers")
@@ -70,19 +75,6 @@ def choose_forward(
     return Choice("fused", "asked for")
 
 
-@dataclass(frozen=True)
-class Part:
-    """Expected class, children, tensor shapes and attributes of a module.
-
-    A bias may be absent. Attributes that an object lacks are not asked for: versions differ.
-    """
-
-    kind: type[nn.Module] | tuple[type[nn.Module], ...]
-    children: Mapping[str, Part] = field(default_factory=dict)
-    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
 def unfit_reason(model: nn.Module) -> str | None:
     """Return why a model is not fused, as the end of a sentence that says what was found where; None if it can be.
 
@@ -102,7 +94,7 @@ def unfit_reason(model: nn.Module) -> str | None:
     config: Any = model.config
     return (
         _unfit_config(config, family)
-        or mismatch("", model, _whole(config, family, kinds))
+        or _mismatch(model, config, kinds["ForCausalLM"])
         or unfit_modules(model)
         or _unfit_rotary(model, config)
     )
@@ -159,110 +151,50 @@ def is_own(kind: type, name: str) -> bool:
     return isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[owner.__module__])
 
 
-def mismatch(path: str, module: nn.Module, part: Part) -> str | None:
-    """Return the first difference between a module, with its children, and what is expected; None if they agree."""
-    where, kind = path or type(module).__name__, type(module)
-    kinds = part.kind if isinstance(part.kind, tuple) else (part.kind,)
-    if kind not in kinds:
-        return f"{where} is a {kind.__qualname__} of {kind.__module__}, not a {kinds[0].__qualname__}"
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    if children.keys() != part.children.keys():
-        extra = ", ".join(sorted(children.keys() ^ part.children.keys()))
-        return f"{where} has {', '.join(sorted(children)) or 'nothing'} inside; {extra} is unexpected or missing"
-    for name, value in part.attributes.items():
-        found = getattr(module, name, value)
-        if found is not value and found != value:
-            return f"{where}.{name} is {_short(found)}, and its configuration gives {_short(value)}"
-    tensors = {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
-    given, expected = set(tensors) - set(_BUFFERS), set(part.tensors)
-    if not expected - {"bias"} <= given <= expected:
-        return f"{where} has the tensors {', '.join(tensors)}, not {', '.join(part.tensors)}"
-    for name in given:
-        found, shape = list(tensors[name].shape), list(part.tensors[name])
-        if found != shape:
-            return f"{where}.{name} has the shape {found}, and its configuration gives {shape}"
-    inside = (mismatch(f"{path}.{name}".lstrip("."), children[name], each) for name, each in part.children.items())
-    return next((reason for reason in inside if reason is not None), None)
+def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
+    """Return the first difference between a model and a new one of its configuration; None if they agree."""
+    own = copy.deepcopy(config)
+    own._attn_implementation = "eager"  # the one that nothing has to be installed for
+    with torch.device("meta"):
+        expected: nn.Module = kind(own)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, wanted in expected.named_modules():
+        module, where = modules[path], path or kind.__name__
+        if type(module) is not type(wanted):
+            found = f"{type(module).__qualname__} of {type(module).__module__}"
+            return f"{where} is a {found}, not a {type(wanted).__qualname__}"
+        children, others = dict(module.named_children()).keys(), dict(wanted.named_children()).keys()
+        if children != others:
+            extra = ", ".join(sorted(children ^ others))
+            return f"{where} has {', '.join(sorted(children)) or 'nothing'} inside; {extra} is unexpected or missing"
+        if getattr(module, "config", config) is not config:
+            return f"{where} has another configuration than the model"
+        for name in _ATTRIBUTES:
+            value = getattr(wanted, name, None)
+            if getattr(module, name, value) != value:
+                return f"{where}.{name} is {getattr(module, name)!r}, and its configuration gives {value!r}"
+        given, tensors = _tensors(module), _tensors(wanted)
+        # Biases of these two are read apart from any other.
+        free = {"bias"} if path.endswith(("o_proj", "down_proj")) else set()
+        if (given.keys() ^ tensors.keys()) - free:
+            return f"{where} has the tensors {', '.join(given)}, not {', '.join(tensors)}"
+        for name in given.keys() & tensors.keys():
+            size, shape = list(given[name].shape), list(tensors[name].shape)
+            if size != shape:
+                return f"{where}.{name} has the shape {size}, and its configuration gives {shape}"
+    return None
 
 
-def _linear(rows: int, columns: int) -> Part:
-    return Part(nn.Linear, tensors={"weight": (rows, columns), "bias": (rows,)})
-
-
-def _whole(config: Any, family: str, kinds: Mapping[str, type[nn.Module]]) -> Part:
-    """Build the expected modules of a model from its configuration."""
-    from transformers.activations import ACT2FN
-
-    hidden, middle, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = _head_dim(config)
-    norm = Part(kinds["RMSNorm"], tensors={"weight": (hidden,)}, attributes={"variance_epsilon": config.rms_norm_eps})
-    head_norm = Part(norm.kind, tensors={"weight": (head_dim,)}, attributes=norm.attributes)
-    mlp = Part(
-        kinds["MLP"],
-        {
-            "gate_proj": _linear(middle, hidden), "up_proj": _linear(middle, hidden),
-            "down_proj": _linear(hidden, middle), "act_fn": Part((type(ACT2FN["silu"]), nn.SiLU)),
-        },
-    )  # fmt: skip
-    projections = {
-        "q_proj": _linear(heads * head_dim, hidden), "k_proj": _linear(kv_heads * head_dim, hidden),
-        "v_proj": _linear(kv_heads * head_dim, hidden), "o_proj": _linear(hidden, heads * head_dim),
-    }  # fmt: skip
-    if family == "Qwen3":
-        projections |= {"q_norm": head_norm, "k_norm": head_norm}
-    types = _layer_types(config)
-    layers = {
-        str(index): Part(
-            kinds["DecoderLayer"],
-            {
-                "self_attn": Part(
-                    kinds["Attention"], projections,
-                    attributes={
-                        "config": config, "layer_idx": index, "head_dim": head_dim, "scaling": head_dim**-0.5,
-                        "num_key_value_groups": heads // kv_heads, "is_causal": True, "layer_type": kind,
-                        "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
-                    },
-                ),
-                "mlp": mlp, "input_layernorm": norm, "post_attention_layernorm": norm,
-            },
-            attributes={"attention_type": kind},
-        )
-        for index, kind in enumerate(types)
-    }  # fmt: skip
-    decoder = Part(
-        kinds["Model"],
-        {
-            "embed_tokens": Part(nn.Embedding, tensors={"weight": (vocab, hidden)}, attributes={"max_norm": None}),
-            "layers": Part(nn.ModuleList, layers), "norm": norm,
-            "rotary_emb": Part(kinds["RotaryEmbedding"], attributes={"config": config}),
-        },
-        attributes={"config": config, "has_sliding_layers": "sliding_attention" in types},
-    )  # fmt: skip
-    head = Part(nn.Linear, tensors={"weight": (vocab, hidden)})
-    return Part(kinds["ForCausalLM"], {"model": decoder, "lm_head": head})
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _layer_types(config: Any) -> Sequence[str]:
-    """Return each layer's type, "full_attention" or "sliding_attention"; Mistral's have one window, Llama's none."""
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return list(kinds)[:count]
-    window = getattr(config, "sliding_window", None)
-    return ["full_attention" if window is None else "sliding_attention"] * count
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
 
 
 def _unfit_config(config: Any, family: str) -> str | None:
-    if family == "Llama" and "sliding_attention" in _layer_types(config):
+    if family == "Llama" and getattr(config, "sliding_window", None) is not None:
         return "its configuration has a sliding window, which Llama's layers do not read"
     if getattr(config, "is_causal", True) is False or getattr(config, "attention_chunk_size", None):
         return "its configuration asks for another attention mask"
-    return unfit_head_dim(_head_dim(config))
+    return unfit_head_dim(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def unfit_head_dim(head_dim: int) -> str | None:
@@ -311,8 +243,3 @@ def is_of_a_library(function: Any) -> bool:
     return (
         isinstance(function, FunctionType) and str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES
     )
-
-
-def _short(value: object) -> str:
-    text = repr(value) if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else type(value).__name__
-    return text if len(text) <= 80 else f"{text[:77]}..."

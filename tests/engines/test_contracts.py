@@ -139,18 +139,3 @@ def test_tensorrt_llm_finds_every_parameter(oracle_files: OracleFiles, head: str
     assert set(found) - set(wanted) <= {"t2d"}  # anything else would be ignored: silently lost
     # The two-model path strips Eagle3 and prefixes EAGLE3; only this name is registered.
     assert "EAGLE3" + config["architectures"][0].replace("Eagle3", "") == "EAGLE3LlamaForCausalLM"
-
-
-def test_tensorrt_llm_maps_ids_in_int32(oracle_files: OracleFiles) -> None:
-    folder = oracle_files.artifact("full", 640)
-    tensors, config = load_file(folder / "model.safetensors"), config_of(folder)
-    rows, vocab = config["draft_vocab_size"], config["vocab_size"]
-    offsets = tensors["d2t"].to(torch.int32)
-    assert torch.equal(offsets.long(), tensors["d2t"])
-    # interface.py scatters draft probabilities to (arange + d2t) % V: unique, or one token's probability is lost.
-    ids = (torch.arange(rows) + offsets) % vocab
-    assert len(set(ids.tolist())) == rows
-    successor = oracle.next_tokens()
-    logits = tensors["lm_head.weight"].float() @ -oracle.codes()[ids[7]]
-    drafted = int(logits.argmax())
-    assert int(drafted + offsets[drafted]) == int(successor[ids[7]])

@@ -213,29 +213,6 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
             count_tokens(sources, llama3_like(), **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("second", ["link.jsonl", "*.jsonl", "sub"])
-def test_a_file_that_is_named_twice(tmp_path: Path, second: str) -> None:
-    (tmp_path / "sub").mkdir()
-    write_jsonl(tmp_path / "a.jsonl", some_texts(20))
-    write_jsonl(tmp_path / "sub" / "b.jsonl", some_texts(20, 1))
-    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
-    (tmp_path / "sub" / "link.jsonl").symlink_to("b.jsonl")
-    sources = [CorpusSource(str(tmp_path / "a.jsonl")), CorpusSource(str(tmp_path / second), name="again")]
-    name, again = ("sub/b.jsonl", "again") if second == "sub" else ("a.jsonl", "a")
-    with pytest.raises(UsageError, match=f"{name}: read by source {again} and by source again"):
-        count(*sources)
-
-
-def test_two_columns_of_a_file_are_two_sources(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(json.dumps({"question": f"What is {n}?", "answer": f"It is {n}."}) + "\n" for n in range(9))
-    )
-    sources = [CorpusSource(str(path), name=column, column=column) for column in ("question", "answer")]
-    counts = count(*sources, held_out=0)
-    assert [source.provenance["documents"] for source in counts.sources] == [9, 9]
-
-
 def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\nbroken\n')

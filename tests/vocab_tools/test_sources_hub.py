@@ -79,18 +79,6 @@ def test_streams_every_shard_in_order(hub: HubServer) -> None:
     assert list(corpus.blocks())[1].place(17) == "org/texts, split train, shard 1, row 17"
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        CorpusSource("org/texts", name="b"),
-        CorpusSource("org/texts", name="b", config="default", split="train", revision="main", max_documents=5),
-    ],
-)
-def test_a_split_that_is_named_twice(hub: HubServer, second: CorpusSource) -> None:
-    with pytest.raises(UsageError, match="org/texts, default, split train: read by source texts and by source b"):
-        count_tokens([CorpusSource("org/texts"), second], llama3_like(), workers=0)
-
-
 def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
     hub.reset_counts()
     count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)

@@ -149,7 +149,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "OTHER"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
-        (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
+        (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
         (
             ["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "no.jinja"],

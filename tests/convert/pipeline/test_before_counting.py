@@ -14,7 +14,6 @@ from eagle_slim.convert import (
     ArtifactError,
     CheckpointError,
     MismatchError,
-    OutputError,
     SourceError,
     VocabRequest,
     verify_artifact,
@@ -53,15 +52,6 @@ class TestCheapChecks:
         save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
         with pytest.raises(MismatchError, match=r"lm_head\.weight is \[384, 8\]"):
             convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
-
-    def test_the_disk_is_asked_before_the_lm_head_is_fetched(self, tmp_path, target, monkeypatch):
-        from eagle_slim.convert import atomic, pipeline
-
-        usage = atomic.shutil.disk_usage(tmp_path)
-        monkeypatch.setattr(atomic.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
-        monkeypatch.setattr(pipeline, "open_target_lm_head", never)
-        with pytest.raises(OutputError, match="1,000 are free"):
-            convert(write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, target=target, out=tmp_path / "o")
 
 
 def warnings_of(err):

@@ -171,7 +171,7 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
         (name, batch, 3 if batch == 1 else 4) for batch in (1, 2) for name in (PLAIN, *labels)
     ]
     # The second pair is filled up from the beginning, and its prompts are of two categories.
-    assert [a.place.group for a in result.answers if (a.place.batch, a.candidate) == (2, PLAIN)] == [0, 2]
+    assert [a.group for a in result.answers if (a.batch, a.candidate) == (2, PLAIN)] == [0, 2]
     assert {row.category for row in result.rows if row.batch == 2} == {ALL, "a"}
     wide, chain = drafted(result)[:2]
     assert (chain.tree, chain.draft_bytes) == ((3, 1, 4), wide.draft_bytes * 4 // 3)

@@ -14,7 +14,7 @@ from eagle_slim.runtime.api.stats import GenerationStats, StepTimes
 from eagle_slim.runtime.compare import Answer, CompareOptions, Comparison
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, CoverageCurve
 from eagle_slim.runtime.compare.recommend import recommend
-from eagle_slim.runtime.compare.report import Place, build_rows
+from eagle_slim.runtime.compare.report import build_rows
 from support.programs import headless_browser
 from support.raising import raises
 
@@ -33,7 +33,7 @@ def made_up(
                 missed_ids={7: 1} if label != PLAIN else {},
             )  # fmt: skip
             category = ("math", "</script><b>H")[group % 2]
-            answers.append(Answer(Place(0, 1, group, "greedy", 0), label, category, 1, ((1, 2, 3),), stats))
+            answers.append(Answer("greedy", 1, group, label, category, 1, ((1, 2, 3),), stats))
     model: Any = None
     drafted = [
         Candidate(label, label, model, size, size * 100, head="H", tree=(3, 4, 25))

@@ -128,7 +128,7 @@ def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
             for one, prompt in itertools.product((model, other, model), PROMPTS)
         ]
     assert [job.result().token_ids for job in jobs] == alone * 3
-    assert model.target.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.convert.hub.push import check_push, upload_files
+from eagle_slim.convert.push import check_push, upload_files
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools import hub as our_hub
 from huggingface_hub import constants, set_client_factory

@@ -1,1 +1,0 @@
-"""The Hugging Face Hub: the only folder that knows `huggingface_hub`."""
