@@ -185,9 +185,9 @@ class GenerationLoop:
 
     def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; one that no step of as many sequences had yet is timed first."""
+        tree = self.decoder.tree
         if self.chooser is None:
-            return self.plan.tree
-        tree = self.plan.tree
+            return tree
         for _ in self.plan.shapes:
             places, context = self.decoder.places_for(len(self.running)), self._mean_context()
             tree = self.chooser.next(places, context)
