@@ -38,18 +38,15 @@ Prompts = Sequence[list[int]]
 
 
 class FirstToken:
-    """A streamer that notes how many seconds after it was made the first new token came."""
+    """A streamer that notes the seconds from its making to the prompt and to each new token."""
 
     def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.calls_s: list[float] = []
+        self.start, self.calls_s = time.perf_counter(), list[float]()
 
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, then new tokens."""
+    def put(self, value: Tensor) -> None:  # noqa: D102
         self.calls_s.append(time.perf_counter() - self.start)
 
-    def end(self) -> None:
-        """Nothing more comes."""
+    def end(self) -> None: ...  # noqa: D102
 
 
 def answer_all(model: SpeculativeModel, prompts: Prompts, **options: Any) -> dict[str, Any]:

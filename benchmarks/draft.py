@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch import check_finished
-from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
@@ -38,21 +36,19 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
     replay,
     tree_of,
 )
-from eagle_slim.runtime.drafter.tuning.precompile import compile_all
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config, random_head, random_step
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture, interleave
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.baseline import TorchDraft
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import draft_bytes, level_bytes, tuned_job
+from benchmarks.shared.decoding import compile_ahead, draft_bytes, level_bytes
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
 CAPACITY = 8192
 """Room for prefixes, the same for all rows that share a kernel."""
-COMPILE_S = 200.0
 WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 Record = Callable[[Callable[[], object]], Callable[[], object]]
 
@@ -66,6 +62,11 @@ class Row:
     depth: int
     batch: int
     prefix: int
+
+    @property
+    def tree(self) -> TreeConfig:
+        """Shape of the trees."""
+        return TreeConfig(self.depth, TOP_K, TOTAL_TOKENS)
 
     @property
     def name(self) -> str:
@@ -113,17 +114,10 @@ class Problems:
         head, key = self.head(row), (row.draft_vocab, weights)
         if key not in self._packings:
             self._packings[key] = SharedPacking(head, weight_dtype=self._stored(weights))
-        drafter = Drafter(head, TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), "triton", self._packings[key])
+        drafter = Drafter(head, row.tree, "triton", self._packings[key])
         found = drafter.on_slots(row.batch, max(row.prefix, CAPACITY))
         found.features.copy_(random_step(found.cfg, row.prefix, NUM_NEW, found.bufs))
         return found
-
-    def config(self, row: Row, weights: str) -> DrafterConfig:
-        """Dimensions of a row, without its head."""
-        tree = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS)
-        return draft_config(
-            MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights)
-        )
 
     def _stored(self, weights: str) -> torch.dtype:
         return self.dtype if weights == "bf16" else WEIGHTS[weights]
@@ -200,14 +194,10 @@ def main(argv: list[str] | None = None) -> None:
     problems = Problems(command.gpu())
     device = problems.device
     result: dict[str, Any] = {"machine": machine(device)}
-    kernels = dict.fromkeys(replace(row, prefix=0) for row in chosen)
-    jobs = [
-        tuned_job(MODELS[row.model], problems.config(row, weights), device)
-        for row in kernels
-        for weights in supported_weights(device)
-    ]
-    compiled = sum(compile_all(jobs, chip_of(device).capability, COMPILE_S))
-    print(f"{compiled} of {len(jobs)} kernels compiled ahead", flush=True)
+    weights = [WEIGHTS[name] for name in supported_weights(device)]
+    for model in dict.fromkeys(row.model for row in chosen):
+        shapes = [(row.tree, row.batch, row.draft_vocab) for row in chosen if row.model == model]
+        compile_ahead(model, shapes, device, weights, CAPACITY)
     result["copy_bytes_per_s"] = bandwidth = copy_bytes_per_s(device)
     result |= {"top_k": TOP_K, "total_tokens": TOTAL_TOKENS, "num_new": NUM_NEW, "rounds": args.rounds, "rows": []}
     for row in chosen:

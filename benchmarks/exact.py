@@ -19,6 +19,7 @@ Exit status 1 where a token differs, nothing was compared, or the divergence is 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
@@ -57,34 +58,31 @@ BROKEN_OFF = 0.25
 
 
 class BreakingStreamer:
-    """Raises ``error`` when it is given more than ``most`` times."""
+    """Raises ``error`` when it is given more than ``most`` times: the prompt, then new tokens."""
 
     def __init__(self, most: int, error: BaseException) -> None:
         self.left, self.error = most, error
 
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then new tokens."""
+    def put(self, value: torch.Tensor) -> None:  # noqa: D102
         self.left -= 1
         if self.left < 0:
             raise self.error
 
-    def end(self) -> None:
-        """Nothing more comes."""
+    def end(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What answers in an episode: ``tree`` None decodes plainly."""
+    """Draft vocabulary and tree of an episode: ``tree`` None decodes plainly."""
 
     rows: str
     tree: TreeConfig | None
 
     @property
     def name(self) -> str:
-        """What the counts call it."""
-        if self.tree is None:
-            return "plain"
-        return f"depth {self.tree.depth}, top_k {self.tree.top_k}, {self.tree.total_tokens} nodes"
+        """Name in the counts."""
+        tree = self.tree
+        return f"depth {tree.depth}, top_k {tree.top_k}, {tree.total_tokens} nodes" if tree else "plain"
 
 
 class Fuzz:
@@ -103,17 +101,18 @@ class Fuzz:
         self.exactness: set[str] = set()
 
     def coming(self, episode: int | None) -> list[Variant]:
-        """What will answer: all of them, or that of one episode."""
+        """Return all variants, or that of one episode."""
         return self.variants if episode is None else [self.variants[(episode + 5 * self.seed) % len(self.variants)]]
 
     def run(self, is_over: Callable[[], bool], episode: int | None = None) -> None:
         """Run episodes from the first on until it is over, or one of them whole."""
-        number = episode or 0
-        while not is_over():
-            self.run_episode(number, is_over if episode is None else lambda: False)
-            number += 1
-            if episode is not None:
+        if episode is not None:
+            self.run_episode(episode)
+            return
+        for number in itertools.count():
+            if is_over():
                 break
+            self.run_episode(number, is_over)
 
     def run_episode(self, number: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Run the calls of one episode."""
@@ -175,13 +174,12 @@ class Fuzz:
                 })  # fmt: skip
 
     def result(self) -> dict[str, Any]:
-        """What was compared, by kind of case; each kind is of all tokens."""
+        """Return the compared tokens by kind of case; each kind is of all tokens."""
         return {
             "seed": self.seed, "tokens": self.tokens, "answers_that_differ": self.differing,
             "reused_prompt_tokens": self.reused, "calls_broken_off": dict(self.broken_off),
-            "tokens_by_kind": dict(sorted(self.counts.items())),
-            "differences": self.differences, "exactness": sorted(self.exactness),
-            "paths": sorted(self.paths),
+            "tokens_by_kind": dict(sorted(self.counts.items())), "differences": self.differences,
+            "exactness": sorted(self.exactness), "paths": sorted(self.paths),
         }  # fmt: skip
 
 

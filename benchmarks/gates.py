@@ -143,28 +143,23 @@ def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: 
     return take_turns(decoders, gate.sequences, gate.prefix, steps, turns)
 
 
-def record(gates: Gates, path: Path, micro: Micro) -> Gates:
-    """Measure this device's references, medians of as many rounds as must be green, and write them to ``path``."""
-    described = machine(micro.device)
-    rounds = [micro.ratios() for _ in range(gates.green_rounds)]
-    ratios = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    references = gates.micro.references | {str(described["device"]): {**described, "ratios": ratios}}
-    gates = replace(gates, micro=replace(gates.micro, references=references))
-    gates.save(path)
-    return gates
-
-
 def run(
     gates: Gates, path: Path, model: RandomModel, is_recording: bool = False, samples: int = SAMPLES
 ) -> dict[str, Any]:
-    """Measure and judge; with ``is_recording`` the references are measured and written to ``path`` before."""
+    """Measure and judge; ``is_recording`` first writes this device's references to ``path``.
+
+    They are medians of as many rounds as must be green.
+    """
     micro, described = Micro(gates.micro, model, samples), machine(model.target.device)
-    gates = record(gates, path, micro) if is_recording else gates
+    device = str(described["device"])
+    if is_recording:
+        rounds = [micro.ratios() for _ in range(gates.green_rounds)]
+        ratios = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        references = gates.micro.references | {device: {**described, "ratios": ratios}}
+        gates = replace(gates, micro=replace(gates.micro, references=references))
+        gates.save(path)
     say = partial(print, flush=True)
-    return {
-        "machine": described,
-        **judge(gates, str(described["device"]), micro.ratios, partial(measure_full, model), say),
-    }
+    return {"machine": described, **judge(gates, device, micro.ratios, partial(measure_full, model), say)}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ of ``--sizes``. Times are by the wall clock of the loop, the host reading every 
 The tree is really drafted and verified and a path really taken over; only the verdict is drawn (`drawn_verdicts`), of
 ``--accepted`` tokens a pass for every vocabulary. So gains over the full vocabulary and over the 32,000 rows of public
 heads are gross. Net of what fewer rows lose in acceptance they are computed: by FR-Spec's table, and by what SmolLM2
-lost (`acceptance_loss`), neither of which is a measurement of that model. The result is written after every row.
+lost (`FR_SPEC`, `SMOLLM2`), neither of which is a measurement of that model. The result is written after every row.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tune import whole_from
 
-from benchmarks.shared.acceptance_loss import FR_SPEC, SMOLLM2, factor
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import RandomModel, compile_ahead, phase_times, take_turns
 from benchmarks.shared.drawn_verdicts import draw_lengths
@@ -34,6 +34,27 @@ from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 DEPTH, TOP_K = 5, 10
 PUBLIC_ROWS = 32000
+FR_SPEC = {
+    "llama-3.1-8b": {8192: 3.13, 16384: 3.40, 32768: 3.63, 65536: 3.80, 128256: 3.89},
+    "llama-3.2-1b": {8192: 2.486, 16384: 2.601, 32768: 2.690, 65536: 2.773, 128256: 2.809},
+    "qwen3-8b": {8192: 3.10, 16384: 3.35, 32768: 3.57, 65536: 3.69, 151936: 3.74},
+}
+"""Mean accepted length by rows, the most of which are the whole vocabulary, as FR-Spec (arXiv:2502.14856) publishes it
+for EAGLE-2 heads of Llama-3-8B, Llama-3.2-1B (depth 3, 30 nodes) and Qwen2-7B; by the nearest of `problem.MODELS`."""
+SMOLLM2 = {8192: 3.0022, 16000: 2.989, 32000: 3.0358, 49152: 3.0358}
+"""The same of the built-in head: greedy answers in ``results/2026-11-26-h100-answers.json``."""
+
+
+def factor(lengths: dict[int, float], rows: int) -> float:
+    """Accepted length over ``rows`` as a share of the full vocabulary's; between two sizes linear in log2(rows).
+
+    From the most rows on it is 1. Raises `UsageError` below the smallest size.
+    """
+    sizes = sorted(lengths)
+    if rows < sizes[0]:
+        raise UsageError(f"Accepted lengths are known from {sizes[0]} rows on, not of {rows}.")
+    length = np.interp(np.log2(rows), np.log2(sizes), [lengths[size] for size in sizes])
+    return float(length) / lengths[sizes[-1]]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ chance of a token once those before it are. On a text of yours, ``stats.num_part
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
@@ -20,8 +18,6 @@ from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead
 from benchmarks.shared.partial import measure
 from benchmarks.shared.timing import machine
-
-SURVIVAL = (0.98, 0.95, 0.9)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,29 +31,26 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--nodes", type=int, nargs="+", default=[16, 60])
     command.add_argument("--ahead", type=int, default=8, metavar="STEPS", help="partial passes between full ones")
     command.add_argument("--accepted", type=float, default=3.0, metavar="TOKENS", help="of a pass over a tree")
-    command.add_argument("--survival", type=float, nargs="+", default=list(SURVIVAL), metavar="CHANCE")
+    command.add_argument("--survival", type=float, nargs="+", default=[0.98, 0.95, 0.9], metavar="CHANCE")
     command.add_argument("--steps", type=int, default=60, help="with full passes")
     command.add_argument("--rounds", type=int, default=4)
     args = command.parse_args(argv)
-    result: dict[str, Any] = {"rows": []}
-    for row in _times(command, args, result):
-        show(row)
-        result["rows"].append(row)
-        write(result, args.out)
-
-
-def _times(command: Command, args: argparse.Namespace, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device = command.gpu()
     model = RandomModel(args.dims, device)
     rows = min(args.draft_vocab, model.dims.vocab)
     trees = [TreeConfig(total_tokens=nodes) for nodes in args.nodes]
     compile_ahead(args.dims, [(tree, args.batch, rows) for tree in trees], device)
     options = [PartialVerification("exact", blocks, args.ahead) for blocks in args.blocks]
-    result |= {"dims": args.dims, "draft_vocab": rows, "accepted": args.accepted, "machine": machine(device)}
+    result: dict[str, Any] = {
+        "dims": args.dims, "draft_vocab": rows, "accepted": args.accepted, "machine": machine(device), "rows": []
+    }  # fmt: skip
     for prefix in args.prefixes:
         for tree in trees:
-            yield from measure(model, rows, tree, args.batch, prefix, options, args.accepted, args.survival,
-                               args.steps, args.rounds)  # fmt: skip
+            for row in measure(model, rows, tree, args.batch, prefix, options, args.accepted, args.survival,
+                               args.steps, args.rounds):  # fmt: skip
+                show(row)
+                result["rows"].append(row)
+                write(result, args.out)
 
 
 if __name__ == "__main__":

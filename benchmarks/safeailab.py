@@ -50,8 +50,6 @@ from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
 from benchmarks.shared.timing import machine
 
-VARIANTS = ("upstream", "drafter", "whole")
-
 
 @contextlib.contextmanager
 def patched(patch: Any) -> Iterator[None]:
@@ -141,19 +139,19 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
     # As its constructor would.
     layer.depth, layer.top_k, layer.total_tokens = tree.depth, tree.top_k, tree.total_tokens - 1
     layer.init_tree()
-    patches: dict[str, Any] = {"upstream": None}
-    answers: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS if variant in args.compare}
-    for _ in range(args.warmup + args.runs):
-        for variant, found in answers.items():
-            if variant not in patches:
-                # Built after upstream's own run, whose memory must not count it; both share the packed weights.
-                backend = args.target_backend if "whole" in answers else "upstream"
-                whole = EaModelPatch(model, drafter=args.drafter, target_backend=backend)
-                patches |= {"drafter": whole.layer, "whole": whole}
-            with patched(patches[variant]):
-                found.append(generate(model, prompts, args.new_tokens, args.temperature))
+    answers = {"upstream": [generate(model, prompts, args.new_tokens, args.temperature)]}
+    # Built after upstream's own run, whose memory must not count it; both share the packed weights.
+    drafter = "triton" if prompts[0].is_cuda else "reference"
+    whole = EaModelPatch(model, drafter=drafter, target_backend=args.target_backend)
+    patches = {"upstream": None, "drafter": whole.layer, "whole": whole}
+    for turn in range(1 + args.runs):
+        for variant, patch in patches.items():
+            if turn > 0 or patch is not None:
+                with patched(patch):
+                    found = generate(model, prompts, args.new_tokens, args.temperature)
+                answers.setdefault(variant, []).append(found)
     rows: list[dict[str, Any]] = []
-    for variant, (first, *later) in answers.items():
+    for variant, (first, *timed_answers) in answers.items():
         length = sum(map(len, first["ids"]))
         row = {
             "tree": [tree.depth, tree.top_k, tree.total_tokens], "variant": variant, "new_tokens": length,
@@ -161,21 +159,19 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
             "accepted_length": length / first["num_passes"],
             "peak_gb": None if first["peak_bytes"] is None else first["peak_bytes"] / 1e9,
         }  # fmt: skip
-        if variant == "whole":
-            row["forward"] = str(patches["whole"].step.backend)
-        if "upstream" in answers and args.temperature == 0:
+        if whole.step is not None and variant == "whole":
+            row["forward"] = str(whole.step.backend)
+        if args.temperature == 0:
             row |= compare_texts(first["ids"], answers["upstream"][0]["ids"])
         if args.runs:
-            last = later[-args.runs :]
-            passes_ms = [ms for answer in last for ms in answer["passes_ms"]]
+            passes_ms = [ms for answer in timed_answers for ms in answer["passes_ms"]]
             row["pass_ms"] = statistics.median(passes_ms) if passes_ms else None
-            speeds = [sum(map(len, answer["ids"])) / answer["seconds"] for answer in last]
+            speeds = [sum(map(len, answer["ids"])) / answer["seconds"] for answer in timed_answers]
             row["tokens_per_s"] = statistics.median(speeds)
             row |= part_times(model, patches[variant], prompts, args.new_tokens, args.temperature)
-            if "upstream" in answers:
-                base = rows[0] if rows else row
-                row["draft_speedup"] = base["draft_ms"] / row["draft_ms"]
-                row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
+            base = rows[0] if rows else row
+            row["draft_speedup"] = base["draft_ms"] / row["draft_ms"]
+            row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
         rows.append(row)
         show(row)
     return rows
@@ -200,8 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         prompts = [read_prompt(args.dims, device)]
     result: dict[str, Any] = {
         "model": args.base_model or args.dims, "head": args.ea_model or "random or built in",
-        "layers": len(model.base_model.model.layers), "dtype": args.dtype, "drafter": args.drafter,
-        "temperature": args.temperature, "num_prompts": len(prompts), "runs": args.runs, "warmup": args.warmup,
+        "layers": len(model.base_model.model.layers), "dtype": args.dtype,
+        "temperature": args.temperature, "num_prompts": len(prompts), "runs": args.runs,
         # A folder inside of another repository has a prefix.
         "upstream": commit.strip() if commit.startswith("\n") else "unknown", "transformers": transformers.__version__,
         "machine": machine(device), "rows": [],
@@ -229,17 +225,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
     add("--draft-vocab", type=whole_from(1), default=0, help="LM-head rows of a random head (default: all)")
-    add("--compare", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants that run (default: all)")
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
     add("--top-k", type=int, default=10)
     add("--new-tokens", type=whole_from(1), default=64, help="for each prompt")
     add("--temperature", type=float, default=0.0, help="above 0, texts are not compared")
     add("--runs", type=whole_from(0), default=3, help="that are timed; 0 only checks")
-    add("--warmup", type=whole_from(1), default=1, help="runs before them; the first one checks the text")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--device", default="cuda")
-    add("--drafter", choices=["triton", "reference"], help="default: triton on a GPU")
     add("--target-backend", choices=TARGET_BACKENDS, default="auto", help="forward of the whole patch")
     args = command.parse_args(argv)
     if args.upstream is None or not (Path(args.upstream) / "eagle" / "model" / "ea_model.py").is_file():
@@ -263,7 +256,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     except UsageError as error:
         command.error(str(error))
     args.dims = args.dims or BUILT_IN
-    args.drafter = args.drafter or ("triton" if args.device.startswith("cuda") else "reference")
     return args
 
 

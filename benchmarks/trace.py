@@ -54,9 +54,8 @@ Event = dict[str, Any]
 
 
 def part_of(kernel: str) -> str:
-    """The part of a step that a kernel belongs to; "other" for what is not ours."""
-    found = (part for part, names in PARTS.items() if kernel.lstrip("_") in names)
-    return next(found, "other")
+    """Return the part of a step that a kernel belongs to; "other" for those of libraries."""
+    return next((part for part, names in PARTS.items() if kernel.lstrip("_") in names), "other")
 
 
 def steps_in(events: Sequence[Event]) -> list[Event]:
@@ -66,7 +65,7 @@ def steps_in(events: Sequence[Event]) -> list[Event]:
 
 
 def faults_of(events: Sequence[Event], num_allocated: int) -> list[str]:
-    """What happened between the first and the last step that should not: sentences.
+    """Name waits, copies and allocations between the first and the last step, beside the records'.
 
     ``events`` of a PyTorch trace: "ph" X, "cat", "name", "ts" and "dur" in microseconds. ``num_allocated``: blocks that
     the allocator has handed out meanwhile.
@@ -131,13 +130,11 @@ def traced(decoder: Decoder, num_active: int, prefix: int, steps: int, path: Pat
                     phase.run()
 
     decoder.step = marked  # type: ignore[assignment, method-assign]
-    activities = [ProfilerActivity.CPU]
-    if decoder.target.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     fill(decoder, num_active, prefix)
     run_steps(decoder, num_active, 3)
     allocated.clear()
-    with profile(activities=activities) as found:
+    on_gpu = [ProfilerActivity.CUDA] if decoder.target.device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as found:
         run_steps(decoder, num_active, steps)
     decoder.step = step  # type: ignore[method-assign]
     found.export_chrome_trace(str(path))
@@ -158,11 +155,8 @@ def draw(events: Sequence[Event], path: Path, title: str) -> None:
     axes = figure.subplots()
     parts = [part for part in [*PARTS, "other"] if any(part_of(kernel["name"]) == part for kernel in kernels)]
     for row, part in enumerate(parts):
-        spans = [
-            ((float(kernel["ts"]) - start) / 1e3, float(kernel["dur"]) / 1e3)
-            for kernel in kernels
-            if part_of(kernel["name"]) == part
-        ]
+        own = [kernel for kernel in kernels if part_of(kernel["name"]) == part]
+        spans = [((float(kernel["ts"]) - start) / 1e3, float(kernel["dur"]) / 1e3) for kernel in own]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=f"C{row}")
     axes.set_yticks(range(len(parts)), parts)
     axes.invert_yaxis()

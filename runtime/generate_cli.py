@@ -57,7 +57,8 @@ Examples:
 @click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Sample from the K most probable tokens.")
 @click.option("--seed", type=click.IntRange(min=0),
               help="Random seed. Default: a new one each time, printed with the figures.")  # fmt: skip
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
+@click.option("--stop", multiple=True, metavar="TEXT",
+              help="End the answer at this text, and print it as a whole; repeat for more than one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
@@ -122,13 +123,14 @@ class _Session:
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
-        from .api.streaming import StopTextStreamer
+        from transformers import TextStreamer
 
         self.messages.append({"role": "user", "content": prompt})
         ids = prompt if self.raw else self.model.encode_chat(self.messages)
         streamer = None
-        if not as_json:
-            streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
+        # A stop string is no part of the answer: one that may end with it is printed when it is complete.
+        if not as_json and "stop" not in self.options:
+            streamer = TextStreamer(self.model.tokenizer, skip_prompt=True, skip_special_tokens=True)
         output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)
         result = output.results[0]
         self.messages.append({"role": "assistant", "content": result.text or ""})
@@ -144,6 +146,8 @@ class _Session:
                 }
             )
         else:
+            if streamer is None:
+                click.echo(result.text)
             if output.stats.path != self._path:
                 self._path = output.stats.path
                 note(self._path)

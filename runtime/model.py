@@ -26,8 +26,7 @@ from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .api.request import start
-from .api.streaming import Streamer
+from .api.request import Streamer, start
 from .drafter.drafter import (
     NAMES,
     Drafter,

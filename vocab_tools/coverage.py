@@ -305,6 +305,7 @@ def plot_coverage(report: CoverageReport, path: str | Path) -> None:
     """
     from matplotlib.figure import Figure
     from matplotlib.style import context
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     # The user's matplotlibrc must not change the bytes.
     with context("default"):
@@ -324,7 +325,9 @@ def plot_coverage(report: CoverageReport, path: str | Path) -> None:
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_yscale("log")
         axes.set_ylim(1.0, max(axes.get_ylim()[0], _SMALLEST_MISS))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(lambda miss, _: f"{100 * miss:.4g}%")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("draft vocabulary size N (ids)")
         axes.set_ylabel("tokens missed (log scale, less is higher)")
         axes.set_title(f"Coverage of a draft vocabulary of {report.draft_vocab:,} in {report.target_vocab:,}")

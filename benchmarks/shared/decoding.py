@@ -24,7 +24,7 @@ from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
-from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
+from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder, Phase
 from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
@@ -105,9 +105,13 @@ class RandomModel:
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
         return Decoder(self.target, cache, drafter, self._waits)
 
-    def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
-        """Build a drafting decoder that accepts drawn lengths."""
+    def drawn_decoder(
+        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any, kind: Any = DrawnDecoder,
+        option: PartialVerification | None = None,
+    ) -> Any:  # fmt: skip
+        """Build a drafting decoder of a ``kind`` over what is ``drawn``; ``option``: how it runs ahead, if it does."""
         drafter = self._drafter(cache, tree, draft_vocab)
+<<<<<<< HEAD
         return DrawnDecoder(lengths, self.target, cache, drafter, self._waits)
 
     def any_shape_decoder(self, cache: KVCache, draft_vocab: int, ranks: Tensor) -> NodeDrawnDecoder:
@@ -121,6 +125,9 @@ class RandomModel:
         drafter = self._drafter(cache, tree, draft_vocab)
         *lists, option = drawn
         return kind(*lists, self.target, cache, drafter, option, self._waits)
+=======
+        return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
+>>>>>>> main
 
     def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
         if draft_vocab not in self._drafters:
@@ -131,11 +138,6 @@ class RandomModel:
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
-
-
-def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device) -> Job:
-    """Return the compilation of a configuration with the parameters that launches find."""
-    return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0])
 
 
 def level_bytes(cfg: DrafterConfig) -> int:
@@ -153,15 +155,19 @@ def draft_bytes(cfg: DrafterConfig, prefixes: list[int]) -> int:
     return fc + (cfg.depth + 1) * (level_bytes(cfg) + kv)
 
 
-def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
+def compile_ahead(
+    model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device,
+    weights: Sequence[torch.dtype] = (torch.bfloat16,), capacity: int = 2048,
+) -> None:  # fmt: skip
     """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
-    # Kernels do not depend on the length of the cache.
-    dims = MODELS[model]
-    jobs = [
-        tuned_job(dims, draft_config(dims, rows, tree, batch, 2048), device)
+    dims, chip, find = MODELS[model], chip_of(device), open_tuned_cache().find
+    configs = [
+        draft_config(dims, rows, tree, batch, capacity, torch.bfloat16, stored)
         for tree, batch, rows in dict.fromkeys(shapes)
+        for stored in weights
     ]
-    compiled = sum(compile_all(jobs, chip_of(device).capability, COMPILE_S))
+    jobs = [Job(dims, cfg, find(cfg, chip)[0]) for cfg in configs]
+    compiled = sum(compile_all(jobs, chip.capability, COMPILE_S))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead", flush=True)
 
 

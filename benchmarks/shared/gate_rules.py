@@ -69,13 +69,8 @@ class FullGate:
 
     @property
     def tree(self) -> TreeConfig:
-        """What is drafted."""
+        """Trees that are drafted."""
         return TreeConfig(self.depth, self.top_k, self.nodes)
-
-    @property
-    def baseline(self) -> str:
-        """What the gate compares with."""
-        return "full passes alone" if self.partial_blocks else "plain decoding"
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,9 @@ class Gates:
         ratios: dict[str, float] = self.micro.references.get(device, {}).get("ratios", {})
         missing = sorted(set(self.micro.tolerances) - set(ratios))
         if missing:
-            message = f"No reference of {', '.join(missing)} for {device}: measure it with --record on a good commit."
-            raise UsageError(message)
+            raise UsageError(
+                f"No reference of {', '.join(missing)} for {device}: measure it with --record on a good commit."
+            )
         return ratios
 
 
@@ -153,8 +149,9 @@ def judge(
         verdict = full_verdict(gate, *measure_full(gate))
         report["full"].append(verdict)
         drawn = verdict["plain" if gate.partial_blocks else "drafted"]
+        baseline = "full passes alone" if gate.partial_blocks else "plain decoding"
         say(
-            f"{gate.name}: {verdict['ratio']:.2f} x {gate.baseline} (threshold {gate.threshold}), accepted length "
+            f"{gate.name}: {verdict['ratio']:.2f} x {baseline} (threshold {gate.threshold}), accepted length "
             f"{drawn['accepted_length']:.3f} of {gate.accepted_length}: {_colour(verdict)}"
         )
     return report | {"is_green": all(verdict["is_green"] for verdict in report["full"])}

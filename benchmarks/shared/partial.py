@@ -73,8 +73,9 @@ def measure(
     base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
     for option in options:
         drawn = [survivals(chance, option.num_tokens) for chance in chances]
-        ahead = model.drawn_partial_decoder(DrawnPartialDecoder, cache, tree, draft_vocab, lengths, drawn[0], option)
-        assert isinstance(ahead, DrawnPartialDecoder)
+        ahead = model.drawn_decoder(
+            cache, tree, draft_vocab, lengths, drawn[0], kind=DrawnPartialDecoder, option=option
+        )
         for chance, own in zip(chances, drawn, strict=True):
             ahead.survivals.copy_(torch.tensor(own))
             numbers = [steps, max(1, steps // option.num_steps)]

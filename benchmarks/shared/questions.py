@@ -31,7 +31,7 @@ MOST_DIFFERENCES = 10
 
 
 class Question(NamedTuple):
-    """All that fixes an answer; ``kind`` is where the prompt comes from."""
+    """Prompt, rules and seed, which fix an answer; ``kind``: where the prompt comes from."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -64,19 +64,19 @@ class Pool:
             self.questions[rules].append(Question(kind, tuple(prompt), rules, rng.randrange(1 << 31)))
 
     def draw(self, rng: random.Random, count: int, longest: int) -> list[Question]:
-        """Some questions of the same rules, perhaps one of them twice; no prompt is longer than ``longest``."""
+        """Draw questions of the same rules, perhaps one twice; no prompt is longer than ``longest``."""
         fitting = [[q for q in each if len(q.prompt) <= longest] for each in self.questions.values()]
         return rng.choices(rng.choice([each for each in fitting if each]), k=count)
 
     def next_turn(self, question: Question, rng: random.Random) -> Question:
-        """The question with its answer, or a part of it, and more behind."""
+        """Continue a question by its answer, or a part of it, and more text."""
         answer = self.answer(question)
         cut = answer[: rng.randint(len(answer) // 2, len(answer))]
         prompt = (*question.prompt, *cut, *question.prompt[: rng.randint(1, 70)])
         return question._replace(kind="next turn", prompt=prompt[: (self.model.max_model_len or 8192) - 1])
 
     def answer(self, question: Question) -> list[int]:
-        """Plain decoding of a question alone: `new_tokens`, or what comes before its end."""
+        """Decode a question alone and plainly: `new_tokens`, or fewer up to its end."""
         if question not in self._answers:
             self._answers[question] = generate(self.model, [question], self.new_tokens, speculative=False).token_ids[0]
         return self._answers[question]

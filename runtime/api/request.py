@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,21 @@ from torch import Tensor
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from .sampling import Processors, noise_keys
 from .stats import GenerationStats, most_frequent_first
-from .streaming import Streamer
 
 if TYPE_CHECKING:
     from ..drafter.weights import HeadWeights
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer: it gets the prompt, then new tokens, then the end."""
+
+    def put(self, value: Tensor) -> None:
+        """Take token ids, int64 [1, seq] for the prompt and [new] afterwards, on the CPU."""
+
+    def end(self) -> None:
+        """End of stream."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.convert.vocabulary_choice import Ranking, VocabRequest, make_ranking
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
@@ -137,12 +136,9 @@ class RankedHead:
         if wanted is None:
             smallest = self.ranking.cut(None).num_forced
             wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
-        found: list[SpeculativeModel] = []
-        for size in wanted:
-            cut = self.model.with_draft_vocab(None if size in ("full", everything) else self.ranking.cut(int(size)))
-            if not any(_has_same_ids(cut, other) for other in found):
-                found.append(cut)
-        return [self._named(cut) for cut in found]
+        cuts = (None if size in ("full", everything) else self.ranking.cut(int(size)) for size in wanted)
+        models = {model.draft_vocab: model for model in map(self.model.with_draft_vocab, cuts)}
+        return [self._named(model) for model in models.values()]
 
     def follow(self, cuts: Sequence[Candidate], options: CompareOptions, say: Say) -> list[Candidate]:
         """Return each size alone and following the prompt, as asked; a size that nothing can join stays alone.
@@ -179,7 +175,7 @@ class RankedHead:
         target_vocab, size = int(model.target.text_config.vocab_size), f"{model.draft_vocab:,}"
         if model.draft_vocab == target_vocab:
             size = f"full ({size})"
-        elif _has_same_ids(model, self.model):
+        elif model.draft_vocab == self.model.draft_vocab:
             size = f"all {size} of {target_vocab:,}"
         return Candidate.of(model, size, self.name)
 
@@ -214,10 +210,6 @@ def find_candidates(heads: Sequence[RankedHead], options: CompareOptions, say: S
                 prefix = f"{head.name}: " if len(heads) > 1 else ""
                 found.append(replace(shaped, label=f"{prefix}{cut.size}{shape}"))
     return found
-
-
-def _has_same_ids(one: SpeculativeModel, other: SpeculativeModel) -> bool:
-    return torch.equal(one.drafter.weights.draft_to_target, other.drafter.weights.draft_to_target)
 
 
 def _never(*_: Any) -> Any:

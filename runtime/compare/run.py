@@ -167,7 +167,8 @@ class Run:
         """Let every candidate answer a group of prompts, turn by turn."""
         prompts = {place: self.prompts[place] for place in group}
         talks: dict[int, list[dict[str, str]]] = {place: [*prompt.opening] for place, prompt in prompts.items()}
-        categories = {_category(prompt) for prompt in prompts.values()}
+        # A category of the name "all" is not to be mistaken for the row over all of them.
+        categories = {f"{ALL} (category)" if each.category == ALL else each.category for each in prompts.values()}
         category = categories.pop() if len(categories) == 1 else None
         for turn in range(max(len(prompt.turns) for prompt in prompts.values())):
             asked = [place for place in group if turn < len(prompts[place].turns)]
@@ -212,11 +213,6 @@ class Run:
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _category(prompt: Prompt) -> str:
-    # Not to be mistaken for the row over all categories.
-    return f"{ALL} (category)" if prompt.category == ALL else prompt.category
 
 
 def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:

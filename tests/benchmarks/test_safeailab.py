@@ -36,17 +36,16 @@ def test_variants(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for tree in args.trees:
         rows += safeailab.run(model, tree, prompts, args)
     assert [(row["tree"], row["variant"]) for row in rows] == [
-        ([depth, 3, 8], variant) for depth in (1, 2) for variant in safeailab.VARIANTS
+        ([depth, 3, 8], variant) for depth in (1, 2) for variant in ("upstream", "drafter", "whole")
     ]
     assert all(row["is_equal"] and row["equal_tokens"] == row["new_tokens"] >= 12 for row in rows)
     times = ("draft_ms", "verify_ms", "pass_ms", "tokens_per_s", "draft_speedup", "speedup")
     assert all(row[name] > 0 for row in rows for name in times)
     assert {row.get("forward") for row in rows} == {None, "fused (asked for)"}
     assert upstream_stand_in.tree_decoding is verify, "what was listened to is as it was"
-    args = arguments("--runs", "0", "--compare", "drafter", "--new-tokens", "4", "--temperature", "0.5")
-    (row,) = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args)
-    assert row["variant"] == "drafter"
-    assert not {"is_equal", "speedup", "pass_ms"} & set(row)
+    args = arguments("--runs", "0", "--new-tokens", "4", "--temperature", "0.5")
+    for row in safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args):
+        assert not {"is_equal", "speedup", "pass_ms"} & set(row)
 
 
 def test_the_first_difference() -> None:
@@ -71,10 +70,9 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
         ((*own, "--prompt", "one", "--dims", "tiny"), "takes no --dims"),
         (("--prompt", "one"), "for --base-model"),
         ((*own, "--prompts", str(tmp_path / "wrong.jsonl")), "wrong.jsonl"),
-        (("--warmup", "0"), "argument --warmup"),
         (("--new-tokens", "0"), "argument --new-tokens"),
         (("--temperature", "-1"), "--temperature must be at least 0"),
-        (("--device", "cuda:99"), "device = 'cuda:99' is not there"),
+        (("--device", "cuda:99"), "device = 'cuda:99'"),
         (("--depths", "0"), "depth"),
     ):
         with pytest.raises(SystemExit) as stopped:

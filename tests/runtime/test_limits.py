@@ -10,7 +10,6 @@ import pytest
 import torch
 from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel
 from eagle_slim.runtime.api.request import Request, RunningRequest
-from eagle_slim.runtime.api.streaming import StopTextStreamer
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises, raises_with
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
@@ -138,26 +137,6 @@ def test_streamer_is_called_with_the_prompt_then_every_token_once(tmp_path: Path
     assert streamer.ended
     with raises(UsageError, option="streamer"):
         model.generate([PROMPT, PROMPT], streamer=streamer)
-
-
-@pytest.mark.parametrize("pieces", [[1] * 14, [5, 4, 5], [14]], ids=len)
-def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    class Letters:
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return "".join("ab \n#"[i] for i in ids)
-
-    letters = iter("aa #b ##\nb # a")
-    streamer = StopTextStreamer(Letters(), ["##\nb", "never"])
-    streamer.put(torch.tensor([[1, 2]]))
-    for size in pieces:
-        streamer.put(torch.tensor(["ab \n#".index(letter) for letter in itertools.islice(letters, size)]))
-    streamer.end()
-    assert capsys.readouterr().out == "aa #b \n"
-    streamer = StopTextStreamer(Letters(), ["##\nb"])
-    streamer.put(torch.tensor([[1]]))
-    streamer.put(torch.tensor([0, 4, 4]))
-    streamer.end()
-    assert capsys.readouterr().out == "a##\n"
 
 
 @pytest.mark.parametrize("limit", [0, -4])

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, generate_cli, options_cli
-from eagle_slim.runtime.api.streaming import StopTextStreamer
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.errors import AcceptanceWarning, TargetError
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
 from support.tiny_models import write_pair
+from transformers import TextStreamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = ("--depth", "2", "--draft-top-k", "4", "--total-tokens", "20")
@@ -139,6 +139,12 @@ def test_json_from_stdin_and_a_smaller_vocabulary(generate: Run) -> None:
     assert value["finish_reason"] in ("length", "eos")
 
 
+def test_a_stop_string_is_not_printed(generate: Run) -> None:
+    args = ("--prompt", "hello", "--max-new-tokens", "8")
+    text = answer(generate(*args, "--json"))["text"]
+    assert generate(*args, "--stop", text[2:4]).out == text[: text.index(text[2:4])] + "\n"
+
+
 def test_a_vocabulary_that_follows_the_prompt(generate: Run) -> None:
     args = ("--prompt", "hello you", "--max-new-tokens", "8", "--json", "--draft-vocab", "270")
     ended = generate(*args, "--follow", "prompt", "--check")
@@ -234,8 +240,8 @@ def test_an_empty_stdin_and_a_missing_head(generate: Run, run: Run) -> None:
 def test_a_terminal_that_lacks_a_letter_gets_the_answer(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr("eagle_slim.runtime.api.streaming.StopTextStreamer.put", lambda *_: print("é"))
-    monkeypatch.setattr("eagle_slim.runtime.api.streaming.StopTextStreamer.end", lambda *_: None)
+    monkeypatch.setattr("transformers.TextStreamer.put", lambda *_: print("é"))
+    monkeypatch.setattr("transformers.TextStreamer.end", lambda *_: None)
     assert generate("--prompt", "hello", "--max-new-tokens", "1").code == 0
     terminal.seek(0)
     assert "\\xe9" in terminal.read()
@@ -264,16 +270,16 @@ def chat(generate: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, interrupted = StopTextStreamer.put, []
+    put, interrupted = TextStreamer.put, []
 
-    def interrupt_once(self: StopTextStreamer, value: torch.Tensor) -> None:
+    def interrupt_once(self: TextStreamer, value: torch.Tensor) -> None:
         if not interrupted:
             interrupted.append(value)
             raise KeyboardInterrupt
         put(self, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StopTextStreamer, "put", interrupt_once)
+        patch.setattr(TextStreamer, "put", interrupt_once)
         code, out, err = chat("hello", "hello", "/quit")
     assert code == 0, err
     assert err.count("tokens per target pass") == 1

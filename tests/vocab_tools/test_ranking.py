@@ -44,14 +44,6 @@ def test_invariants(case: tuple[list[int], list[int], int]) -> None:
         assert worst < min((-counts[i], i) for i in left_out)
 
 
-def test_weights_decide_between_sources() -> None:
-    counts = TokenCounts((source([0, 10, 0, 0], name="chat"), source([0, 0, 1000, 0], name="code")), None)
-    even = rank_vocabulary(counts, size=2, forced=[])
-    assert even.target_ids.tolist() == [1, 2]
-    assert rank_vocabulary(counts, size=1, forced=[], weights={"code": 3}).target_ids.tolist() == [2]
-    assert rank_vocabulary(counts, size=1, forced=[], weights={"chat": 3}).target_ids.tolist() == [1]
-
-
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [

@@ -95,11 +95,7 @@ def test_a_tree_that_is_none_is_refused(model: SpeculativeModel) -> None:
         model.with_tree(wrong)
 
 
-LENGTHS = {
-    "max_new_tokens": (None, 3, 12),
-    "max_length": (None, 14),
-    "min_new_tokens": (None, 0, 6),
-}
+LENGTHS = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_tokens": (None, 0, 6)}
 
 
 @pytest.mark.filterwarnings("ignore:.*length:UserWarning")
