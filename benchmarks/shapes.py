@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from eagle_slim.runtime.step.shapes import SHAPES, Acceptance, Costs, ShapeChoos
 from eagle_slim.runtime.tune import whole_from
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import FixedShape, RandomModel, compile_ahead, fill, run_chosen
+from benchmarks.shared.decoding import RandomModel, compile_ahead, fill, run_chosen
 from benchmarks.shared.drawn_nodes import draw_ranks
 from benchmarks.shared.timing import machine
 
@@ -110,24 +110,19 @@ def measure_drawn(model: RandomModel, law: str, slots: int, steps: int, rounds: 
     cache = model.new_cache(slots, CAPACITY)
     decoder = model.any_shape_decoder(cache, ROWS, draw_ranks(LAWS[law]))
 
-    def run(chooser: FixedShape | ShapeChooser, count: int) -> float:
+    def run(shapes: Sequence[TreeConfig | None], count: int) -> float:
         fill(decoder, slots, PREFIX)
+        chooser = ShapeChooser(Acceptance(), Costs(model.weight_bytes, model.kv_bytes(1)), shapes)
         found = run_chosen(decoder, chooser, slots, PREFIX, count)
+        if len(shapes) > 1:
+            print({name_of(shape): number for shape, number in chooser.steps.items()}, flush=True)
         return found.tokens / (found.step_ms * count) * 1e3
 
-    def choosing() -> float:
-        shapes = [first_shape(slots, SHAPES)]
-        shapes += [shape for shape in SHAPES if shape not in shapes]
-        chooser = ShapeChooser(Acceptance(), Costs(model.weight_bytes, model.kv_bytes(1)), shapes)
-        found = run(chooser, steps)
-        print({name_of(shape): count for shape, count in chooser.steps.items()}, flush=True)
-        return found
-
+    variants: dict[str, Callable[[], float]] = {name_of(shape): partial(run, [shape], steps) for shape in SHAPES}
     for shape in SHAPES:
-        run(FixedShape(shape), 2)
-    variants: dict[str, Callable[[], float]] = {
-        name_of(shape): partial(run, FixedShape(shape), steps // 2) for shape in SHAPES
-    }
+        run([shape], 2)
+    first = first_shape(slots, SHAPES)
+    choosing = partial(run, [first, *(shape for shape in SHAPES if shape != first)], steps)
     variants["chosen"] = choosing
     return _in_turn(variants, rounds)
 

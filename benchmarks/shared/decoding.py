@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,23 +110,11 @@ class RandomModel:
     ) -> Any:  # fmt: skip
         """Build a drafting decoder of a ``kind`` over what is ``drawn``; ``option``: how it runs ahead, if it does."""
         drafter = self._drafter(cache, tree, draft_vocab)
-<<<<<<< HEAD
-        return DrawnDecoder(lengths, self.target, cache, drafter, self._waits)
+        return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
 
     def any_shape_decoder(self, cache: KVCache, draft_vocab: int, ranks: Tensor) -> NodeDrawnDecoder:
         """Build a decoder whose steps may have any shape, and whose acceptance is drawn by node."""
         return NodeDrawnDecoder(ranks, self.target, cache, self._drafter(cache, LARGE, draft_vocab), self._waits)
-
-    def drawn_partial_decoder(
-        self, kind: Callable[..., Decoder], cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any
-    ) -> Decoder:
-        """Build a decoder of a ``kind`` that runs ahead, of what is ``drawn``: lengths, survivals, how."""
-        drafter = self._drafter(cache, tree, draft_vocab)
-        *lists, option = drawn
-        return kind(*lists, self.target, cache, drafter, option, self._waits)
-=======
-        return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
->>>>>>> main
 
     def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
         if draft_vocab not in self._drafters:
@@ -288,31 +275,7 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
     return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
 
 
-class FixedShape:
-    """Stands in a `ShapeChooser`'s place for one shape."""
-
-    def __init__(self, shape: TreeConfig | None) -> None:
-        self.shape = shape
-        self.steps: Counter[TreeConfig | None] = Counter()
-
-    def next(self, places: int, context: float) -> TreeConfig | None:
-        """Return the shape."""
-        return self.shape
-
-    def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
-        """Return False."""
-        return False
-
-    def time(self, shape: TreeConfig | None, places: int, context: float, ms: float) -> None:
-        """Take the time of a step."""
-
-    def see(self, shape: TreeConfig | None, ranks: Sequence[int]) -> None:
-        """Take what was accepted."""
-
-
-def run_chosen(
-    decoder: Decoder, chooser: FixedShape | ShapeChooser, num_active: int, context: int, steps: int
-) -> StepsRun:
+def run_chosen(decoder: Decoder, chooser: ShapeChooser, num_active: int, context: int, steps: int) -> StepsRun:
     """Run greedy steps of the shapes that are chosen, as generation does; timing a shape first is not counted."""
     record, width = decoder.state.record, decoder.state.new_tokens.shape[1]
     values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=True)
