@@ -1,12 +1,8 @@
 """SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended."""
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 from engines import oracle
-from engines.artifacts import OracleFiles, config_of, expected_ids
+from engines.artifacts import OracleFiles, expected_ids
 from engines.protocol import Json, ask
 
 pytestmark = pytest.mark.engine("sglang")
@@ -68,17 +64,3 @@ def test_an_eagle2_head_with_its_token_map(loaded: dict[str, Json]) -> None:
     assert result["lm_head_rows"] == 320
     assert result["lm_head_equal"]
     assert result["fc_equal"]
-
-
-@pytest.mark.slow
-def test_norms_of_q_and_k_are_refused_by_their_class_and_dropped_by_llamas(
-    oracle_files: OracleFiles, tmp_path: Path
-) -> None:
-    artifact = oracle_files.artifact("head_norms", 320)
-    as_llama = Path(shutil.copytree(artifact, tmp_path / "as-llama"))
-    config = config_of(as_llama) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-    (as_llama / "config.json").write_text(json.dumps(config))
-    jobs = [{"head": str(folder), "algorithm": "EAGLE3"} for folder in (artifact, as_llama)]
-    refused, loaded = load(oracle_files, jobs)
-    assert refused["error"].startswith("ValueError")
-    assert (loaded["class"], loaded["unloaded"]) == ("LlamaForCausalLMEagle3", [])
