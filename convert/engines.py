@@ -305,7 +305,9 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
     is_tapped, layers = head_config.uses_aux_layers(head.config), head.target_layers
     taps = head_config.tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else head_config.default_taps(layers)
-    if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps not in (0, 3):
+    # Without fc the features are the hidden state, which llama.cpp has no form for.
+    taken = (3,) if engine == "llama.cpp" else (0, 3)
+    if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps not in taken:
         yield "error", f"fc takes {head.num_taps} captured layers, it captures exactly 3", ""
     elif engine in ("safeailab", "lmdeploy") and taps not in (None, default):
         yield "warning", f"it captures layers (2, n // 2, n - 3), not {_joined(taps)}", ""
@@ -341,11 +343,8 @@ def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:
     if engine in ("tensorrt-llm", "llama.cpp", "lmdeploy") and activation not in ("silu", "swish"):
         yield "error", f"hidden_act {activation!r} is not read: silu is computed instead", _OTHER_ACTIVATIONS
     rope, part = head.config.get("rope_scaling"), head.config.get("partial_rotary_factor")
-    if (
-        engine == "safeailab"
-        and rope
-        and (set(rope) != {"type", "factor"} or rope["type"] not in ("linear", "dynamic"))
-    ):
+    is_plain = not rope or (set(rope) == {"type", "factor"} and rope["type"] in ("linear", "dynamic"))
+    if engine == "safeailab" and not is_plain:
         yield "error", f"rope_scaling {head.rope_kind!r} raises ValueError (it knows null, 'linear', 'dynamic')", ""
     if engine in ("llama.cpp", "safeailab") and part not in (None, 1):
         yield "error", f"partial_rotary_factor {part} is not read, so it rotates other values", ""

@@ -40,7 +40,7 @@ from .drafter.launch_params import (
     stage_bytes,
 )
 from .drafter.packing import PackedHead, Weights, pack_head
-from .drafter.tuned_cache import FixedLaunch, TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
+from .drafter.tuned_cache import TunedCache, always, cache_key, layout_key, open_tuned_cache, read_shapes
 from .drafter.tuning.agreement import draft_and_replay
 from .drafter.tuning.precompile import Job, compile_all
 from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
@@ -136,11 +136,7 @@ def trials_of(
 
 
 def tune(
-    cfg: DrafterConfig,
-    chip: Chip,
-    measure: Measure,
-    left: Callable[[], float],
-    layout: StoredLayout | None = None,
+    cfg: DrafterConfig, chip: Chip, measure: Measure, left: Callable[[], float], layout: StoredLayout | None = None
 ) -> tuple[LaunchParams, list[Trial]]:
     """Choose parameters for one configuration: the derived ones, a variant, or the gains together.
 
@@ -207,10 +203,10 @@ class GraphTimer:
         """Return the head in one layout, packed once for all parameters over it."""
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
-        launches = FixedLaunch(params)
+        launches = always(params)
         if self._packed is not None:
             head, packed = self._packed
-            known = (packed.launches.layout, packed.draft_vocab, packed.stream.dtype)
+            known = (packed.launches(cfg)[0].layout, packed.draft_vocab, packed.stream.dtype)
             if known == (params.layout, cfg.draft_vocab, cfg.weight_dtype):
                 return Weights(head, replace(packed, launches=launches))
         self._packed = None  # before the next one, so that there is room

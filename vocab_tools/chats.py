@@ -34,8 +34,6 @@ Message = Mapping[str, Any]
 RENDER_DATE = datetime(2024, 7, 26)
 # So much of another message is no accident. A shorter message must stand before the turn.
 _BORROWED_CHARS = 8
-# Characters before a turn in which an added token is looked for.
-_HEADER_CHARS = 256
 _PROBE = "\ue000probe\ue001"
 
 _CALL = "function_call"
@@ -127,7 +125,7 @@ def _normalise(message: Any, position: int) -> dict[str, Any]:
 
 
 def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn calls that are told as a message of their own, or under `function_call`, into `tool_calls`.
+    """Turn calls in messages of their own, or under `function_call`, into `tool_calls`.
 
     Calls get ids of nine characters, which Mistral's templates ask for, and the results behind them name these.
     """
@@ -174,7 +172,7 @@ class ChatSpec:
 
 
 def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSpec:
-    """Take from a tokenizer what rendering needs; `template` replaces its own.
+    """Collect what rendering needs of a tokenizer; `template` replaces the tokenizer's own.
 
     Raises:
         TokenizerError: there is no template.
@@ -270,7 +268,7 @@ class ChatRenderer:
         self._longest = max(map(len, spec.borders), default=0)
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the rendered conversation, in the first form of it in which no content is lost.
+        """Render the conversation in the first form that loses no content.
 
         Raises:
             ChatError: the template refuses it in every form.
@@ -285,7 +283,7 @@ class ChatRenderer:
         return [Piece(rendered[0] if rendered else self._template.render(messages))]
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return what the assistant wrote: each turn, with the few characters before it that its tokens depend on."""
+        """Return each turn of the assistant, with the text before it that its tokens depend on."""
         turns: dict[int, Piece | None]
         turns = {position: None for position, message in enumerate(messages) if message["role"] == "assistant"}
         for form in _forms(messages):
@@ -310,15 +308,12 @@ class ChatRenderer:
         stop = self._stop(messages, position, text, start)
         if stop is None:
             return None
-        # From the last added token on, or from the beginning: one found where the search begins may be part of another.
-        low = max(start - _HEADER_CHARS, 0)
-        borders = [token.start() for token in self._border.finditer(text, low, start)]
-        begin = borders[-1] if borders and (low == 0 or borders[-1] >= low + self._longest) else 0
+        begin = self._last_border(text, start)
         return Piece(text[begin:stop], start - begin)
 
     @cached_property
     def _usual(self) -> tuple[str, str]:
-        """The generation prompt, and the token that ends a turn of words; "" for one that a probe does not show."""
+        """Find the generation prompt and the token that ends a turn of words, by one question; "" where none shows."""
         question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}
         for form in _forms([question, answer]):
             with suppress(ChatError):
@@ -373,7 +368,7 @@ class ChatRenderer:
     def _has_no_others(
         self, others: Sequence[Message], text: str, start: int, stop: int, own: Sequence[tuple[int, int]]
     ) -> bool:
-        """Whether a turn, but for the message's own words, holds no text of another message."""
+        """Check that a turn, apart from the message's own words, holds no text of another message."""
         rest: list[str] = []
         at = start
         for first, behind in [*sorted(own), (stop, stop)]:
@@ -409,8 +404,17 @@ class ChatRenderer:
         at = "".join(text[low:high].split()).rfind(wanted)
         return None if at < 0 else (shown[at], shown[at + len(wanted) - 1] + 1)
 
+    def _last_border(self, text: str, stop: int) -> int:
+        """Return the start of the last added token before a place; 0 without one."""
+        for low in (max(stop - 256, 0), 0):
+            starts = [token.start() for token in self._border.finditer(text, low, stop)]
+            # A token found where the search begins may be the end of a longer one.
+            if starts and (low == 0 or starts[-1] >= low + self._longest):
+                return starts[-1]
+        return 0
+
     def _token_around(self, text: str, place: int) -> re.Match[str] | None:
-        """Return the added token that a place falls into, or None; its ends are outside."""
+        """Return the added token that has a place inside it, not at its ends, or None."""
         nearby = self._border.finditer(text, max(place - self._longest, 0), place + self._longest)
         return next((token for token in nearby if token.start() < place < token.end()), None)
 

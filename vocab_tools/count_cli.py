@@ -35,15 +35,11 @@ KEY is one of these. Amounts may have a unit (10M). Quote globs.
 
 def tokenizer_options(function: _Decorated) -> _Decorated:
     """Add the options that name the target's tokenizer."""
-    for option in (
-        click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only."),
-        click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer."),
-        click.option(
-            "--tokenizer", required=True, metavar="T", help="The target's tokenizer: Hub id, folder, tokenizer.json."
-        ),
-    ):
-        function = option(function)
-    return function
+    offline = click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only.")
+    revision = click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
+    whose = "The target's tokenizer: Hub id, folder, tokenizer.json."
+    tokenizer = click.option("--tokenizer", required=True, metavar="T", help=whose)
+    return tokenizer(revision(offline(function)))
 
 
 def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: bool) -> LoadedTokenizer:

@@ -58,8 +58,7 @@ def count_tokens(
         tokenizer: from `load_tokenizer`.
         workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
             for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`.
-        run_on: "local" for this machine, or "ray" for a Ray cluster (see ray_workers.py), where a worker is an actor
-            with one CPU, and None means one for each CPU of the cluster.
+        run_on: "local", or "ray" for a Ray cluster, where a worker is a task with one CPU; None: one for each CPU.
         tokenizer_library: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
             `tokenizers` on a probe of the corpus.
         chat_template: Jinja source in place of the tokenizer's own template.
@@ -147,7 +146,7 @@ def _count_source(
     moved: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> tuple[Tally, int | None]:
-    """Count to the end, or to a limit; return the shard in which a limit fell, too."""
+    """Count a source to its end or its limit; return the counts, and the shard in which the limit fell or None."""
     asked, limited_in, told = source.source, None, 0
     most_documents, most_tokens = asked.max_documents or math.inf, asked.max_tokens or math.inf
     total = Tally(np.zeros(plan.encoder.vocab_size, np.int64))

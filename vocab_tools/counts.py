@@ -48,10 +48,6 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         ids, offsets = self.token_ids, self.doc_offsets
-        if ids.dtype != np.int32 or offsets.dtype != np.int64:
-            raise VocabularyError(
-                f"held-out documents: expected int32 ids and int64 offsets, found {ids.dtype} and {offsets.dtype}."
-            )
         if offsets[0] != 0 or offsets[-1] != len(ids) or np.any(np.diff(offsets) < 0):
             raise VocabularyError(
                 f"held-out offsets: expected to rise from 0 to {len(ids)}, the number of held-out tokens."
@@ -59,7 +55,7 @@ class HeldOut:
 
     @classmethod
     def of_documents(cls, documents: Iterable[NDArray[np.int32]]) -> HeldOut:
-        """Put documents [tokens] behind each other, in an order that depends on nothing but what they hold."""
+        """Concatenate documents, int32 [tokens] each, sorted so that their order does not matter."""
         ordered = sorted(documents, key=lambda token_ids: token_ids.tobytes())
         offsets = np.cumsum([0, *map(len, ordered)], dtype=np.int64)
         return cls(np.concatenate([np.zeros(0, np.int32), *ordered]), offsets)
@@ -353,7 +349,7 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
 
 
 def _settings(part: JSON) -> JSON:
-    """Return how files were counted, without what they hold; None for a provenance of something else."""
+    """Return the settings that files were counted with; None for a provenance without files."""
     if not {"files", "digest", "held_out"} <= part.keys():
         return None
     share = {"share": part["held_out"]["share"]}

@@ -65,15 +65,6 @@ def write_file(path: str | Path, data: bytes) -> None:
         OSError: the folder is missing or read-only, the disk is full.
     """
     path = Path(path).absolute()
-    try:
-        _replace(path, data)
-    except OSError as error:
-        # The error of the system names the temporary file, or no file.
-        error.filename = str(path)
-        raise
-
-
-def _replace(path: Path, data: bytes) -> None:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("xb") as file:
@@ -81,8 +72,11 @@ def _replace(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            # The system's error names the temporary file, or no file.
+            error.filename = str(path)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

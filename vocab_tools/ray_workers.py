@@ -42,7 +42,7 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
 
     Args:
         plan: what a task needs.
-        workers: tasks at a time, of one CPU each; None: one for each CPU the cluster has now.
+        workers: tasks at a time, of one CPU each; None: as many as the cluster has CPUs for now.
 
     Raises:
         UsageError: Ray is not installed.
@@ -57,7 +57,8 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     # In a tuple a reference stays one, so that only a process without a counter fetches the plan.
     shared_plan = (ray.put(plan),)
     task = ray.remote(num_cpus=1, max_retries=-1)(_count_unit)
-    num_tasks = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+    # Results come in order: twice as many tasks as CPUs keep all of them at work.
+    num_tasks = workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def count(source: int, opened: OpenSource) -> Iterator[Counted]:
         shared = ray.put(opened)
@@ -108,7 +109,7 @@ _counter: tuple[Any, BlockCounter] | None = None
 
 
 def _count_unit(plan: tuple[Any], source: int, opened: OpenSource, unit: Unit) -> list[Counted]:
-    """Add the tallies of a unit's blocks up to the next bad record, whose place is that of its block."""
+    """Count a unit: one tally for all its blocks, but a new one behind a block with a bad record, to tell its place."""
     import ray
 
     global _counter

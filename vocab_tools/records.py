@@ -294,7 +294,7 @@ def _open(path: str) -> BinaryIO:
 
 
 def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Block]:
-    """Write the records of an array as lines again."""
+    """Parse an array, and yield its records as JSON lines."""
     try:
         records = json.loads(data)
     except (ValueError, RecursionError) as error:

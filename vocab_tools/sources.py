@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .chats import kind_of, messages_in_text
+from .chats import messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import keep_limit, plain, trouble_of
@@ -256,12 +256,12 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that was looked at: what it holds, and how to read it.
+    """An opened source: what it holds, and how to read it.
 
     Attributes:
         source: as asked for.
         kind: "text", or "chat" where the column holds messages.
-        column: column read; "" for plain text, and for all columns while they are looked at.
+        column: column read; "" for plain text, and for all columns before one is chosen.
         origin: JSON for provenance, without paths or times.
         files: the files to read; none for a table of the Hub.
         order: the shards (files, or parts of the table), in the order in which they are read.
@@ -309,7 +309,7 @@ class OpenSource:
         return self.table is None and self.files[shard].is_plain
 
     def probe(self, num_blocks: int) -> list[Block]:
-        """Return a few blocks from all over the files, or the first where each further one would be fetched."""
+        """Return blocks spread over the files; of the Hub only the first, since each is fetched."""
         if self.is_remote:
             return list(itertools.islice(self.blocks(), 1))
         shards = sorted({self.order[len(self.order) * step // num_blocks] for step in range(num_blocks)})
@@ -329,7 +329,7 @@ def _file_blocks(file: SourceFile, shard: int, column: str) -> Iterator[Block]:
 
 
 def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
-    """Look at a source: its files or its dataset, and the column to read.
+    """Open a source: find its files or dataset, and choose the column to read.
 
     Raises:
         UsageError: a setting that does not fit, or no column stands out.
@@ -431,7 +431,7 @@ def _readable(location: str, error: Exception) -> EagleSlimError:
 
 
 def _first_row(opened: OpenSource) -> dict[str, Any]:
-    """Return the first row, its nulls filled in from the next rows until no column that decides is null.
+    """Return the first row, with nulls filled in from the next rows while a column that may be chosen is null.
 
     A null does not show what its column holds, and real tables begin with nulls.
     """
@@ -453,7 +453,7 @@ def _first_row(opened: OpenSource) -> dict[str, Any]:
 
 
 def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:
-    """Choose the column to read, which the source may name, by a row of `_first_row`; and say what it holds."""
+    """Return the column to read and its kind, by the source's setting or a row of `_first_row`."""
     has = f"The records have {', '.join(row)}."
     if source.column is not None:
         if source.column not in row:
@@ -465,14 +465,11 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
     for column in TEXT_COLUMNS:
         if isinstance(row.get(column), str):
             return column, "text"
-    for column in (*CHAT_COLUMNS, *TEXT_COLUMNS):
-        if not isinstance(row.get(column, ""), str):
-            raise CorpusError(
-                f"{source.location}: column {column!r} holds {kind_of(row[column])} in the first records."
-            )
     strings = [column for column, value in row.items() if isinstance(value, str)]
-    # Beside a null or a list, which may be the text, a lone string is as likely the id of the record.
-    if len(strings) == 1 and not any(value is None or isinstance(value, (list, dict)) for value in row.values()):
+    doubtful = {column for column, value in row.items() if value is None or isinstance(value, list | dict)}
+    doubtful |= {*CHAT_COLUMNS, *TEXT_COLUMNS} & row.keys() - {*strings}
+    # Beside a null, a list or a column of a usual name, a lone string is as likely the id of the record.
+    if len(strings) == 1 and not doubtful:
         return strings[0], _kind(row[strings[0]])
     raise UsageError(f"{source.location}: say which column holds the text, with ,column=NAME behind the source. {has}")
 

@@ -38,13 +38,8 @@ MAX_REPORTS = 10
 class CountPlan:
     """Everything a worker needs; picklable.
 
-    Attributes:
-        encoder: the tokenizer.
-        chat: its chat template; None where no source holds chats.
-        sources: what is read, without files and tables.
-        skip_bad: leave out bad records rather than stop at the first of a block.
-        seed: decides what is sampled and held out.
-        held_out: share of the documents that is held out.
+    `chat` is None where no source holds chats; sources come without files and tables. Bad records are left out with
+    `skip_bad`, else the first of a block ends it.
     """
 
     encoder: EncoderSpec
@@ -91,7 +86,7 @@ class Tally:
 
 
 def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
-    """Return a number from 0 to 1 for each hash, others for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    """Map hashes to numbers from 0 to 1, other ones for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
     x = hashes + np.uint64(stream * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -196,7 +191,7 @@ class BlockCounter:
         return share is None or bool(draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < share)
 
     def _encode_chats(self, chats: Sequence[list[Piece]]) -> Encoded:
-        """Encode what counts of each chat."""
+        """Encode each chat, and keep the tokens that count."""
         pieces = [piece for chat in chats for piece in chat]
         encoded = encode_all(self._encoder, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
@@ -265,7 +260,7 @@ def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
 
 
 def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterator[tuple[T, F]]:
-    """Submit units, at most so many ahead, and yield each with its future in their order."""
+    """Keep at most `most` units submitted, and yield each unit with its future, in order."""
     waiting: deque[tuple[T, F]] = deque()
     while True:
         waiting.extend((unit, submit(unit)) for unit in islice(units, most - len(waiting)))
@@ -275,7 +270,7 @@ def in_order(units: Iterator[T], submit: Callable[[T], F], most: int) -> Iterato
 
 
 def use_one_tokenizer_thread() -> None:
-    """Let the tokenizer of this process encode in one thread; before it first encodes, when rayon reads this."""
+    """Limit the tokenizer of this process to one thread; call it before anything is encoded."""
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

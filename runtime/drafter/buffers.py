@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,18 +78,15 @@ class Buffers:
 
     @classmethod
     def allocate(
-        cls,
-        cfg: DrafterConfig,
-        head: HeadWeights,
-        params: LaunchParams | None = None,
-        shared: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Buffers:
+        cls, cfg: DrafterConfig, head: HeadWeights, params: LaunchParams | None = None,
+        shared: Mapping[str, Any] | None = None,
+    ) -> Buffers:  # fmt: skip
         """Allocate for a configuration and its head; outputs start as -2, a value no draft writes.
 
         ``params``: allocates the kernel's workspace too. ``shared``: fields of other buffers to use instead of new
         ones. Raises as `check_kernel_limits`, with ``params``.
         """
-        device, found = head.device, dict(shared)
+        device, found = head.device, dict(shared or {})
         found |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
             for name, (shape, dtype) in buffer_layout(cfg).items()
@@ -104,7 +100,7 @@ class Buffers:
         if cfg.tail_rows and "tails" not in found:
             found["tails"] = allocate_tails(cfg, params, device)
         bufs = cls(**found, cfg=cfg, tree=cfg.tree, params=params)
-        if "num_new" not in shared:
+        if shared is None or "num_new" not in shared:
             bufs.num_new.fill_(1)
             for name in ("active_slots", "active_inverse"):
                 torch.arange(cfg.num_slots, out=getattr(bufs, name))

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice, misfit
-from ..ops import Ops
 from ..settings import TreeConfig
 from .buffers import INPUTS, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
@@ -120,7 +119,6 @@ class BufferedDrafter:
         slots, device = cfg.num_slots, self.head.device
         shared = None if cache is None else (cache[0][:slots], cache[1][:slots])
         self.bufs = allocate_buffers(cfg, self.weights, shared)
-        self.ops = Ops.for_device(device)
         shape = (slots, self.tree.new_tokens_width, cfg.feature_width)
         self.features = torch.zeros(shape, dtype=self.head.dtype, device=device)
         """[slots, 16 or more, feature_width]: features of the last step's tokens, written by whoever commits them."""
@@ -157,7 +155,7 @@ class BufferedDrafter:
         cfg = self.cfg.with_tree(tree)
         if cfg.tree_rows > self.cfg.tree_rows or tree.new_tokens_width > self.cfg.tree.new_tokens_width:
             raise misfit("tree", f"one of at most {self.cfg.tree_rows} KV rows (depth * top_k)", tree)
-        other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches.get(cfg)
+        other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches(cfg)[0]
         other.tree, other.cfg = tree, cfg
         other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
         other.error = other._error_word()
@@ -173,7 +171,7 @@ class BufferedDrafter:
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Write the keys and values of a prompt's pairs to the cache; arguments as `launch.write_pairs`."""
-        write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self.bufs)
+        write_pairs(self.head, features, next_tokens, positions, rows, slots, self.bufs)
 
 
 def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
@@ -267,12 +265,9 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
 
 
 def choose_drafter(
-    drafter: str | DraftFunction,
-    weights: HeadWeights,
-    tree: TreeConfig,
-    draft_weights: str = "auto",
+    drafter: str | DraftFunction, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto",
     order: Tensor | None = None,
-) -> tuple[Drafter, str]:
+) -> tuple[Drafter, str]:  # fmt: skip
     """Build the drafter that is asked for, or choose one for "auto"; returns it with the reason.
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head

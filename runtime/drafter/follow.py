@@ -95,15 +95,11 @@ class FollowRows:
         return -(-min(self.most, len(self.ids)) // UNIT_ROWS) * UNIT_ROWS
 
     @cached_property
-    def rank_of_id(self) -> Tensor:
+    def rank_of_id(self) -> NDArray[np.int32]:
         """int32 [target_vocab]: rank of each target id, -1 for ids that never join."""
-        ranks = torch.full((self.target_vocab,), -1, dtype=torch.int32, device=self.ids.device)
-        ranks[self.ids] = torch.arange(len(self.ids), dtype=torch.int32, device=self.ids.device)
+        ranks = np.full(self.target_vocab, -1, dtype=np.int32)
+        ranks[self.ids_on_host] = np.arange(len(self.ids), dtype=np.int32)
         return ranks
-
-    @cached_property
-    def _rank_on_host(self) -> NDArray[np.int32]:
-        return self.rank_of_id.cpu().numpy()
 
     @cached_property
     def ids_on_host(self) -> NDArray[np.int64]:
@@ -112,12 +108,12 @@ class FollowRows:
 
     def tail_of(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ranks, ascending, that join for a prompt of these token ids."""
-        ranks = np.unique(self._rank_on_host[np.array(token_ids, dtype=np.int64)])
+        ranks = np.unique(self.rank_of_id[np.array(token_ids, dtype=np.int64)])
         return tuple(ranks[ranks >= 0][: self.most].tolist())
 
     def holds(self, tail: Sequence[int], token_id: int) -> bool:
         """Whether a target id has joined."""
-        return int(self._rank_on_host[token_id]) in tail
+        return int(self.rank_of_id[token_id]) in tail
 
     def rows_of(self, tail: Sequence[int]) -> Tensor:
         """Gather the LM-head rows of a tail: [len(tail), hidden]."""

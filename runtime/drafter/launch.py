@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import DrafterError, UsageError, check_choice
 from ..launches import Launches, count_launches
 from ..ops import Ops
-from .buffers import Buffers, check_ids, check_room
-from .checks import check_features, check_parts
-from .dimensions import DrafterConfig
+from ..tensor_checks import check_tensors
+from .buffers import Buffers, buffer_layout, check_ids, check_room
+from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
 from .kernels.frontier import ROWS
@@ -27,23 +27,14 @@ from .kernels.grid_barrier import ERROR
 from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
-from .kernels.persistent import (
-    Features,
-    Grid,
-    HeadShape,
-    HeadTensors,
-    Phases,
-    StepInputs,
-    draft_kernel,
-    is_interpreted,
-)
+from .kernels.persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel, is_interpreted
 from .kernels.projections import Share
 from .kernels.row_operands import RowShape
 from .kernels.tail_rows import gather_rows
 from .kernels.tree_build import TreeOutputs, TreeShape
 from .launch_params import LaunchParams, block_rows, chip_of
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
-from .reference import draft_ref
+from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs, tail_tiles
 
@@ -56,12 +47,9 @@ trees of the active slots into the outputs of these buffers."""
 
 
 def launch_drafter(
-    cfg: DrafterConfig,
-    X: Tensor | Sequence[Tensor],
-    weights: Weights,
-    bufs: Buffers,
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers,
     backend: str | DraftFunction = "triton",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Draft the trees of all active slots.
 
     ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
@@ -77,14 +65,14 @@ def launch_drafter(
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
-    check_parts(cfg, weights, bufs)
-    taps = check_features(cfg, X)
+    _check_parts(cfg, weights, bufs)
+    taps = _check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
         raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
     if backend == "triton":
         if weights.packed is None:
             raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
-        if weights.packed.launches.get(cfg) != bufs.params:
+        if weights.packed.launches(cfg)[0] != bufs.params:
             raise DrafterError("backend='triton' needs the workspace of these weights: allocate_buffers(cfg, weights).")
     if bufs.most_new_tokens() > taps[0].shape[1]:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {taps[0].shape[1]}.")
@@ -109,7 +97,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
 
     ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
     """
-    params = None if weights.packed is None else weights.packed.launches.get(cfg)
+    params = None if weights.packed is None else weights.packed.launches(cfg)[0]
     shared = {} if cache is None else {"keys": cache[0], "values": cache[1]}
     return Buffers.allocate(cfg, weights.head, params, shared)
 
@@ -148,21 +136,16 @@ def timed_out(bufs: Buffers) -> DrafterError:
 
 
 def prefill_drafter(
-    cfg: DrafterConfig,
-    X: Tensor | Sequence[Tensor],
-    next_tokens: Tensor,
-    weights: Weights,
-    bufs: Buffers,
-    slot: int,
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], next_tokens: Tensor, weights: Weights, bufs: Buffers, slot: int,
     start: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Fill a slot's KV cache with a prompt's pairs, in chunks.
 
     ``X`` [seq, feature_width] of any float type, or three taps side by side; ``next_tokens`` int64 [seq]: the token
     after each feature; pairs take the positions from ``start`` on. Waits for the device. Raises `UsageError` when they
     and a tree do not fit, and for other shapes, slots and token ids.
     """
-    check_parts(cfg, weights, bufs)
+    _check_parts(cfg, weights, bufs)
     X = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
     if X.shape != (len(next_tokens), cfg.feature_width) or next_tokens.dim() != 1 or next_tokens.is_floating_point():
@@ -180,19 +163,13 @@ def prefill_drafter(
         if len(tokens):
             slots = torch.tensor([slot], dtype=torch.int32, device=device)
             features = features.to(device, head.dtype)
-            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, bufs)
+            write_pairs(head, features, tokens, at, at, slots, bufs)
 
 
 def write_pairs(
-    ops: Ops,
-    head: HeadWeights,
-    features: Tensor,
-    next_tokens: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    slots: Tensor,
+    head: HeadWeights, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor,
     bufs: Buffers,
-) -> None:
+) -> None:  # fmt: skip
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
 
     A head has one layer, so a pair's key depends on the pair alone.
@@ -201,41 +178,65 @@ def write_pairs(
     ``positions``, ``rows`` int32 [pairs]: RoPE position, and row of the cache, -1 for none; ``slots`` int32 [1].
     Waits for nothing with kernels.
     """
-    w, hidden = head.tensors, head.hidden
+    ops, w, hidden = Ops.for_device(head.device), head.tensors, head.hidden
     embedded = torch.index_select(head.embedding, 0, next_tokens)
     if head.kind == "eagle3":
         inputs = torch.empty((len(embedded), 2 * hidden), dtype=head.dtype, device=head.device)
         ops(add_norm)(embedded, None, w["input_layernorm.weight"], head.norm_eps, inputs[:, :hidden])
-        fused = _fuse(ops, head, features)
-        ops(add_norm)(fused, None, w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
+        ops(add_norm)(fuse_features(head, features), None, w["hidden_norm.weight"], head.norm_eps, inputs[:, hidden:])
     else:
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
+    keys, values = bufs.keys, bufs.values
     ops(rotate_append)(
-        inputs @ weight,
-        bias,
-        head.head_norms,
-        head.norm_eps,
-        *bufs.tables,
-        positions,
-        slots,
-        rows,
-        bufs.keys,
-        bufs.values,
+        inputs @ weight, bias, head.head_norms, head.norm_eps, *bufs.tables, positions, slots, rows, keys, values
     )
 
 
-def _fuse(ops: Ops, head: HeadWeights, features: Tensor) -> Tensor:
-    """Fuse features as `reference.fuse_features` does, by operations."""
-    if features.shape[1] == head.hidden:
-        return features
-    if norms := head.tap_norms:
-        normed = torch.empty_like(features)
-        width = features.shape[1] // len(norms)
-        for tap, out, name in zip(features.split(width, 1), normed.split(width, 1), norms, strict=True):
-            ops(add_norm)(tap.contiguous(), None, head.tensors[name], head.norm_eps, out)
-        features = normed
-    return F.linear(features, head.tensors["fc.weight"], head.tensors.get("fc.bias"))
+def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Refuse features of another configuration; returns the taps, one or three."""
+    separate = not isinstance(X, Tensor)
+    taps = tuple(X) if isinstance(X, (tuple, list)) else (X,)
+    forms = {(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps if isinstance(tap, Tensor)}
+    if len(forms) != 1 or len(taps) != (3 if separate else 1) or not all(isinstance(tap, Tensor) for tap in taps):
+        raise UsageError(
+            "Features are one tensor, or three of equal shape, strides and dtype on one device; got "
+            f"{type(X).__name__}."
+        )
+    if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
+        raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
+    shape, width = taps[0].shape, cfg.feature_width // len(taps)
+    slots = cfg.num_slots
+    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= cfg.tree.new_tokens_width or shape[2] != width:
+        raise UsageError(
+            f"Features must be [{slots} slots, 1 to {cfg.tree.new_tokens_width} new tokens, {cfg.feature_width}]; got "
+            f"{[tuple(tap.shape) for tap in taps]}."
+        )
+    if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
+        raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
+    return taps
+
+
+def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+    """Refuse weights and buffers of another configuration: the kernel would read and write out of bounds."""
+    check_head_fits(cfg, weights.head)
+    if bufs.cfg != cfg:
+        different = [name for name, value in vars(cfg).items() if getattr(bufs.cfg, name) != value]
+        raise UsageError(
+            f"The buffers are of a configuration with other {', '.join(different)}. Allocate them with "
+            "allocate_buffers(cfg, weights)."
+        )
+    layout = buffer_layout(cfg, bufs.tree)
+    tensors = {name: (getattr(bufs, name), dtype, shape) for name, (shape, dtype) in layout.items()}
+    check_tensors(weights.head.device, **tensors)
+    if weights.head.draft_vocab < cfg.draft_vocab:
+        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
+    packed = weights.packed
+    if packed is not None and packed.stream.dtype != cfg.weight_dtype:
+        raise UsageError(
+            f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
+            f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
+        )
 
 
 def _check_slot(cfg: DrafterConfig, slot: int) -> None:
@@ -352,7 +353,7 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
     """Start the kernel: no allocation, no wait. Raises `DrafterError` where it cannot run."""
     device = bufs.keys.device
-    params, is_tuned = packed.launches.find(cfg)
+    params, is_tuned = packed.launches(cfg)
     if params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
             f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "

@@ -43,17 +43,6 @@ class StoredLayout:
     chunks: dict[str, int]
     head_rows: int = HEAD_ROWS
 
-    def __post_init__(self) -> None:
-        """Raise `DrafterError` for what the kernel would compute wrongly."""
-        if not all(1 <= split <= MAX_SPLIT for split in self.split.values()):
-            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.")
-        sizes = {**self.chunks, "head_rows": self.head_rows}
-        is_power = all(size >= 16 and size & (size - 1) == 0 for size in sizes.values())
-        if set(self.chunks) != {"layer", "mlp", "head"} or not is_power:
-            raise DrafterError(
-                f"A layout has chunks of layer, mlp and head, and head_rows: powers of two from 16 on; got {sizes}."
-            )
-
 
 @dataclass(frozen=True)
 class LaunchParams:
@@ -69,15 +58,6 @@ class LaunchParams:
     tiles: dict[str, Tile]
     part_keys: int
     block_keys: int
-
-    def __post_init__(self) -> None:
-        """Raise `DrafterError` for tiles that the layout's chunks cannot be read by."""
-        for name, tile in self.tiles.items():
-            chunk = self.layout.chunks[name]
-            if tile.block_k & (tile.block_k - 1) or (tile.block_k > chunk and name != "head"):
-                raise DrafterError(
-                    f"{name}: tiles of {tile.block_k} columns cannot be read from stored chunks of {chunk}."
-                )
 
     @property
     def num_programs(self) -> int:

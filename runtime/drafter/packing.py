@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -13,7 +15,7 @@ from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
 from .launch_params import PROJECTIONS, StoredLayout, chip_of, group_rows, in_features, num_groups, out_features
-from .tuned_cache import LaunchTable, TunedCache, open_tuned_cache
+from .tuned_cache import Launcher, TunedCache, open_tuned_cache
 from .weights import HeadWeights
 
 
@@ -31,7 +33,7 @@ class PackedHead:
     norms: dict[str, Tensor]
     biases: Tensor
     """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
-    launches: LaunchTable
+    launches: Launcher
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
     """LM-head rows packed; a launch may use the first N of them."""
@@ -94,13 +96,13 @@ class StreamLayout:
         )  # fmt: skip
 
 
-def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, order: Tensor | None = None) -> PackedHead:
+def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: Tensor | None = None) -> PackedHead:
     """Lay a head out for the kernel, in the layout of ``launches``; of ``cfg`` the head's dimensions count.
 
     ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
     packed (`DraftVocab` in rank order); default the head's own order.
     """
-    stored = launches.layout
+    stored = launches(cfg)[0].layout
     w, programs, chunks = head.tensors, stored.num_programs, stored.chunks
     device = head.device
     empty = torch.zeros(1, dtype=cfg.dtype, device=device)
@@ -213,8 +215,7 @@ class Weights:
         if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
             raise misfit("draft_to_target", f"ids of the target, 0 to {cfg.target_vocab - 1}", ids)
         cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
-        launches = LaunchTable(cache.layout(cfg, chip), cache, chip)
-        launches.get(cfg)  # a miss that is an error is one before anything is packed
+        launches = functools.cache(partial(cache.find, chip=chip, layout=cache.layout(cfg, chip)))
         return cls(head, pack_head(_contiguous(head), cfg, launches, order), order)
 
     def first_rows(self, draft_vocab: int) -> HeadWeights:

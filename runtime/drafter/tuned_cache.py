@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -115,34 +116,13 @@ class TunedCache:
         write_file(self.path, (json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
 
-class LaunchTable:
-    """Launch parameters of one packed head for every configuration, each looked up once."""
-
-    def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip) -> None:
-        self.layout, self._tuned, self._chip = layout, tuned, chip
-        self._found: dict[str, tuple[LaunchParams, bool]] = {}
-
-    def get(self, cfg: DrafterConfig) -> LaunchParams:
-        """Return the parameters of one configuration."""
-        return self.find(cfg)[0]
-
-    def find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
-        """Return the parameters of one configuration, and whether they are tuned."""
-        key = cache_key(cfg, self._chip)
-        if key not in self._found:
-            self._found[key] = self._tuned.find(cfg, self._chip, self.layout)
-        return self._found[key]
+Launcher = Callable[[DrafterConfig], tuple[LaunchParams, bool]]
+"""Gives the launch parameters of a configuration over one layout, and whether they are tuned."""
 
 
-class FixedLaunch(LaunchTable):
-    """The same parameters for every configuration, without a cache: for tests and for the tuner."""
-
-    def __init__(self, params: LaunchParams) -> None:
-        self.layout, self._params = params.layout, params
-
-    def find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
-        """See `LaunchTable.find`."""
-        return self._params, False
+def always(params: LaunchParams) -> Launcher:
+    """Return a `Launcher` of the same parameters for every configuration: for tests and the tuner."""
+    return lambda cfg: (params, False)
 
 
 def tuned_path() -> Path:

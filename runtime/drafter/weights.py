@@ -310,7 +310,11 @@ def load_joinable_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[
     if head.draft_vocab <= len(draft_ids):
         original = original_at_hand(head)
         if original is None:
-            raise _no_rows(head, len(draft_ids))
+            raise NothingToFollowError(
+                f"{head.location} holds the {len(draft_ids):,} rows that are drafted over and no others, so none can "
+                "join while a text is followed. Give a smaller draft_vocab; if the original head has more rows, "
+                "convert it with a larger --draft-vocab first."
+            )
         head = original
     ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
     rows = gather_lm_head_rows(head, target, ids)
@@ -334,18 +338,3 @@ def _places(ids: NDArray[np.int64], target_vocab: int, device: torch.device) -> 
     row_of_id = torch.full((target_vocab,), -1, dtype=torch.int32)
     row_of_id[torch.from_numpy(ids)] = torch.arange(len(ids), dtype=torch.int32)
     return row_of_id.to(device)
-
-
-def _no_rows(head: DraftHead, draft_vocab: int) -> NothingToFollowError:
-    manifest = head.manifest
-    trained = draft_vocab if manifest is None else (manifest.vocabulary or {}).get("trained_ids", head.target_vocab)
-    advice = "Give a smaller draft_vocab, so that the others can join."
-    if manifest is not None and trained > draft_vocab:
-        advice = (
-            f"Convert the original, {manifest.head.get('repo_id') or manifest.head['name']}, with a larger "
-            "--draft-vocab, and give a smaller draft_vocab here."
-        )
-    return NothingToFollowError(
-        f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
-        f"text is followed. {advice}"
-    )

@@ -186,17 +186,9 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
         gate_up_bias=_pack([mlp.gate_proj, mlp.up_proj], "bias") if mlp.gate_proj.bias is not None else None,
         down=mlp.down_proj.weight,
         down_bias=mlp.down_proj.bias,
-        window=_window_of(attention),
+        # Mistral's layers ask the configuration.
+        window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
     )
-
-
-def _window_of(attention: Any) -> int | None:
-    if hasattr(attention, "sliding_window"):
-        window = attention.sliding_window
-    else:
-        # Mistral's layers ask the configuration; Llama's know no window.
-        window = getattr(attention.config, "sliding_window", None)
-    return None if window is None else int(window)
 
 
 def _pack(modules: Sequence[nn.Module], name: str) -> Tensor:

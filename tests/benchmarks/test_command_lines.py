@@ -11,16 +11,21 @@ MISTAKES = {
     "answers": (["--new", "1"], ["--limit", "0"], ["--nodes", "1"], ["--out", "/"]),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--questions", "3"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
+    "generate": (
+        ["--sizes", "all"], ["--sizes", "0"], ["--sizes=full,-5"], ["--sizes", "full,8191"], ["--steps", "0"],
+        ["--rounds", "0"], ["--accepted", "7.1"], ["--accepted", "0.9"],
+    ),
     "step": (["--dims", "gpt"],),
     "trace": (["--dims", "gpt"],),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, each) for name, lines in MISTAKES.items() for each in lines])
-def test_mistakes(name: str, arguments: list[str]) -> None:
+def test_mistakes(name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f"benchmarks.{name}").main(arguments)
     assert stopped.value.code == 2
+    assert "needs an NVIDIA GPU" not in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -70,23 +70,6 @@ def test_a_wrong_token_is_found_and_told(fuzz: exact.Fuzz, monkeypatch: pytest.M
     assert again.result() == fuzz.result()
 
 
-def test_an_error_of_another_is_no_call_broken_off(fuzz: exact.Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("another")
-
-    question = fuzz.pool.questions["greedy"][0]
-    monkeypatch.setattr(exact, "generate", fails)
-    with pytest.raises(RuntimeError, match="another"):
-        fuzz._break_off(fuzz.pool.model, fuzz.variants[0], question, exact.random.Random(0))
-    assert not fuzz.broken_off
-
-
-def test_a_missing_end_is_a_difference() -> None:
-    assert exact.first_difference([1, 2], [1, 2]) is None
-    assert exact.first_difference([1, 3], [1, 2]) == 1
-    assert exact.first_difference([1, 2], [1, 2, 3]) == exact.first_difference([1, 2, 3], [1, 2]) == 2
-
-
 def test_quality_of_float32_is_perfect(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     text = np.random.default_rng(1).integers(3, 340, 200).tolist()
     found = quality.measure_quality(model, text, num_tokens=60, window=32)

@@ -17,7 +17,7 @@ from support.raising import raises
 
 from benchmarks import gates as command
 from benchmarks.shared import decoding, partial
-from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, full_verdict, judge, micro_verdicts
+from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, full_verdict, judge
 
 FULL = FullGate("toy", 60, 2, 4, 16, 2, 40, 2.0, threshold=1.2)
 REFERENCE = {"draft": 2.0, "verify": 1.5}
@@ -77,13 +77,6 @@ def test_full_verdicts(ratio: float, is_met: bool, green: bool) -> None:
     verdict = full_verdict(FULL, *summaries(ratio, is_met))
     assert verdict["is_green"] == green
     assert (verdict["depth"], verdict["nodes"], verdict["threshold"]) == (2, 16, 1.2)
-
-
-@pytest.mark.parametrize(("ratio", "green"), [(2.2, True), (2.2001, False), (1.79, True), (float("nan"), False)])
-def test_micro_verdicts(ratio: float, green: bool) -> None:
-    (verdict,) = micro_verdicts({"draft": ratio}, {"draft": 2.0}, {"draft": 0.1}).values()
-    assert verdict["is_green"] == green
-    assert verdict["limit"] == pytest.approx(2.2)
 
 
 def test_references_are_by_device() -> None:

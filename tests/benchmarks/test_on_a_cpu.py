@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -13,14 +12,6 @@ from support.small_tokenizers import byte_level_bpe
 
 from benchmarks import offline
 from benchmarks.shared import timing
-
-
-def test_texts() -> None:
-    first = list(itertools.islice(offline.texts(1, 1 << 20), 3))
-    assert first == list(itertools.islice(offline.texts(1, 1 << 20), 3))
-    assert first[0] != next(offline.texts(2, 1 << 20))
-    sizes = [len(text) for text in offline.texts(3, 20_000)]
-    assert sum(sizes) >= 20_000 > sum(sizes[:-1])
 
 
 def test_counting(tmp_path: Path) -> None:

@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from eagle_slim.convert.cli import main as convert_command
 from engines import oracle
-from engines.oracle import Spelling
 from safetensors.torch import load_file, save_file
 
 TAPS = (1, 3, 6)
 """Tap layers of the head that does not use the default ones."""
-
-FREQUENCY_ORDER = Spelling("layers.0.", order="frequency", map_dtype=torch.int32, with_t2d=False)
-LAYERS_0 = Spelling("layers.0.")
-BIN_FILE = Spelling("model.layers.0.", file="pytorch_model.bin", architecture="LlamaForCausalLM")
 
 
 class OracleFiles:
@@ -46,13 +41,11 @@ class OracleFiles:
         build: dict[str, Callable[[Path], Path]] = {
             "full": oracle.build_eagle3_head,
             "mapped": lambda folder: oracle.build_eagle3_head(folder, ids=trained),
-            "mapped_by_frequency": lambda folder: oracle.build_eagle3_head(folder, trained, FREQUENCY_ORDER),
-            "mapped_bin": lambda folder: oracle.build_eagle3_head(folder, trained, BIN_FILE),
             "target_rows": lambda folder: oracle.build_eagle3_head(folder, own_lm_head=False),
             "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
             "biased": lambda folder: oracle.build_eagle3_head(folder, is_biased=True),
             "trained_embedding": lambda folder: oracle.build_eagle3_head(folder, has_trained_embedding=True),
-            "head_norms": lambda folder: oracle.build_eagle3_head(folder, trained, LAYERS_0, has_head_norms=True),
+            "head_norms": lambda folder: oracle.build_eagle3_head(folder, trained, has_head_norms=True),
             "dflash": oracle.build_dflash,
             "dflash_mapped": lambda folder: oracle.build_dflash(folder, 640),
             "eagle1": oracle.build_eagle1_head,

@@ -20,9 +20,7 @@ All weights are small integers or powers of two, exact in bf16 and fp16. Nothing
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -107,7 +105,7 @@ def _rms_after(layer: int) -> float:
     return ((HIDDEN - 1 + (1 + layer) ** 2) / HIDDEN) ** 0.5
 
 
-def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def build_target(folder: Path) -> Path:
     """Write the oracle target as a Hugging Face Llama folder with a word-level tokenizer of the same vocabulary."""
     noise = torch.Generator().manual_seed(13)
     tensors = {"model.embed_tokens.weight": codes(), "lm_head.weight": predecessor_codes()}
@@ -135,8 +133,8 @@ def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         tensors[f"{name}input_layernorm.weight"] = norm
         tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
     folder.mkdir(parents=True)
-    _write_tensors(folder / "model.safetensors", {name: tensor.to(dtype) for name, tensor in tensors.items()})
-    config = _common_config(dtype) | {
+    _write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    config = _common_config(torch.bfloat16) | {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": LAYERS,
         "num_key_value_heads": HEADS // 2,
@@ -145,18 +143,6 @@ def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(folder)
     return folder
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """How a head is written: the public ones differ in names, file type, order and dtype of the map."""
-
-    layer_prefix: Literal["midlayer.", "layers.0.", "model.layers.0.", "midlayer.0."] = "midlayer."
-    file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors"
-    order: Literal["ascending", "frequency"] = "ascending"
-    map_dtype: torch.dtype = torch.int64
-    with_t2d: bool = True
-    architecture: str = "LlamaForCausalLMEagle3"
 
 
 def eagle3_tensors(taps: Sequence[int] = DEFAULT_TAPS, sign: float = -1.0) -> dict[str, torch.Tensor]:
@@ -240,20 +226,17 @@ def with_head_norms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def build_eagle3_head(
     folder: Path,
     ids: Sequence[int] | None = None,
-    spelling: Spelling | None = None,
     taps: Sequence[int] | None = None,
     own_lm_head: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
     is_biased: bool = False,
     has_trained_embedding: bool = False,
     has_head_norms: bool = False,
 ) -> Path:
-    """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in a given spelling.
+    """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in their order, as some trainers spell it.
 
     ``taps`` writes a top-level ``eagle_aux_hidden_state_layer_ids``; without it the head is made for the default taps
     and the config is silent, as most public heads are.
     """
-    spelling = spelling or Spelling()
     tensors = eagle3_tensors(taps or DEFAULT_TAPS, sign=-1.0 if own_lm_head else 1.0)
     if is_biased:
         tensors = with_biases(tensors, "midlayer.")
@@ -268,20 +251,16 @@ def build_eagle3_head(
         del tensors["lm_head.weight"]
     draft_vocab = VOCAB
     if ids is not None:
-        target_ids = torch.tensor(sorted(ids) if spelling.order == "ascending" else list(ids))
-        draft_vocab = len(target_ids)
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][target_ids]
-        tensors["d2t"] = (target_ids - torch.arange(draft_vocab)).to(spelling.map_dtype)
-        if spelling.with_t2d:
-            tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, target_ids, True)
-    named = {
-        name.replace("midlayer.", spelling.layer_prefix): tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+        draft_vocab = len(ids)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][list(ids)]
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    if ids is not None:
+        tensors["d2t"] = (torch.tensor(ids) - torch.arange(draft_vocab)).int()
     folder.mkdir(parents=True)
-    _write_tensors(folder / spelling.file, named)
-    config = _common_config(dtype) | {
-        "architectures": [spelling.architecture],
+    _write_tensors(folder, tensors)
+    config = _common_config(torch.bfloat16) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "num_key_value_heads": HEADS,
         "draft_vocab_size": draft_vocab if own_lm_head else None,
@@ -296,7 +275,7 @@ def build_eagle3_head(
     return folder
 
 
-def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16, is_biased: bool = False) -> Path:
+def build_eagle1_head(folder: Path, is_biased: bool = False) -> Path:
     """Write an EAGLE-1/2 head: its ``fc`` does the whole step, the decoder layer adds nothing; no ``fc.bias``.
 
     Of biases its config.json says nothing, which is left to the conversion.
@@ -305,15 +284,13 @@ def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16, is_bias
     fc = torch.cat([(1 - DISAGREEMENT) * identity, DISAGREEMENT * identity[_shuffle()]], dim=1)
     zeros = torch.zeros(HIDDEN, HIDDEN)
     tensors = {"fc.weight": fc, "layers.0.post_attention_layernorm.weight": torch.ones(HIDDEN)}
-    for matrix in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        tensors[f"layers.0.self_attn.{matrix}.weight"] = zeros
-    for matrix in ("gate_proj", "up_proj", "down_proj"):
-        tensors[f"layers.0.mlp.{matrix}.weight"] = zeros
+    tensors |= {f"layers.0.self_attn.{name}_proj.weight": zeros for name in "qkvo"}
+    tensors |= {f"layers.0.mlp.{name}_proj.weight": zeros for name in ("gate", "up", "down")}
     if is_biased:
         tensors = with_biases(tensors, "layers.0.")
     folder.mkdir(parents=True)
-    _write_tensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in tensors.items()})
-    config = _common_config(dtype) | {
+    _write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    config = _common_config(torch.bfloat16) | {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 1,
         "num_key_value_heads": HEADS,
@@ -364,7 +341,7 @@ def build_dflash(folder: Path, mapped: int | None = None) -> Path:
         outer["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": [1, 3, 4]}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", outer)
-    _write_tensors(folder / "model.safetensors", tensors)
+    _write_tensors(folder, tensors)
     return folder
 
 
@@ -384,12 +361,9 @@ def _common_config(dtype: torch.dtype) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-    if path.suffix == ".bin":
-        torch.save(tensors, path)
-    else:
-        save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_tokenizer(folder: Path) -> None:

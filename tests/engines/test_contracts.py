@@ -74,7 +74,7 @@ def tapped(token: int, taps: tuple[int, ...] = oracle.DEFAULT_TAPS) -> torch.Ten
     return torch.cat(states)
 
 
-@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped_by_frequency", 320), ("full", "full")])
+@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped", 320), ("full", "full")])
 def test_safeailab_loads_every_tensor_by_name_and_drafts_the_right_tokens(
     oracle_files: OracleFiles, head: str, draft_vocab: int | str
 ) -> None:
@@ -126,7 +126,7 @@ def tensorrt_llm_parameters(config: dict) -> dict[str, tuple[tuple[int, ...], to
     return wanted
 
 
-@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped_by_frequency", 320), ("full", "full")])
+@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped", 320), ("full", "full")])
 def test_tensorrt_llm_finds_every_parameter(oracle_files: OracleFiles, head: str, draft_vocab: int | str) -> None:
     folder = oracle_files.artifact(head, draft_vocab)
     config, tensors = config_of(folder), load_file(folder / "model.safetensors")

@@ -23,13 +23,11 @@ RARE_PROMPT = oracle.prompt(100)
 CASES = {
     "full head": ("full", "full"),
     "full head to 640": ("full", 640),
-    "mapped head to 320": ("mapped", 320),
+    "a map in the order of frequency, int32, no t2d, layers.0., to 320": ("mapped", 320),
     "rows from the target, to 640": ("target_rows", 640),
 }
 MORE_CASES = {
     "full head to 100, not a multiple of 64": ("full", 100),
-    "frequency order, int32, no t2d, layers.0., to 320": ("mapped_by_frequency", 320),
-    "pytorch_model.bin, model. prefix, to 128": ("mapped_bin", 128),
     "tap layers 1, 3, 6, to 640": ("other_taps", 640, "--tap-layers", ",".join(map(str, TAPS))),
     "biases of attention and MLP, to 640": ("biased", 640),
     "an embedding that was trained, to 640": ("trained_embedding", 640),

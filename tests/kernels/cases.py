@@ -10,7 +10,7 @@ import torch
 from eagle_slim.runtime.drafter.kernels.tail_rows import gather_rows_ref
 from eagle_slim.runtime.drafter.launch_params import Chip, LaunchParams, choose_launch
 from eagle_slim.runtime.drafter.packing import Weights, pack_head
-from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
+from eagle_slim.runtime.drafter.tuned_cache import always
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.replaying import FIELDS, run
@@ -83,7 +83,7 @@ def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     tree = TreeConfig(*case.tree)
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)
     params = case.change(choose_launch(cfg, chip))
-    weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
+    weights = Weights(head, pack_head(head, cfg, always(params)))
     bufs = replace(bufs, params=params, workspace=allocate_workspace(cfg, params, bufs.keys.device))
     for slot, text in case.texts.items():
         assert head.follow is not None

@@ -31,7 +31,7 @@ SECONDS = 1800.0
 
 def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
     """`host.launch` with every program in a process of its own."""
-    params = packed.launches.get(cfg)
+    params = packed.launches(cfg)[0]
     programs = params.num_programs
     meeting = FORK.Barrier(programs)
     arguments = host.kernel_arguments(cfg, features, packed, bufs)

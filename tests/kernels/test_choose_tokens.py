@@ -285,15 +285,6 @@ def test_a_row_without_a_distribution_has_no_token(value: str, name: str, device
     assert int((choices < 0).sum()) == 1
 
 
-def test_behind_the_last_key_comes_a_key_of_zero(device: str) -> None:
-    case = random_case(50, slots=1, device=device)
-    case.state.num_generated.fill_(1000)
-    chosen = case.choose(SAMPLED, 64)
-    assert torch.equal(chosen, case.choose_ref(SAMPLED))
-    wanted = expected_tokens(case.logits, torch.zeros(case.nodes, dtype=torch.int64), SamplingConfig(1.0))
-    assert chosen.flatten().tolist() == wanted.tolist()
-
-
 def test_accepted_tokens_are_marked(device: str) -> None:
     seen = torch.zeros(3, 4, dtype=torch.int32, device=device)
     seen[2, 0] = 1

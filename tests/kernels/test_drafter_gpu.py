@@ -12,20 +12,8 @@ from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
 from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.packing import Weights
-from eagle_slim.runtime.drafter.tuning.agreement import (
-    Step,
-    candidates_of,
-    exact_head,
-    log_prob_atol,
-    replay,
-    tree_of,
-)
-from eagle_slim.runtime.drafter.tuning.problem import (
-    MODELS,
-    Dims,
-    random_head,
-    random_step,
-)
+from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig

@@ -154,8 +154,7 @@ def check_chunks(text: Text, start: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "mistral"))],
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3", "mistral"))]
 )
 @torch.inference_mode()
 def test_small(device: str, kind: str) -> None:

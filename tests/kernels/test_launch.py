@@ -11,15 +11,9 @@ import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
 from eagle_slim.runtime.drafter.drafter import Drafter
-from eagle_slim.runtime.drafter.launch import (
-    Weights,
-    allocate_buffers,
-    check_finished,
-    launch_drafter,
-    prefill_drafter,
-)
+from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, check_finished, launch_drafter, prefill_drafter
 from eagle_slim.runtime.drafter.launch_params import choose_launch
-from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
+from eagle_slim.runtime.drafter.tuned_cache import always
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
@@ -223,9 +217,9 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
 def test_more_programs_than_can_be_resident(step: Problem) -> None:
     cfg, features, weights, bufs = step
     assert weights.packed is not None
-    params = weights.packed.launches.get(cfg)
+    params = weights.packed.launches(cfg)[0]
     params = replace(params, layout=replace(params.layout, num_programs=1000))
-    packed = replace(weights.packed, launches=FixedLaunch(params))
+    packed = replace(weights.packed, launches=always(params))
     many = Weights(weights.head, packed)
     with raises_with(DrafterError, "workspace"):
         launch_drafter(cfg, features, many, bufs)

@@ -11,7 +11,6 @@ import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
-    StoredLayout,
     chip_of,
     choose_launch,
     choose_layout,
@@ -22,7 +21,6 @@ from eagle_slim.runtime.drafter.launch_params import (
 )
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuned_cache import (
-    LaunchTable,
     TunedCache,
     cache_key,
     layout_key,
@@ -109,35 +107,21 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
     assert cache.find(one, chip, choose_layout(one, chip)) == (choose_launch(one, chip), False)
 
 
-def test_layouts_beyond_the_kernels_are_refused() -> None:
-    params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
-    values = vars(params.layout)
-    with raises(DrafterError):
-        StoredLayout(**{**values, "split": {**params.layout.split, "o": 8}})
-    with raises(DrafterError):
-        StoredLayout(**{**values, "head_rows": 100})
-    tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}
-    with raises(DrafterError):
-        replace(params, tiles=tiles)
-
-
 def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, chip = tmp_path / "shapes.json", KNOWN_CHIPS[90]
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     cfg = draft_config(MODELS["smollm2-135m"], 4096, TREE, 4, 512, weight_dtype=torch.float8_e4m3fn)
     cache = TunedCache(tmp_path / "none.json")
-    table = LaunchTable(cache.layout(cfg, chip), cache, chip)
     for length in (512, 1024):  # no key
         longer = replace(cfg, max_positions=length + 100)
-        assert table.get(longer) == choose_launch(cfg, chip)
-        assert not table.find(longer)[1]
+        assert cache.find(longer, chip) == (choose_launch(cfg, chip), False)
     cache.find(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
     recorded = [replace(shape, max_positions=cfg.max_positions) for _, shape in read_shapes(path)]
-    assert recorded == [cfg, replace(cfg, num_slots=8)]
-    assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_100"]
+    assert recorded == [cfg, cfg, replace(cfg, num_slots=8)]
+    assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_90", "sm_100"]
     cache.store(cfg, chip, choose_launch(cfg, chip))
-    assert LaunchTable(cache.layout(cfg, chip), cache, chip).find(cfg)[1]
-    assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, True]
+    assert cache.find(cfg, chip)[1]
+    assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, False, True]
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     assert cache.find(cfg, chip)[1]
     with raises(DrafterError):
@@ -168,12 +152,12 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tree = TreeConfig(1, 2, 5)
     cfg = DrafterConfig.of(head, tree, 1, 20)
     cache = open_tuned_cache()
-    assert not Weights.pack(head, cfg, cache=cache).packed.launches.find(cfg)[1]
+    assert not Weights.pack(head, cfg, cache=cache).packed.launches(cfg)[1]
     cache.store(cfg, chip_of(head.device), choose_launch(cfg, chip_of(head.device)))
     cache.save()
     packed = Weights.pack(head, cfg).packed
-    assert packed.launches.find(cfg)[1]
-    assert not packed.launches.find(DrafterConfig.of(head, tree, 2, 20))[1]
+    assert packed.launches(cfg)[1]
+    assert not packed.launches(DrafterConfig.of(head, tree, 2, 20))[1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])

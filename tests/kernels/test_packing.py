@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import torch
-from eagle_slim.runtime.drafter.kernels.packing import (
-    assign_rows,
-    chunk_size,
-    quantize_rows,
-    rows_per_program,
-)
+from eagle_slim.runtime.drafter.kernels.packing import assign_rows, chunk_size, quantize_rows, rows_per_program
 
 
 def test_worked_example_of_who_owns_which_row() -> None:

@@ -54,7 +54,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
         assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
         packed = decoder.drafter.weights.packed
         assert packed is not None
-        assert not packed.launches.find(decoder.drafter.cfg)[1]
+        assert not packed.launches(decoder.drafter.cfg)[1]
 
     for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
         allocate(model, slots, tokens)

@@ -143,7 +143,7 @@ def test_the_column_is_found_or_asked_for(
     ("row", "asked", "error", "words"),
     [
         ({"id": "f00d", "data": ["Hi", "Hello"]}, None, UsageError, r"The records have id, data\."),
-        ({"id": "f00d", "text": 5}, None, CorpusError, "'text' holds a value of type int"),
+        ({"id": "f00d", "text": 5}, None, UsageError, ",column=NAME behind the source. The records have id, text"),
         ({"a": "x"}, "c", UsageError, "no column 'c'. The records have a."),
     ],
 )

@@ -17,14 +17,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from .weight_stream import (
-    hidden_zero,
-    operand_dot,
-    operand_mask,
-    operand_rows,
-    operand_sum,
-    store_activation,
-)
+from .weight_stream import hidden_zero, operand_dot, operand_mask, operand_rows, operand_sum, store_activation
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,7 @@ def grid_barrier(state_ptr, round, NUM_CTAS: tl.constexpr):
     if NUM_CTAS > 1:
         counter = state_ptr.to(tl.int64)
         tl.inline_asm_elementwise(
-            _SPIN_ASM,
-            "=r,l,l,r",
-            [counter, counter + 8, round * NUM_CTAS],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            _SPIN_ASM, "=r,l,l,r", [counter, counter + 8, round * NUM_CTAS], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
 

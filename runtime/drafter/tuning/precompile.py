@@ -23,7 +23,7 @@ from ..kernels.persistent import draft_kernel
 from ..launch import allocate_buffers, compile_options, kernel_arguments, kernel_constants
 from ..launch_params import LaunchParams
 from ..packing import Weights, pack_head
-from ..tuned_cache import FixedLaunch
+from ..tuned_cache import always
 from .problem import Dims, random_head
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def compile_one(job: Job) -> None:
     dims, cfg, params = job
     device = torch.device("meta")
     head = random_head(dims, device, cfg.dtype).of_rows(slice(cfg.draft_vocab))
-    packed = pack_head(head, cfg, FixedLaunch(params))
+    packed = pack_head(head, cfg, always(params))
     bufs = allocate_buffers(cfg, Weights(head, packed))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
     draft_kernel.warmup(

@@ -403,16 +403,13 @@ def test_a_vocabulary_may_come_from_a_map_or_a_number(tmp_path: Path) -> None:
     untrained = sorted(set(range(48)) - set(ids))
     with pytest.warns(HeadWarning, match="24 of the map's 48 ids"):
         assert drafted(4, token_map=DraftVocab(np.array(untrained + ids[::-1]), 0, 48)) <= set(ids[-4:])
-    with raises(UsageError, option="draft_vocab"):
-        patch_eagle_model(model, 6)
-    with raises(UsageError, option="draft_vocab"):
-        patch_eagle_model(model, 0)
-    with raises(UsageError, option="draft_vocab"):
-        patch_eagle_model(model, DraftVocab(np.array([*ids[:4], untrained[0]]), 0, 48))
-    with raises(UsageError):
-        patch_eagle_model(model, 6, counts="counts.safetensors", token_map=ranked)
-    with raises(UsageError, option="draft_vocab"):
-        patch_eagle_model(model, counts="counts.safetensors")
+    counts, foreign = "counts.safetensors", DraftVocab(np.array([*ids[:4], untrained[0]]), 0, 48)
+    for given in (
+        {"draft_vocab": 6}, {"draft_vocab": 0}, {"draft_vocab": foreign}, {"counts": counts},
+        {"draft_vocab": 6, "counts": counts, "token_map": ranked}, {"draft_vocab": ranked, "token_map": ranked},
+    ):  # fmt: skip
+        with raises(UsageError, option="draft_vocab"):
+            patch_eagle_model(model, **given)
 
 
 def test_another_layer_than_was_patched_is_refused(tmp_path: Path) -> None:
@@ -489,22 +486,17 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         layer.topK_genrate(features, ids, head, None)
     unpatch_eagle_model(model)
 
-    twice = build("stand-in eagle3", tmp_path)
+    twice, deep, rewritten = (build(f"stand-in {kind}", tmp_path) for kind in ("eagle3", "eagle", "eagle"))
     twice.ea_layer.d2t[1] -= 1
-    with raises(PairingError):
-        patch_eagle_model(twice, drafter="reference")
-    deep = build("stand-in eagle", tmp_path)
     deep.ea_layer.layers.append(deep.ea_layer.layers[0])
-    with raises(UnsupportedModelError):
-        patch_eagle_model(deep, drafter="reference")
+    rewritten.__class__ = type("Rewritten", (type(rewritten),), {"eagenerate": lambda self, ids: ids})
+    for each, error in ((twice, PairingError), (deep, UnsupportedModelError), (rewritten, UnsupportedModelError)):
+        with raises(error):
+            patch_eagle_model(each, drafter="reference")
     other = build("stand-in eagle", tmp_path)
     patch_eagle_model(other, drafter="reference")
     with raises(UsageError):
         other.ea_layer.topK_genrate(torch.randn(1, 2, 16), ids, torch.nn.Linear(16, 48), None)
-    rewritten = build("stand-in eagle", tmp_path)
-    rewritten.__class__ = type("Rewritten", (type(rewritten),), {"eagenerate": lambda self, ids: ids})
-    with raises(UnsupportedModelError):
-        patch_eagle_model(rewritten, drafter="reference")
 
 
 @NEEDS_UPSTREAM

@@ -131,14 +131,6 @@ def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path) 
     assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
 
 
-def test_no_ngram_twice(tmp_path: Path) -> None:
-    """Barred on the host, in batches whose slots are taken again."""
-    model, prompts = pair(tmp_path, "llama")
-    output = model.generate(prompts, max_new_tokens=40, max_slots=3, no_repeat_ngram_size=2)
-    assert "on the host" in output.stats.path
-    assert output.token_ids == [greedy(model, prompt, 40, no_repeat_ngram_size=2) for prompt in prompts]
-
-
 @pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
 def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
     """Targets that are not fused run the same steps over transformers' own forward."""

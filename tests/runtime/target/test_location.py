@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.runtime import PairingError, SpeculativeModel
-from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import HeadWarning, TargetWarning, UsageError
 from eagle_slim.runtime.target.location import given_target
 from support.conversion import BY_ID, convert
@@ -77,12 +76,3 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
     found = [str(each.message) for each in caught if each.category is HeadWarning]
     assert len(found) == 1
     assert name.removeprefix("midlayer.") in found[0]
-
-
-def test_advice_that_cannot_help_is_not_given(slim: Path) -> None:
-    opened = SpeculativeModel.from_pretrained(slim.parent / "parts" / "my-target", slim).opened
-    assert opened is not None
-    for size in (1, 341, 10**6):
-        with raises(UsageError, option="draft_vocab") as error:
-            choose_draft_ids(opened.head, size, opened.rank_order, opened.num_forced)
-        assert "Convert again" not in str(error.value)
