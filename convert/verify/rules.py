@@ -138,7 +138,7 @@ def _ranks(parts: Parts) -> str:
 
 def _rows(parts: Parts) -> str:
     """Every lm_head row has the checksum of the row that was written there."""
-    manifest, shape = parts.with_lm_head(), parts.checkpoint.shape(names.LM_HEAD)
+    manifest, shape = parts.with_lm_head(), parts.checkpoint.info(names.LM_HEAD).shape
     refuse(
         len(shape) != 2 or shape[0] != manifest.draft_vocab,
         f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows",
