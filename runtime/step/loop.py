@@ -59,7 +59,7 @@ class GenerationLoop:
         """The record read last."""
         self.active_sequences = Counter[int]()
         is_chosen = len(plan.shapes) > 1
-        self.chooser = ShapeChooser(decoders.acceptance, decoders.costs, plan.shapes) if is_chosen else None
+        self.chooser = decoders.new_chooser(plan.shapes) if is_chosen else None
         """Chooses the shape of each step; None where all have the plan's."""
         self._free: list[Tensor] = []
         chooses_on_host = plan.rules.host_reason is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step import loop, plan, shapes
+from eagle_slim.runtime.step import plan, shapes
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -42,8 +42,10 @@ def model_of_any_shape(
         def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
             return False
 
-    monkeypatch.setattr(loop, "ShapeChooser", InTurn)
-    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), depth=3, top_k=4)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), depth=3, top_k=4)
+    own = model._decoders
+    monkeypatch.setattr(own, "new_chooser", lambda found: InTurn(own.acceptance, own.costs, found))
+    return model
 
 
 @pytest.mark.parametrize(
