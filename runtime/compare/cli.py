@@ -58,7 +58,7 @@ Examples:
               help="Another head of the same target to compare; repeatable.")  # fmt: skip
 @click.option("--tree", "trees", multiple=True, metavar="D,K,N",
               callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
-              help="Depth, children per node, nodes; or auto, chosen by step; repeatable. Default: 5,10,60.")  # fmt: skip
+              help="Depth, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
               help="JSON lines with `turns`, `messages`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")

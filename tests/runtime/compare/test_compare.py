@@ -118,7 +118,7 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     setup = result.setup
     assert setup["modes"] == {"greedy": {}, "sampled": asdict(sampling)}
     assert setup["dtype"] == "float32"
-    assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
+    assert setup["trees"] == ["2/8/40"]
     assert (setup["heads"], setup["batches"]) == (["head"], [1])
     assert [curve.name for curve in result.curves] == ["these answers"]
 
@@ -163,7 +163,7 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     other = SpeculativeModel.from_pretrained(
         model.target.model, write_head(tmp_path / "other", vocab=VOCAB), tokenizer=model.tokenizer, depth=1, top_k=2
     )
-    trees = (TreeConfig(2, 8, 40), TreeConfig(3, 1, 4))
+    trees = (TreeConfig(2, 8, 40), None)
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
     labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "3/1/4")]
     assert len(result.answers) == 5 * (3 + 2)
