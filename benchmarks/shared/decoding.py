@@ -1,8 +1,7 @@
 """Decoders over random targets and heads of known dimensions, their steps as generation runs them, and drawn verdicts.
 
-A target's time does not depend on its weights' values, so random ones tell what a step costs of a model that is not at
-hand. What they cannot tell is how many drafted tokens are accepted: see `drawn_verdicts`. All that benchmarks need of
-the decoder's insides is here.
+A target's time does not depend on its weights' values, so random ones give the cost of a step. Accepted lengths are
+drawn (`drawn_verdicts`). All that benchmarks need of the decoder's insides is here.
 """
 
 from __future__ import annotations
@@ -249,7 +248,7 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
 
 
 class StepsRun(NamedTuple):
-    """A run of steps: the wall clock's milliseconds of one, tokens that all sequences gained, and steps of them all."""
+    """A run of steps: wall-clock milliseconds of one, tokens that all sequences gained, and their steps."""
 
     step_ms: float
     tokens: int
