@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,6 +158,10 @@ class BufferedDrafter:
         other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches(cfg)[0]
         other.tree, other.cfg = tree, cfg
         other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
+        if (tails := self.bufs.tails) is not None and other.bufs.tails is not None:
+            # The rows that joined lie as each kernel reads them.
+            tails = replace(other.bufs.tails, ranks=tails.ranks, ids=tails.ids, sizes=tails.sizes)
+            other.bufs = replace(other.bufs, tails=tails)
         other.error = other._error_word()
         return other
 
