@@ -93,6 +93,7 @@ def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: st
     wide = Drafter(head, bound_of([TreeConfig(1, 3, 12), TreeConfig(2, 3, 8)]), backend).on_slots(2, 30)
     assert wide.tree == TreeConfig(2, 3, 12)
     chains = wide.of_bound(TreeConfig(4, 1, 6))
+    assert chains.error is wide.error
     wide.features.normal_(generator=torch.Generator(device).manual_seed(1))
     step = ([1, 0], [[3, 5], [7]], [0, 0])
     wide.bufs.set_step(*step)
