@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,10 +155,6 @@ class BufferedDrafter:
         other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches(cfg)[0]
         other.tree, other.cfg = tree, cfg
         other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
-        if (tails := self.bufs.tails) is not None and other.bufs.tails is not None:
-            # The rows that joined lie as each kernel reads them.
-            tails = replace(other.bufs.tails, ranks=tails.ranks, ids=tails.ids, sizes=tails.sizes)
-            other.bufs = replace(other.bufs, tails=tails)
         if params is not None:
             other.bufs.workspace["barrier"] = self.bufs.workspace["barrier"]
         return other
