@@ -10,7 +10,8 @@ without the start of the processes, and per second of processor time, with it.
 
 `converting`: `convert_head` on a synthetic EAGLE-3 head of Llama-3.1-8B's dimensions (128,256 rows, bf16) without an LM
 head of its own, and a target of which only the LM head is there, against `cp` plus fsync of the bytes that it must read
-(the head, and the kept rows of the target's LM head). Interleaved, all of it in the page cache. Takes 5 GB of disk.
+(the head, and the kept rows of the target's LM head), with the peak of its private memory (RssAnon). Interleaved, each
+conversion in a new process, all of it in the page cache. Takes 5 GB of disk.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from eagle_slim.convert import ConvertOptions, convert_head
-from eagle_slim.convert.vocabulary_choice import VocabRequest
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -87,6 +86,24 @@ start = time.perf_counter()
 tokens = sum(map(encode, batches))
 seconds = time.perf_counter() - start
 {_PRINT}
+"""
+CONVERT = """
+import json, pathlib, sys, threading, time
+from eagle_slim.convert import ConvertOptions, convert_head
+from eagle_slim.convert.vocabulary_choice import VocabRequest
+folder, peak_kb = pathlib.Path(sys.argv[1]), 0
+def watch():
+    global peak_kb
+    while True:
+        time.sleep(0.005)
+        status = pathlib.Path("/proc/self/status").read_text()
+        peak_kb = max(peak_kb, int(status.split("RssAnon:")[1].split()[0]))
+threading.Thread(target=watch, daemon=True).start()
+start = time.perf_counter()
+ranked = VocabRequest(token_map=folder / "freq.json")
+options = ConvertOptions(int(sys.argv[2]), vocabulary=ranked, target=folder / "target", out=folder / "out")
+convert_head(folder / "head", options)
+print(json.dumps([time.perf_counter() - start, peak_kb / 1024]))
 """
 
 
@@ -179,21 +196,22 @@ def _save(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> N
     save_file(tensors, folder / "model.safetensors")
 
 
-def convert_s(folder: Path, draft_vocab: int) -> float:
-    """Convert: seconds. Ends the program where the written rows are not those of the target that were asked for."""
+def convert(folder: Path, draft_vocab: int) -> tuple[float, float]:
+    """Convert: seconds, and MiB of private memory at the peak.
+
+    Ends the program where the written rows are not those of the target that were asked for.
+    """
     shutil.rmtree(folder / "out", ignore_errors=True)
-    start = time.perf_counter()
-    ranked = VocabRequest(token_map=folder / "freq.json")
-    options = ConvertOptions(draft_vocab, vocabulary=ranked, target=folder / "target", out=folder / "out")
-    convert_head(folder / "head", options)
-    seconds = time.perf_counter() - start
+    command = [sys.executable, "-c", CONVERT, str(folder), str(draft_vocab)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, peak_mib = json.loads(done.stdout)
     written = load_file(folder / "out" / "model.safetensors")
     wanted = sorted(json.loads((folder / "freq.json").read_text()))
     if (written["d2t"] + torch.arange(draft_vocab)).tolist() != wanted:
         raise SystemExit("the written d2t does not name the ids asked for")
     if not torch.equal(written["lm_head.weight"], load_file(folder / "must-read" / "rows")["rows"]):
         raise SystemExit("the written rows are not the target's")
-    return seconds
+    return seconds, peak_mib
 
 
 def copy_s(source: Path, destination: Path) -> float:
@@ -207,7 +225,7 @@ def copy_s(source: Path, destination: Path) -> float:
 
 def converting(args: argparse.Namespace) -> dict[str, Any]:
     """Convert and copy in turn, after once to warm up."""
-    found: dict[str, list[float]] = {"convert_s": [], "cp_fsync_s": []}
+    found: dict[str, list[float]] = {"convert_s": [], "cp_fsync_s": [], "peak_mib": []}
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
@@ -215,10 +233,12 @@ def converting(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.repeats + 1):
             # What was written before is on the disk; what is read is in the page cache.
             os.sync()
-            found["convert_s"].append(convert_s(folder, args.draft_vocab))
+            seconds, peak_mib = convert(folder, args.draft_vocab)
+            found["convert_s"].append(seconds)
+            found["peak_mib"].append(peak_mib)
             os.sync()
             found["cp_fsync_s"].append(copy_s(folder / "must-read", folder / "copied"))
-    ours, copied = (statistics.median(seconds[1:]) for seconds in found.values())
+    ours, copied = (statistics.median(found[name][1:]) for name in ("convert_s", "cp_fsync_s"))
     about = {"dims": args.dims, "draft_vocab": args.draft_vocab}
     return {**about, "median_convert_s": ours, "median_cp_fsync_s": copied, "ratio": ours / copied, **found}
 

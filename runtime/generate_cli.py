@@ -135,16 +135,9 @@ class _Session:
         result = output.results[0]
         self.messages.append({"role": "assistant", "content": result.text or ""})
         if as_json:
-            emit_json(
-                {
-                    "text": result.text,
-                    "token_ids": result.token_ids,
-                    "finish_reason": result.finish_reason,
-                    "draft_vocab": self.model.draft_vocab,
-                    "seed": output.seed,
-                    "stats": output.stats.to_json(),
-                }
-            )
+            answer = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")}
+            settings = {"draft_vocab": self.model.draft_vocab, "seed": output.seed}
+            emit_json({**answer, **settings, "stats": output.stats.to_json()})
         else:
             if streamer is None:
                 click.echo(result.text)

@@ -27,7 +27,6 @@ from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
 from .api.request import Streamer, start
-from .api.stats import GenerationStats
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -113,7 +112,7 @@ class SpeculativeModel:
         self.drafter_reason = drafter_reason
         """Why this drafter."""
         self.is_tree_sized = is_tree_sized
-        """Whether each call chooses the size of its trees (`tree_size`), up to the drafter's; else they have that."""
+        """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
         self._decoders = Decoders(target, drafter)
 
     @classmethod
@@ -146,9 +145,9 @@ class SpeculativeModel:
             follow: "prompt" lets ids of each prompt join its draft vocabulary, those that ``draft_vocab`` leaves out.
                 Needs a head with more rows than ``draft_vocab``, or one that drafts with the target's LM head.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
-            depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
-                by sequences and context, from measured steps (`step.tree_size`): up to 60 nodes, down to plain
-                decoding where drafting does not pay.
+            depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses it for each
+                step, by the times and the acceptance that are measured meanwhile (`step.shapes`): up to 60 nodes,
+                down to plain decoding; before the call, by sizes alone, where rows are not exact. A number is kept.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
                 instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU, else the CPU; a loaded target stays where it is.
@@ -428,15 +427,21 @@ class SpeculativeModel:
             # Also where a measured size turns drafting off for a call: its tokens are still counted.
             head = self.drafter.weights if speculative else None
             states = start(call.requests, call.sampling, streamer, head)
-            results, stats = GenerationLoop(self._decoders, states, plan).run()
+            loop = GenerationLoop(self._decoders, states, plan)
+            results, stats = loop.run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
             if streamer is not None:
                 streamer.end()
-        path = describe(plan, self.target, self._decoders, self.drafting)
+        chosen = loop.chooser
+        path = describe(plan, self.target, self._decoders, self.drafting, {} if chosen is None else chosen.steps)
         stats = replace(stats, path=path, exactness=self.target.exactness if plan.is_exact else None)
-        if plan.tree is not None:
-            _warn_if_nothing_is_accepted(stats, self.drafter)
+        if chosen is not None:
+            _warn_if_nothing_is_accepted(chosen.num_drafts, chosen.num_accepted, self.drafter)
+        elif plan.is_drafted:
+            # Short answers cut off much of what is accepted, which says nothing about the head.
+            accepted = stats.num_accepted_tokens + stats.num_cut_tokens
+            _warn_if_nothing_is_accepted(stats.num_passes, accepted, self.drafter)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
         answers = [result.token_ids for result in results]
         sequences = join_sequences(call.rows, answers, call.fill, call.device)
@@ -489,7 +494,7 @@ class SpeculativeModel:
             max_slots=max_slots, speculative=speculative, partial_verification=partial_verification,
         )  # fmt: skip
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
-        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.tree, rules, plan.ahead))
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.ahead))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
@@ -508,13 +513,12 @@ def _rank_rows(
     return None if ranked is None else torch.from_numpy(ranked).to(device)
 
 
-def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:
-    # Short answers cut off much of what is accepted, which says nothing about the head.
-    accepted = stats.num_accepted_tokens + stats.num_cut_tokens
-    if stats.num_passes < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * stats.num_passes:
+def _warn_if_nothing_is_accepted(drafts: int, accepted: int, drafter: Drafter) -> None:
+    """Warn of a head that hardly drafts a token that is taken: ``accepted`` tokens of passes over ``drafts``."""
+    if drafts < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * drafts:
         return
     warnings.warn(
-        f"Hardly any token of {stats.num_passes} drafts was accepted ({accepted / stats.num_passes:.2f} tokens per "
+        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per "
         "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
         "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
         f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "

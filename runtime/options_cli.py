@@ -22,10 +22,7 @@ _OPTIONS = (
     click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
     click.option(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        show_default=True,
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
         help="Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
     ),
     click.option("--device", metavar="D", help="Device, such as cuda:1 or cpu. Default: the first GPU, else the CPU."),

@@ -160,14 +160,10 @@ def tokens_for_sizing(
     without a token are left out, as in `TokenCounts.weighted`.
     """
     shares = source_shares(counts, weights)
-    parts = [
-        np.zeros(counts.vocab_size, np.int64)
-        if source.held_out is None
-        else np.bincount(source.held_out.token_ids, minlength=counts.vocab_size)
-        for source in counts.sources
-    ]
+    held_out = [source.held_out.token_ids if source.held_out else np.zeros(0, np.int32) for source in counts.sources]
+    parts = [np.bincount(token_ids, minlength=counts.vocab_size) for token_ids in held_out]
     part: Part = "held-out"
-    if any(share > 0 and not held_out.any() for share, held_out in zip(shares, parts, strict=True)):
+    if any(share > 0 and not tokens.any() for share, tokens in zip(shares, parts, strict=True)):
         parts, part = [source.counts for source in counts.sources], "counted"
     shares = shares * [bool(tokens.any()) for tokens in parts]
     if not shares.any():

@@ -24,9 +24,10 @@ from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder, Phase
-from eagle_slim.runtime.step.kernels.acceptance import list_active
+from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
+from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
@@ -35,6 +36,7 @@ from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
 
+from benchmarks.shared.drawn_nodes import NodeDrawnDecoder
 from benchmarks.shared.drawn_verdicts import DrawnDecoder
 from benchmarks.shared.timing import time_queued_us
 
@@ -109,6 +111,10 @@ class RandomModel:
         drafter = self._drafter(cache, tree, draft_vocab)
         return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
 
+    def any_shape_decoder(self, cache: KVCache, draft_vocab: int, ranks: Tensor) -> NodeDrawnDecoder:
+        """Build a decoder whose steps may have any shape, and whose acceptance is drawn by node."""
+        return NodeDrawnDecoder(ranks, self.target, cache, self._drafter(cache, LARGE, draft_vocab), self._waits)
+
     def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
         if draft_vocab not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
@@ -152,21 +158,10 @@ def compile_ahead(
 
 
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
-    """Pretend that ``num_active`` sequences of ``prefix`` tokens are running, without an end in sight.
-
-    ``turn``: drawn lengths that each has taken before.
-    """
-    decoder.clear_()
+    """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has taken before."""
+    decoder.fill_(num_active, prefix)
     if isinstance(decoder, DrawnDecoder):
         decoder.turns.fill_(turn)
-    state = decoder.state
-    state.lengths[:num_active] = prefix
-    state.num_new[:num_active] = 1
-    state.prefix[:num_active] = prefix - 1
-    state.new_tokens[:num_active, 0] = 7
-    state.max_generated.fill_(1 << 30)
-    state.running[:num_active] = 1
-    decoder.ops(list_active)(state)
 
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
@@ -178,7 +173,7 @@ def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
 def filled_phases(decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY) -> Iterator[Phase]:
     """Fill the decoder, and yield the phases of one step: each must be run before the next is asked for."""
     fill(decoder, num_active, prefix)
-    yield from decoder.timed_step(num_active, rules)
+    yield from decoder.timed_step(num_active, rules, decoder.tree)
 
 
 def phase_times(
@@ -198,7 +193,7 @@ def phase_times(
     samples = []
     for _ in range(rounds):
         fill(decoder, num_active, prefix)
-        samples.append(time_queued_us(partial(decoder.step, num_active, rules), device, times))
+        samples.append(time_queued_us(partial(decoder.step, num_active, rules, decoder.tree), device, times))
     return row | {"step_ms": statistics.median(samples) / 1e3}
 
 
@@ -266,7 +261,7 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
     begun = time.perf_counter()
     for step in range(steps + 1):
         if step < steps:
-            decoder.step(num_active, GREEDY)
+            decoder.step(num_active, GREEDY, decoder.tree)
             values[step].copy_(record, non_blocking=True)
             if record.is_cuda:
                 ready.append(torch.cuda.Event())
@@ -277,6 +272,50 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
             tokens += sum(row[0] for row in values[step - 1].tolist()[:-1])
     synchronize(device)
     return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
+
+
+def run_chosen(decoder: Decoder, chooser: ShapeChooser, num_active: int, context: int, steps: int) -> StepsRun:
+    """Run greedy steps of the shapes that are chosen, as generation does; timing a shape first is not counted."""
+    record, width = decoder.state.record, decoder.state.new_tokens.shape[1]
+    values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=True)
+    shapes: list[TreeConfig | None] = []
+    events, pauses = [torch.cuda.Event(enable_timing=True)], [decoder.num_pauses]
+    tokens, places, apart_s = 0, decoder.places_for(num_active), 0.0
+    synchronize(decoder.target.device)
+    begun = time.perf_counter()
+    events[0].record()
+
+    def read(step: int) -> int:
+        events[step + 1].synchronize()
+        found = 0
+        for row in values[step].tolist()[:-1]:
+            if row[0] > 0:
+                found += row[0]
+                first = RECORD_HEAD + width + 1
+                chooser.see(shapes[step], row[first : first + row[0] - 1])
+        if pauses[step] == pauses[step + 1]:
+            chooser.time(shapes[step], places, context, events[step].elapsed_time(events[step + 1]))
+        return found
+
+    for step in range(steps):
+        shape = chooser.next(places, context)
+        while missing := [each for each in (shape, None) if chooser.is_unmeasured(each, places)]:
+            started = time.perf_counter()
+            for each in missing:
+                chooser.time(each, places, context, decoder.time_step(num_active, GREEDY, each))
+            apart_s += time.perf_counter() - started
+            shape = chooser.next(places, context)
+        shapes.append(shape)
+        chooser.steps[shape] += 1
+        decoder.step(num_active, GREEDY, shape)
+        values[step].copy_(record, non_blocking=True)
+        pauses.append(decoder.num_pauses)
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        if step > 0:
+            tokens += read(step - 1)
+    tokens += read(steps - 1)
+    return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
 
 
 def take_turns(

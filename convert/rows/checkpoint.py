@@ -85,10 +85,6 @@ class Checkpoint:
         """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
         return self.file_of(name).tensors[name]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return self.info(name).shape
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor; CheckpointError for the packed 4 and 6-bit types."""
         import torch
@@ -105,7 +101,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no such tensor, or of a packed dtype.
         """
-        return self._tensor(name, self.array(name).copy(), self.shape(name))
+        return self._tensor(name, self.array(name).copy(), self.info(name).shape)
 
     def rows(self, name: str, ids: ArrayLike) -> torch.Tensor:
         """Gather rows `ids` [rows] of a tensor [all_rows, ...] into newly allocated memory [rows, ...], bit for bit.
@@ -115,12 +111,12 @@ class Checkpoint:
         Raises:
             CheckpointError: as `tensor`; or an id is outside the tensor.
         """
-        wanted: NDArray[np.int64] = np.asarray(ids, np.int64)
-        outside = wanted[(wanted < 0) | (wanted >= self.info(name).num_rows)]
+        wanted, info = np.asarray(ids, np.int64), self.info(name)
+        outside = wanted[(wanted < 0) | (wanted >= info.num_rows)]
         if len(outside):
-            problem = f"tensor {shorten(name)}: row {outside[0]} was asked for, of {self.info(name).num_rows}"
+            problem = f"tensor {shorten(name)}: row {outside[0]} was asked for, of {info.num_rows}"
             raise CheckpointError.at(self.where, f"{problem}.\nVocabulary and checkpoint do not belong together.")
-        return self._tensor(name, self.array(name)[wanted], (len(wanted), *self.shape(name)[1:]))
+        return self._tensor(name, self.array(name)[wanted], (len(wanted), *info.shape[1:]))
 
     def array(self, name: str) -> Bytes:
         """Return a whole tensor as uint8 [rows, row_bytes], read-only where it is mapped; a scalar is one row."""
@@ -221,10 +217,8 @@ class SourceRows:
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:
     """Open the weights in a folder, or one file of weights.
 
-    Which files of a folder count is said in `rows/paths.py`.
-
     Args:
-        path: a folder as `save_pretrained` writes it, a snapshot of the Hugging Face cache, or a file.
+        path: a folder as `save_pretrained` writes it (`paths.choose_weights` chooses the file), or a file.
         only: names of the tensors that will be wanted; shards that hold none of them need not be there. All, if None.
         weights_file: name of the file in the folder to open; "" for the usual one.
 

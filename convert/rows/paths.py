@@ -71,11 +71,7 @@ def stays_inside(name: object) -> bool:
 
 
 def clean_subfolder(subfolder: object) -> str:
-    """Return the name of a folder inside a repository or folder, without a slash at its end; "" for None.
-
-    Raises:
-        UsageError: an absolute path, one with `..`, or no string.
-    """
+    """Return --subfolder without a slash at its end, "" for None; UsageError where it could lead out of its folder."""
     if subfolder is None:
         return ""
     if not isinstance(subfolder, str) or not stays_inside(subfolder):

@@ -82,9 +82,8 @@ class Parts:
     @_Part
     def ids(self) -> NDArray[np.int64]:
         """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range."""
-        manifest, values = self.with_map(), self.tensor("d2t")
-        refuse(str(values.dtype) != "int64" or values.ndim != 1, f"expected int64 [draft_vocab], found {values.dtype}")
-        ids = ids_from_d2t(values, form="offset", target_vocab=manifest.target_vocab)
+        vocab = self.with_map().target_vocab
+        ids = ids_from_d2t(self.vector("d2t", "int64"), form="offset", target_vocab=vocab)
         falls = np.flatnonzero(np.diff(ids) <= 0)
         if len(falls):
             raise ArtifactError(f"ids do not ascend: row {falls[0] + 1} is below the row before it")
@@ -106,15 +105,14 @@ class Parts:
         """The tensors of the weights file."""
         return Checkpoint.of(self.weights)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; ArtifactError where it is missing."""
-        refuse(name not in self.weights.tensors, f"{name} is missing")
-        return self.weights.tensors[name].shape
-
-    def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """Read a tensor of whole numbers or booleans."""
-        shape, dtype = self.shape(name), self.weights.tensors[name].dtype
-        return self.checkpoint.raw(name).reshape(-1).view(LONG_NAMES[dtype]).reshape(shape)
+    def vector(self, name: str, dtype: str) -> np.ndarray[Any, Any]:
+        """Read a vector of "int64" or "bool"; ArtifactError for any other tensor, CheckpointError for none."""
+        info = self.checkpoint.info(name)
+        found = LONG_NAMES.get(info.dtype, info.dtype)
+        refuse(
+            found != dtype or len(info.shape) != 1, f"expected a vector of {dtype}, found {found} {list(info.shape)}"
+        )
+        return self.checkpoint.raw(name).reshape(-1).view(dtype)
 
     def with_lm_head(self) -> Manifest:
         """Return the manifest of an artifact with an LM head, or skip the check."""

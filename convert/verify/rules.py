@@ -104,11 +104,8 @@ def _tensor_names(parts: Parts) -> str:
 def _t2d(parts: Parts) -> str:
     """t2d marks exactly the ids of d2t."""
     manifest = parts.with_map()
-    mask = parts.tensor("t2d")
-    refuse(
-        mask.dtype != np.bool_ or mask.shape != (manifest.target_vocab,),
-        f"expected bool [{manifest.target_vocab}], found {mask.dtype} {list(mask.shape)}",
-    )
+    mask = parts.vector("t2d", "bool")
+    refuse(len(mask) != manifest.target_vocab, f"expected {manifest.target_vocab} entries, found {len(mask)}")
     ids, marked = parts.ids, np.flatnonzero(mask)
     refuse(not np.array_equal(marked, ids), f"marks {len(marked)} ids that are not those of d2t ({len(ids)})")
     return f"marks the same {len(ids)} ids"
@@ -141,7 +138,7 @@ def _ranks(parts: Parts) -> str:
 
 def _rows(parts: Parts) -> str:
     """Every lm_head row has the checksum of the row that was written there."""
-    manifest, shape = parts.with_lm_head(), parts.shape(names.LM_HEAD)
+    manifest, shape = parts.with_lm_head(), parts.checkpoint.info(names.LM_HEAD).shape
     refuse(
         len(shape) != 2 or shape[0] != manifest.draft_vocab,
         f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows",

@@ -65,8 +65,8 @@ def verify_artifact(
 ) -> Verification:
     """Check an artifact, and report on every check.
 
-    What it was made from is at hand when it is built in, named here, in the local Hub cache at the revision that the
-    manifest records, or a folder beside the artifact of the recorded name and sizes; nothing else is fetched.
+    Its sources are compared where they are built in, named here, in the local Hub cache at the recorded revision, or in
+    a folder beside the artifact that has the recorded name and sizes; nothing else is fetched.
 
     Args:
         folder: the artifact.

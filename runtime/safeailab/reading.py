@@ -50,9 +50,6 @@ def check_ea_model(model: Any) -> None:
             f"This EaModel lies on {', '.join(places)}. The persistent drafter and the step's kernels run on one "
             'device: load it with device_map="cuda:0", or leave it as it is.'
         )
-    slices = _block(layer).self_attn.config.pretraining_tp
-    if slices > 1:
-        raise UnsupportedModelError(f"The head's pretraining_tp is {slices}; expected 1.")
 
 
 def kind_of(layer: Any) -> str:

@@ -71,7 +71,10 @@ class Checks:
     def check_accept(self, choices: Tensor, trees: Trees) -> None:
         """Check accepted paths against the choices int32 [places, nodes] and the trees."""
         state = self._state
-        accepted, path, tokens = state.record[:-1, 0], state.path.long(), state.new_tokens
+        accepted, path = state.record[:-1, 0], state.path.long()
+        # A plain step adds its token behind those that the drafter has not taken.
+        behind = (state.num_new - accepted)[:, None] + torch.arange(path.shape[1], device=path.device)
+        tokens = state.new_tokens.gather(1, behind.clamp(0, path.shape[1] - 1))
         unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]
         on_path = path.clamp(0, trees.parents.shape[1] - 1)
         before = torch.cat((torch.full_like(path[:, :1], -1), path[:, :-1]), 1)

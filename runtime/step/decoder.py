@@ -15,6 +15,7 @@ PyTorch twins.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import BufferedDrafter
+from ..drafter.drafter import BufferedDrafter, bound_of
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
@@ -43,6 +44,8 @@ from .kernels.acceptance import SlotState, commit_features, commit_kv, list_acti
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
+from .shapes import shapes_up_to
+from .waiting import take_pairs
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that have graphs."""
@@ -50,6 +53,8 @@ CHUNKS = (64, 512)
 """Rows of a captured prompt chunk: the smallest that holds the rest of the prompt, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
 """Most rows of a prompt chunk that is not captured."""
+_TIMED = 3
+"""Replays of a step whose time is taken."""
 MOST_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
 Run = Callable[[], None]
@@ -162,7 +167,7 @@ class TreeShape:
         self, target: Target, cache: KVCache, state: SlotState, drafter: BufferedDrafter | None, nodes: int
     ) -> None:
         slots, device = cache.num_slots, target.device
-        self.state = state
+        self.state, self.drafter = state, drafter
         self.nodes = nodes if drafter is None else drafter.tree.total_tokens
         self.longest = nodes if drafter is None else drafter.tree.path_width
         """Nodes of the longest path."""
@@ -215,13 +220,21 @@ class Decoder:
         """Rows that may join each slot's draft vocabulary; None without following."""
         drafted = None if chain is not None else drafter
         tree = chain if drafter is None or chain is not None else drafter.tree
+        self.tree = tree
+        """The largest of its trees, and the shape of its steps where none is chosen; None decodes plainly."""
         width = MAX_NEW_TOKENS if tree is None else tree.new_tokens_width
         inputs = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
         shared = {} if drafted is None else {name: getattr(drafted.bufs, name) for name in inputs}
         self.state = SlotState.allocate(slots, MAX_EOS, device, width, **shared)
         self.features = None if drafter is None else drafter.features
         """[slots, steps, feature_width] of the last step's tokens, as the next draft takes them."""
-        self.shape = TreeShape(target, cache, self.state, drafted, 1 if chain is None else chain.total_tokens)
+        self._drafters = {} if drafter is None else {drafter.tree.top_k: drafter}
+        """By top_k: each drafts all trees up to its own."""
+        self._shapes: dict[TreeConfig | None, TreeShape] = {}
+        if chain is not None:
+            self._shapes[chain] = TreeShape(target, cache, self.state, None, chain.total_tokens)
+        self._most_waiting = 1
+        """Most tokens of a slot that its drafter has not taken."""
         # A prompt's last chunk walks alone, beside slots that are running.
         own = SlotState.allocate(slots, MAX_EOS, device, width)
         self.entering = self.state._replace(
@@ -235,22 +248,36 @@ class Decoder:
         self.box = PromptBox.allocate(cache.capacity, device)
         self.checks = Checks(device, self.state, self.entering) if checks_wanted() else None
         """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
-        self._error = None if drafter is None else drafter.error
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[Key, Run]] = {}
         self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
         self.graph_bytes = 0
         """Memory that capturing graphs has taken."""
+        self.num_pauses = 0
+        """How often steps were held up by a capture, or to time a shape."""
 
     def clear_(self) -> None:
         """Empty all slots."""
         self.state.clear_()
         self.entering.active_count.zero_()
-        if self.drafter is not None:
-            self.drafter.clear_error_()
+        self._most_waiting = 1
+        for drafter in self._drafters.values():
+            drafter.clear_error_()
         if self.checks is not None:
             self.checks.fault.zero_()
+
+    def fill_(self, num_active: int, length: int) -> None:
+        """Pretend that sequences of ``length`` tokens run in the first ``num_active`` slots, with no end in sight."""
+        self.clear_()
+        state = self.state
+        state.lengths[:num_active] = length
+        state.num_new[:num_active] = 1
+        state.prefix[:num_active] = length - 1
+        state.new_tokens[:num_active, 0] = 7
+        state.max_generated.fill_(1 << 30)
+        state.running[:num_active] = 1
+        self.ops(list_active)(state)
 
     @property
     def has_graphs(self) -> bool:
@@ -258,25 +285,99 @@ class Decoder:
         return self._pool is not None
 
     @property
+    def shape(self) -> TreeShape:
+        """The shape of `tree`."""
+        return self.shape_of(self.tree)
+
+    def shape_of(self, tree: TreeConfig | None) -> TreeShape:
+        """Return the trees and buffers of a shape up to `tree`, built when it is first wanted; None: of plain steps."""
+        if tree not in self._shapes:
+            drafter = None if tree is None else self._drafter_of(tree)
+            self._shapes[tree] = TreeShape(self.target, self.cache, self.state, drafter, 1)
+        return self._shapes[tree]
+
+    def _drafter_of(self, tree: TreeConfig) -> BufferedDrafter:
+        assert self.drafter is not None
+        if tree.top_k not in self._drafters:
+            alike = [shape for shape in shapes_up_to(self.drafter.tree) if shape and shape.top_k == tree.top_k]
+            self._drafters[tree.top_k] = self.drafter.of_bound(bound_of([tree, *alike]))
+            self._gather_rows()
+        drafter = self._drafters[tree.top_k]
+        return drafter if drafter.tree == tree else drafter.of_tree(tree)
+
+    @property
     def tails(self) -> Tails | None:
         """Rows that joined each slot's draft vocabulary."""
         return None if self.drafter is None else self.drafter.bufs.tails
 
-    def step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+    def step(
+        self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
+    ) -> None:
         """Run one step; ``num_active``: at least as many slots as are running.
 
+        ``tree``: the shape of its trees, None decodes plainly; another than `tree` needs ``another`` drafter.
         ``host`` chooses tokens on the host, in the place of the kernels.
         """
-        places = self._places_for(num_active)
-        self._run_phases(("step", self.shape, places), rules, self.phases(places, rules, host))
+        places = self.places_for(num_active)
+        self._make_room(tree)
+        self._run_phases(("step", tree, places), rules, self.phases(places, rules, tree, host))
 
-    def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
-        """Yield the phases of one step; the caller runs each in order."""
-        places = self._places_for(num_active)
-        for phase in self.phases(places, rules, host):
-            yield Phase(phase.name, partial(self._run_phases, (phase.name, self.shape, places), rules, [phase]))
+    def timed_step(
+        self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
+    ) -> Iterator[Phase]:
+        """Give the phases of one step, each to be run by the caller in order; arguments as in `step`."""
+        places = self.places_for(num_active)
+        self._make_room(tree)
+        for phase in self.phases(places, rules, tree, host):
+            yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
-    def _places_for(self, num_active: int) -> int:
+    def is_ready(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
+        """Whether such a step need not be captured first."""
+        is_whole = self.has_graphs and not self.waits and not self.draft_waits
+        return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
+
+    def _make_room(self, tree: TreeConfig | None) -> None:
+        """Have the drafter take waiting pairs before a plain step adds one for which there is no place."""
+        if tree is not None:
+            self._most_waiting = tree.path_width
+        elif self.drafter is not None:
+            if self._most_waiting == self.state.new_tokens.shape[1]:
+                self._run_phases(("pairs",), ChoiceRules(), [Phase("pairs", self._take_pairs)])
+                self._most_waiting = 1
+            self._most_waiting += 1
+
+    def _take_pairs(self) -> None:
+        assert self.drafter is not None
+        assert self.features is not None
+        take_pairs(self.drafter, self.state, self.features)
+
+    def time_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> float:
+        """Time a step of the running sequences, ms, and put their state back: what is generated does not change.
+
+        Its rows of the caches lie behind the committed ones, where the next step writes. Waits for the device.
+        """
+        places = self.places_for(num_active)
+        self.num_pauses += 1
+        changed = [*self.state, self.choice.seen, *([] if self.features is None else [self.features])]
+        before = [tensor.clone() for tensor in changed]
+        run = partial(self._run_phases, ("step", tree, places), rules, self.phases(places, rules, tree))
+        # Captured before it is timed.
+        run()
+        spans = []
+        for _ in range(_TIMED):
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            spans.append((begin, end))
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        torch.cuda.synchronize()
+        return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
+
+    def places_for(self, num_active: int) -> int:
         """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
 
@@ -311,14 +412,17 @@ class Decoder:
         self.state.running[slot : slot + 1].zero_()
         self.ops(list_active)(self.state)
 
-    def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
-        """Compile and capture the steps and chunks of up to ``num_active`` sequences. All slots must be empty."""
+    def warm_up(self, rules: ChoiceRules, num_active: int, trees: Sequence[TreeConfig | None]) -> WarmUp:
+        """Compile and capture steps of ``trees``, and chunks, of up to ``num_active`` sequences.
+
+        All slots must be empty.
+        """
         if not self.has_graphs:
             return WarmUp()
         parts: dict[Key, Phase] = {}
         for places in BUCKETS:
-            if places <= bucket_of(num_active):
-                parts |= _parts(("step", self.shape, places), self.phases(places, rules))
+            for tree in trees if places <= bucket_of(num_active) else ():
+                parts |= _parts(("step", tree, places), self.phases(places, rules, tree))
         for nodes in CHUNKS:
             parts |= _parts(("chunk", nodes), self._chunk_phases(nodes, rules))
         kept = self._graphs_for(rules)
@@ -358,6 +462,7 @@ class Decoder:
     def _record(self, run: Run) -> Run:
         """Capture work that has run before into a graph."""
         assert self._pool is not None
+        self.num_pauses += 1
         before = torch.cuda.mem_get_info()[0]
         with counted_apart() as launches:
             replay = self._pool.capture(run)
@@ -385,14 +490,19 @@ class Decoder:
         for tensor, value in zip(hidden, before, strict=True):
             tensor.copy_(value)
 
-    def phases(self, places: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
+    def phases(
+        self, places: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
+    ) -> Sequence[Phase]:
         """Return the phases of a step of up to ``places`` sequences; `step` runs them, from graphs where it can."""
-        ops, state, shape, trees, checks = self.ops, self.state, self.shape, self.shape.trees, self.checks
-        nodes, rows, bufs = shape.nodes, shape.rows(places), shape.bufs.first(places * shape.nodes)
-        choices = shape.choices[:places]
+        ops, state, shape, checks = self.ops, self.state, self.shape_of(tree), self.checks
+        trees, nodes, rows = shape.trees, shape.nodes, shape.rows(places)
+        bufs, choices = shape.bufs.first(places * nodes), shape.choices[:places]
+        error = None if shape.drafter is None else shape.drafter.error
+        # The drafter takes what plain steps add once a step drafts again.
+        is_ahead_of_drafter = tree is None and self.drafter is not None
 
         def draft() -> None:
-            self.draft(places, rules)
+            self.draft(shape, places, rules)
             if checks is not None and shape.mask is not None:
                 checks.check_draft(trees, shape.mask, self.target.vocab_size)
 
@@ -407,7 +517,7 @@ class Decoder:
 
         def accept() -> None:
             self.choose(bufs.logits, trees, rules, host, choices)
-            ops(walk)(choices, trees, shape.longest, state, self._error)
+            ops(walk)(choices, trees, shape.longest, state, error, is_ahead_of_drafter)
             if checks is not None:
                 checks.check_accept(choices, trees)
 
@@ -420,17 +530,17 @@ class Decoder:
             ops(list_active)(state)
 
         return (
-            Phase("draft", draft, self.draft_waits), Phase("verify", verify, self.waits),
+            Phase("draft", draft, self.draft_waits and tree is not None), Phase("verify", verify, self.waits),
             Phase("accept", accept, host is not None), Phase("commit", commit),
         )  # fmt: skip
 
-    def draft(self, places: int, rules: ChoiceRules) -> None:
+    def draft(self, shape: TreeShape, places: int, rules: ChoiceRules) -> None:
         """Write the trees of the next step of up to ``places`` sequences; plainly, every slot's newest token."""
-        if self.drafter is not None:
-            self.drafter.draft()
+        if shape.drafter is not None:
+            shape.drafter.draft()
         else:
-            # Steps add one token at a time.
-            self.shape.trees.draft_tokens.copy_(self.state.new_tokens[:, :1])
+            newest = (self.state.num_new[:, None].long() - 1).clamp(min=0)
+            shape.trees.draft_tokens.copy_(self.state.new_tokens.gather(1, newest))
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -471,7 +581,8 @@ class Decoder:
 
         def accept() -> None:
             self.choose(bufs.logits, roots, rules, host, chunk.choice)
-            ops(walk)(chunk.choice, roots, 1, entering, self._error)
+            error = None if self.drafter is None else self.drafter.error
+            ops(walk)(chunk.choice, roots, 1, entering, error)
 
         def commit() -> None:
             if self.features is not None:
@@ -488,14 +599,16 @@ class Decoder:
         return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
 
     def _gather_rows(self) -> None:
-        """Copy LM-head rows that joined a draft vocabulary to where the drafter reads them."""
-        if self.follow is not None and self.tails is not None:
-            self.ops(gather_rows)(self.follow, self.tails)
+        """Copy LM-head rows that joined a draft vocabulary to where the drafters read them."""
+        for drafter in self._drafters.values():
+            if self.follow is not None and drafter.bufs.tails is not None:
+                self.ops(gather_rows)(self.follow, drafter.bufs.tails)
 
     @cached_property
     def _scratch(self) -> ChoiceScratch:
         """Scratch for the most rows of a step."""
-        return choice_scratch(self.num_slots, self.shape.nodes, self.target.vocab_size, self.target.device)
+        nodes = 1 if self.tree is None else self.tree.total_tokens
+        return choice_scratch(self.num_slots, nodes, self.target.vocab_size, self.target.device)
 
 
 class _Chunk:

@@ -31,6 +31,7 @@ from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, GraphPool, WarmUp, bucket_of, recall
 from .kernels.choice_kernels import ChoiceRules
 from .run_ahead import PartialDecoder
+from .shapes import Acceptance, Costs
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
@@ -68,7 +69,7 @@ class KeptRows:
 class Decoders:
     """Builds `Decoder`s and keeps `MOST_DECODERS` of them with their graphs, as long as the cache is large enough.
 
-    Their trees have the depth and the top_k of the drafter's, and no more nodes.
+    The drafter's tree is the largest of their trees.
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
@@ -76,6 +77,8 @@ class Decoders:
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
+        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, _token_bytes(target.runs))
+        """What steps that choose their shape have learned of the head, and of this device."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """Rows that each slot of the cache still holds of its last sequence."""
@@ -151,8 +154,8 @@ class Decoders:
     ) -> Decoder:
         """Return a decoder for that many sequences side by side, `max_slots` at most, of up to ``max_tokens`` each.
 
-        ``tree`` None decodes plainly; ``ahead``: how steps run ahead, if they do. The model must be held. A cache that
-        has to grow takes all decoders with it: their graphs hold its addresses.
+        ``tree``: the largest of its steps; None decodes plainly. ``ahead``: how steps run ahead, if they do. The model
+        must be held. A cache that has to grow takes all decoders with it: their graphs hold its addresses.
         """
         shapes = [self.tree] if ahead is None else [self.tree, ahead.chain]
         # Each number of slots has graphs of its own: few sizes shall occur.
@@ -181,25 +184,44 @@ class Decoders:
         waits = self.eager_reason is not None
         if tree is None:
             return Decoder(self.target, slots, None, waits, self._pool)
-        drafter = self.drafter.like(self.drafter.weights, tree)
         if self._draft_cache is None:
-            self._draft_cache = drafter.allocate_cache(whole.num_slots, whole.capacity)
+            # The largest trees' need the most rows.
+            self._draft_cache = self.drafter.allocate_cache(whole.num_slots, whole.capacity)
+        drafter = self.drafter.like(self.drafter.weights, tree)
         buffered = drafter.on_slots(slots.num_slots, whole.capacity, self._draft_cache)
         if ahead is None:
             return Decoder(self.target, slots, buffered, waits, self._pool)
         return PartialDecoder(self.target, slots, buffered, ahead, waits, self._pool)
 
+    def _time_shapes(
+        self, decoder: Decoder, num_slots: int, length: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules
+    ) -> None:
+        """Time a step of each shape over sequences of ``length`` tokens that are made up, for each number of them."""
+        for places in BUCKETS[: BUCKETS.index(bucket_of(num_slots)) + 1]:
+            decoder.fill_(min(places, num_slots), length)
+            for tree in trees:
+                ms = decoder.time_step(min(places, num_slots), rules, tree)
+                self.costs.add(tree, decoder.places_for(min(places, num_slots)), length, ms)
+        decoder.clear_()
+        # They were written over what the slots held.
+        self.forget()
+
     @torch.inference_mode()
     def warm_up(
-        self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules,
+        self, num_sequences: int, max_tokens: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules,
         ahead: PartialVerification | None = None,
     ) -> WarmUp:  # fmt: skip
-        """Compile and capture for calls of up to that many sequences and tokens. The model must be held."""
+        """Compile and capture for calls of up to that many sequences and tokens. The model must be held.
+
+        ``trees``: the shapes that steps may have.
+        """
         with current(self.target.device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
-            decoder = self.get(num_slots, max_tokens, tree, ahead)
+            decoder = self.get(num_slots, max_tokens, trees[0] if len(trees) == 1 else self.tree, ahead)
             decoder.clear_()
-            found = decoder.warm_up(rules, num_slots)
+            found = decoder.warm_up(rules, num_slots, trees)
+            if len(trees) > 1 and decoder.has_graphs:
+                self._time_shapes(decoder, num_slots, max_tokens // 2, trees, rules)
         return replace(found, cache_bytes=self.cache_bytes)
 
 
@@ -217,3 +239,9 @@ def match_slots(
         if place not in found and all(slot != taken for taken, _ in found.values()):
             found[place] = (slot, shared[place, slot])
     return [found[place] for place in range(len(prompts))]
+
+
+def _token_bytes(target: Target) -> int:
+    """Bytes of a token's keys and values, in all layers."""
+    shapes = target.layer_shapes
+    return target.dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)

@@ -21,12 +21,14 @@ from ..api.stats import GenerationStats, PhaseTimer
 from ..drafter.launch import timed_out
 from ..launches import counted_apart
 from ..ops import current, named_range
+from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoder import HeldRow
 from .decoders import Decoders, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
 from .plan import Plan
+from .shapes import ShapeChooser
 
 
 @dataclass
@@ -37,6 +39,11 @@ class _Record:
     ready: torch.cuda.Event | None
     sequences: dict[int, RunningRequest]
     is_step: bool
+    tree: TreeConfig | None
+    context: float
+    """Tokens of a sequence in the mean, where shapes are chosen."""
+    num_pauses: int
+    """Of the decoder, up to here."""
 
 
 class GenerationLoop:
@@ -44,11 +51,16 @@ class GenerationLoop:
 
     def __init__(self, decoders: Decoders, states: Sequence[RunningRequest], plan: Plan) -> None:
         self.decoders, self.states, self.plan = decoders, states, plan
-        self.tree, self.rules = plan.tree, plan.rules.rules
+        self.rules = plan.rules.rules
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
+        self._last: _Record | None = None
+        """The record read last."""
         self.active_sequences = Counter[int]()
+        is_chosen = len(plan.shapes) > 1
+        self.chooser = ShapeChooser(decoders.acceptance, decoders.costs, plan.shapes) if is_chosen else None
+        """Chooses the shape of each step; None where all have the plan's."""
         self._free: list[Tensor] = []
         chooses_on_host = plan.rules.host_reason is not None
         self.host = HostChoice(self.running, self.rules, plan.rules.numbers) if chooses_on_host else None
@@ -64,7 +76,8 @@ class GenerationLoop:
             # More prompts than there are slots wait for a free one.
             self.num_slots = min(len(self.waiting), self.plan.max_slots, decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
-            self.decoder = decoders.get(self.num_slots, longest, self.tree, self.plan.ahead)
+            tree = self.plan.tree if self.chooser is None else decoders.tree
+            self.decoder = decoders.get(self.num_slots, longest, tree, self.plan.ahead)
             try:
                 self._run()
             except BaseException:
@@ -87,8 +100,6 @@ class GenerationLoop:
         self._upload(decoder.choice.numbers, rules.numbers, torch.float32)
         if rules.suppressed is not None:
             self._upload(decoder.choice.suppressed, rules.suppressed)
-        if self.host is None:
-            decoder.warm_up(self.rules, self.num_slots)
         self.timer = PhaseTimer(decoder.target.device)
         while self.waiting or self.running or self.flying:
             self._fill_slots()
@@ -108,7 +119,7 @@ class GenerationLoop:
         entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
         kept = self.decoders.kept if self.plan.reuse_prefix else [KeptRows()] * self.num_slots
         prompts = [state.request.prompt_ids for state in entering]
-        matches = match_slots(prompts, kept, free, self.tree is not None)
+        matches = match_slots(prompts, kept, free, self.plan.is_drafted)
         for state, (slot, shared) in zip(entering, matches, strict=True):
             self.running[slot], state.num_reused = state, shared
             with self.timer.phase("prefill"):
@@ -153,25 +164,62 @@ class GenerationLoop:
         to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
     def _step(self) -> None:
+        decoder, tree = self.decoder, self._choose_tree()
+        if not decoder.is_ready(len(self.running), self.rules, tree):
+            # Compiling takes seconds: what has been generated is delivered before.
+            self._read_all_but(0)
         num_active = len(self.running)
+        if num_active == 0:
+            return
         if self.plan.time_phases:
-            for phase in self.decoder.timed_step(num_active, self.rules, self.host):
+            for phase in decoder.timed_step(num_active, self.rules, tree, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
                 with self.timer.phase(name), named_range(phase.name):
                     phase.run()
         else:
             with self.timer.phase("step"):
-                self.decoder.step(num_active, self.rules, self.host)
-        self._keep_record(self.decoder.state.record, dict(self.running), is_step=True)
+                decoder.step(num_active, self.rules, tree, self.host)
+        if self.chooser is not None:
+            self.chooser.steps[tree] += 1
+        self._keep_record(decoder.state.record, dict(self.running), is_step=True, tree=tree)
 
-    def _keep_record(self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool) -> None:
+    def _choose_tree(self) -> TreeConfig | None:
+        """Choose the next step's shape; one that no step of as many sequences had yet is timed first."""
+        tree = self.decoder.tree
+        if self.chooser is None:
+            return tree
+        for _ in self.plan.shapes:
+            places, context = self.decoder.places_for(len(self.running)), self._mean_context()
+            tree = self.chooser.next(places, context)
+            missing = [each for each in dict.fromkeys((tree, None)) if self.chooser.is_unmeasured(each, places)]
+            if not missing:
+                break
+            self._read_all_but(0)
+            if not self.running:
+                break
+            places = self.decoder.places_for(len(self.running))
+            for each in missing:
+                ms = self.decoder.time_step(len(self.running), self.rules, each)
+                self.chooser.time(each, places, context, ms)
+        return tree
+
+    def _mean_context(self) -> float:
+        """Tokens of a running sequence in the mean, as far as the host knows them."""
+        lengths = [len(state.request.prompt_ids) + len(state.token_ids) for state in self.running.values()]
+        return sum(lengths) / len(lengths)
+
+    def _keep_record(
+        self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool, tree: TreeConfig | None = None
+    ) -> None:
         on_gpu = record.is_cuda
         values = self._free.pop() if self._free else torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
         values.copy_(record, non_blocking=True)
-        ready = torch.cuda.Event() if on_gpu else None
+        ready = torch.cuda.Event(enable_timing=self.chooser is not None) if on_gpu else None
         if ready is not None:
             ready.record()
-        self.flying.append(_Record(values, ready, sequences, is_step))
+        context = 0.0 if self.chooser is None else self._mean_context()
+        pauses = self.decoder.num_pauses
+        self.flying.append(_Record(values, ready, sequences, is_step, tree, context, pauses))
 
     def _read(self) -> None:
         record = self.flying.popleft()
@@ -188,6 +236,9 @@ class GenerationLoop:
         if not record.is_step and rows[-1][1]:
             self._enter_again(record)
             return
+        if record.is_step and self.chooser is not None:
+            self._learn(self.chooser, record, rows)
+        self._last = record
         num_active = sum(row[0] > 0 for row in rows[:-1])
         self.active_sequences[num_active] += record.is_step and num_active > 0
         for slot, state in record.sequences.items():
@@ -213,10 +264,29 @@ class GenerationLoop:
             state.num_cut_tokens += accepted - delivered
         if not is_done:
             return
-        # The step that gave these tokens began with the pairs of those before.
-        pairs = self.decoders.kept[slot].num_pairs if self.tree is None else len(prompt) + num_before - 1
+        pairs = self.decoders.kept[slot].num_pairs
+        if self.plan.is_drafted:
+            # The step that gave these tokens began with the pairs of those before, or had them wait.
+            waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]
+            pairs = max(0, len(prompt) + num_before - waiting)
         self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs)
         if ended == RUNNING:
             self.decoder.stop_slot(slot)
         if self.running.get(slot) is state:
             del self.running[slot]
+
+    def _learn(self, chooser: ShapeChooser, record: _Record, rows: list[list[int]]) -> None:
+        """Take what one step accepted, and its time, from the end of the step before."""
+        width = self.decoder.state.new_tokens.shape[1]
+        # The root, which is always accepted, has a rank too.
+        first = RECORD_HEAD + width + 1
+        for slot in record.sequences:
+            if rows[slot][0] > 0:
+                chooser.see(record.tree, rows[slot][first : first + rows[slot][0] - 1])
+        before = self._last
+        if before is None or before.ready is None or record.ready is None or self.plan.time_phases:
+            return
+        # Nothing else ran between the ends of two steps of the same sequences.
+        if before.is_step and before.num_pauses == record.num_pauses and before.sequences == record.sequences:
+            places = self.decoder.places_for(len(record.sequences))
+            chooser.time(record.tree, places, record.context, before.ready.elapsed_time(record.ready))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, SamplingConfig, TreeConfig
 from ..target.short_cache import unfit_reason
 from ..target.wrapper import TargetModel
+from .decoder import bucket_of
 from .decoders import Decoders
 from .kernels.choice_kernels import COLDEST, ChoiceRules
 from .kernels.choose_tokens import token_bits
-from .tree_size import TreeSize, device_name, measured_sizes
+from .shapes import first_shape, shape_by_size, shapes_up_to
 
 DEFAULT_MAX_SLOTS = 16
 _BY_KERNELS = {"repetition_penalty", "min_new_tokens", "suppress_tokens"}
@@ -80,9 +81,10 @@ class Plan:
     """How one call runs."""
 
     rules: CallRules
-    tree: TreeConfig | None
-    """None decodes plainly."""
-    tree_reason: str
+    shapes: tuple[TreeConfig | None, ...]
+    """Trees that its steps may have, the first step's first; None decodes plainly."""
+    reason: str
+    """Why these."""
     max_slots: int
     """Most sequences side by side."""
     time_phases: bool
@@ -96,6 +98,16 @@ class Plan:
     is_exact: bool
     """Whether nothing but the target's own rounding could tell drafted tokens from plain ones."""
 
+    @property
+    def tree(self) -> TreeConfig | None:
+        """The tree of the first step, and of all steps where none is chosen."""
+        return self.shapes[0]
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether a step may have a tree."""
+        return any(shape is not None for shape in self.shapes)
+
 
 def plan_call(
     target: TargetModel, decoders: Decoders, call: Call, is_tree_sized: bool, *, max_slots: int = DEFAULT_MAX_SLOTS,
@@ -104,7 +116,7 @@ def plan_call(
 ) -> Plan:  # fmt: skip
     """Plan a call; options as in `SpeculativeModel.generate`.
 
-    ``is_tree_sized``: whether the call chooses the size of its trees (`tree_size`), up to the drafter's. Raises
+    ``is_tree_sized``: whether trees are chosen (`shapes`), up to the drafter's, instead of being that. Raises
     `UsageError` for options that contradict each other, `UnsupportedModelError` for a target that cannot run ahead.
     """
     max_slots = read_count("max_slots", max_slots, 1)
@@ -114,49 +126,71 @@ def plan_call(
     rules = CallRules.of(call.options, call.sampling, call.requests, target.runs.vocab_size, target.device)
     slots = max(1, min(len(call.requests), max_slots, DEFAULT_MAX_SLOTS))
     context = max((len(request.prompt_ids) for request in call.requests), default=1)
-    size = _tree_size(target, decoders, is_tree_sized, slots, context) if speculative else TreeSize(1, "asked for")
-    tree = None if size.num_nodes == 1 else replace(decoders.tree, total_tokens=size.num_nodes)
+    shapes: tuple[TreeConfig | None, ...] = (decoders.tree if speculative else None,)
+    reason = "asked for"
+    if speculative and is_tree_sized:
+        fixed_for = rules.host_reason or (partial_verification and "partial verification")
+        shapes, reason = _choose_shapes(target, decoders, slots, fixed_for)
+    tree = shapes[0]
     ahead, full_reason = None, ""
     if partial_verification is not None:
         ahead, full_reason = _run_ahead(partial_verification, target, call.requests, rules, tree, context)
     return Plan(
-        rules, tree, size.reason, max_slots, time_phases or not decoders.has_graphs, reuse_prefix, ahead, full_reason,
+        rules, shapes, reason, max_slots, time_phases or not decoders.has_graphs, reuse_prefix, ahead, full_reason,
         # Processors that are not ours may look at more than a row.
         is_exact=rules.host_reason is None and (ahead is None or ahead.mode == "exact"),
     )  # fmt: skip
 
 
-def describe(plan: Plan, target: TargetModel, decoders: Decoders, drafting: str) -> str:
-    """Describe the path of a call for `GenerationStats.path`; ``drafting``: the drafter in words."""
-    steps = "steps from CUDA graphs"
+def describe(
+    plan: Plan, target: TargetModel, decoders: Decoders, drafting: str, steps: Mapping[TreeConfig | None, int]
+) -> str:
+    """Describe what ran, with the reasons: `GenerationStats.path`.
+
+    ``drafting``: the drafter in words; ``steps`` that each shape had, where they chose it.
+    """
+    how = "steps from CUDA graphs"
     if not decoders.has_graphs:
-        steps = f"eager steps ({decoders.eager_reason})"
+        how = f"eager steps ({decoders.eager_reason})"
     elif decoders.eager_reason is not None:
-        steps += f" but for the target ({decoders.eager_reason})"
+        how += f" but for the target ({decoders.eager_reason})"
     if plan.rules.host_reason is not None and decoders.has_graphs:
-        steps += f", tokens chosen on the host ({plan.rules.host_reason})"
-    tree = "plain decoding" if plan.tree is None else f"trees of {plan.tree.total_tokens} nodes"
+        how += f", tokens chosen on the host ({plan.rules.host_reason})"
     rows = target.exactness or "rows exact in float32 alone"
-    path = f"{steps}; target {target.backend}; {rows}; {drafting}; {tree} ({plan.tree_reason})"
+    trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in sorted(steps.items(), key=_by_count))
+    path = f"{how}; target {target.backend}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
     if plan.ahead is not None or plan.full_reason:
         path += f"; partial verification: {plan.full_reason or plan.ahead}"
     return path
 
 
-def _tree_size(target: TargetModel, decoders: Decoders, is_tree_sized: bool, slots: int, context: int) -> TreeSize:
-    """Choose how many nodes trees have."""
-    tree = decoders.tree
-    if not is_tree_sized:
-        return TreeSize(tree.total_tokens, "asked for")
-    return measured_sizes().choose(
-        device_name(target.device), target.device.type, _in_16_bits(target, target.weight_bytes),
-        _in_16_bits(target, decoders.drafter.draft_bytes), slots, context, tree.total_tokens,
-    )  # fmt: skip
+def _words(shape: TreeConfig | None) -> str:
+    return "plain decoding" if shape is None else f"trees of {shape.total_tokens} nodes"
 
 
-def _in_16_bits(target: TargetModel, num_bytes: int) -> int:
-    """Convert bytes to 16-bit weights, as in the tables of steps; in a wider type verifying and drafting grow alike."""
-    return round(num_bytes * 2 / target.dtype.itemsize)
+def _by_count(item: tuple[TreeConfig | None, int]) -> int:
+    return -item[1]
+
+
+def _choose_shapes(
+    target: TargetModel, decoders: Decoders, slots: int, fixed_for: str | None
+) -> tuple[tuple[TreeConfig | None, ...], str]:
+    """Choose the shapes of a call, the first step's first, and say why.
+
+    ``fixed_for``: why steps cannot choose, if something of the call forbids it.
+    """
+    shapes, tree = shapes_up_to(decoders.tree), decoders.tree
+    if decoders.eager_reason is not None or not decoders.has_graphs:
+        fixed_for = decoders.eager_reason or f"steps on {target.device.type} are not timed"
+    elif target.exactness is None and target.dtype != torch.float32:
+        fixed_for = "rows are not exact"
+    if fixed_for is None:
+        first = first_shape(bucket_of(slots), shapes)
+        others = [shape for shape in shapes if shape != first]
+        return (first, *others), "the most tokens a second, as measured here"
+    draft_bytes = decoders.drafter.draft_bytes // (tree.depth + 1)
+    fixed = shape_by_size(target.device.type == "cuda", slots, target.weight_bytes, draft_bytes, shapes)
+    return (fixed,), f"by sizes alone: {fixed_for}"
 
 
 def _run_ahead(

@@ -25,9 +25,10 @@ from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
 from .choice import HostChoice
-from .decoder import Decoder, GraphPool, HeldRow
+from .decoder import Decoder, GraphPool, HeldRow, TreeShape
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
+from .waiting import take_pairs
 
 
 class PartialDecoder(Decoder):
@@ -90,11 +91,12 @@ class PartialDecoder(Decoder):
         chunk.bufs.queries = self._prompt_queries
         return chunk
 
-    def draft(self, places: int, rules: ChoiceRules) -> None:
+    def draft(self, shape: TreeShape, places: int, rules: ChoiceRules) -> None:
         """Run ahead for ``places`` sequences, and write their chains."""
         state, own, ahead = self.state, self.ahead.state, self.ahead
         self.part.take(state.lengths)
-        self._take_pairs()
+        assert self.features is not None
+        take_pairs(self._drafter, state, self.features)
         own.lengths.copy_(self.part.lengths)
         for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
                      "eos_ids"):  # fmt: skip
@@ -104,33 +106,13 @@ class PartialDecoder(Decoder):
         self._count.zero_()
         self._chain.zero_()
         for _ in range(self.option.num_steps):
-            for phase in ahead.phases(places, rules):
+            for phase in ahead.phases(places, rules, ahead.tree):
                 with named_range(f"ahead {phase.name}"):
                     phase.run()
             self._extend_chain()
-        tokens = self.shape.trees.draft_tokens
+        tokens = shape.trees.draft_tokens
         tokens[:, :1] = state.new_tokens.gather(1, (state.num_new[:, None].long() - 1).clamp(min=0))
         tokens[:, 1:] = self._chain[:, :-1]
-
-    def _take_pairs(self) -> None:
-        """Write the pairs of the last full pass into the drafter's cache; the next draft takes the last one."""
-        outer, inner = self.state, self._drafter.bufs
-        slots, width = outer.new_tokens.shape
-        step = torch.arange(width, dtype=torch.int32, device=outer.prefix.device)
-        rows = outer.prefix[:, None] + step
-        is_before = (step < outer.num_new[:, None] - 1) & (outer.active_inverse >= 0)[:, None]
-        last = (outer.num_new - 1).clamp(min=0)
-        assert self.features is not None
-        self._drafter.prefill(
-            self.features.flatten(0, 1), outer.new_tokens.clamp(min=0).flatten(),
-            torch.where(is_before, rows, 0).flatten(), torch.where(is_before, rows, -1).flatten(),
-            torch.arange(slots, dtype=torch.int32, device=step.device),
-        )  # fmt: skip
-        inner.prefix.copy_(outer.prefix + last)
-        inner.num_new.fill_(1)
-        at = last[:, None].long()
-        inner.new_tokens[:, :1] = outer.new_tokens.gather(1, at)
-        self._drafter.features[:, :1] = self.features.gather(1, at[..., None].expand(-1, 1, self.features.shape[2]))
 
     def _extend_chain(self) -> None:
         """Append the tokens of the last partial pass to the chain."""

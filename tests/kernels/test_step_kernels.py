@@ -179,7 +179,38 @@ def test_ends_in_the_middle_of_a_path(
     if ended == acceptance.RUNNING:
         assert state.path[0, :4].tolist() == [0, 1, 3, -1]
         assert state.record[0, 3:7].tolist() == [1, 3, 7, -1]
+        assert state.record[0, 3 + 16 : 3 + 20].tolist() == [0, 0, 0, 0]
         assert (state.lengths[0], state.prefix[0], state.num_new[0]) == (4 + 3, 4, 3)
+
+
+@pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
+def test_a_record_tells_the_ranks_of_accepted_nodes(device: str, walk: Callable[..., None]) -> None:
+    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B, G 6 under E; the target chooses B, E, G, then 7."""
+    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 5]]), path_width=4)
+    state = some_state(1, device, [0])
+    choices = torch.tensor([[2, 0, 5, 0, 0, 6, 7]], dtype=torch.int32, device=device)
+    walk(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, device)), 4, state)
+    assert state.record[0, 3:8].tolist() == [2, 5, 6, 7, -1]
+    # Of the root, of B, which A precedes, of E and of G.
+    assert state.record[0, 3 + 16 : 3 + 21].tolist() == [0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
+def test_plain_steps_keep_what_the_drafter_has_not_taken(device: str, walk: Callable[..., None]) -> None:
+    state = some_state(2, device, [1])
+    state.new_tokens[1, :2] = torch.tensor([5, 6])
+    root = torch.full((2, 1), -1, dtype=torch.int64, device=device)
+    trees = Trees(state.active_slots, state.active_count, root, root, torch.zeros_like(root))
+    features, out = torch.arange(8.0, device=device)[:, None].expand(8, 40).contiguous(), torch.zeros(2, 16, 40)
+    out = out.to(device)
+    first = torch.zeros(1, dtype=torch.int32, device=device)
+    for token in (7, 8):
+        walk(torch.tensor([[token]], dtype=torch.int32, device=device), trees, 1, state, append=True)
+        acceptance.commit_features(state, features + token, 1, first, out)
+    assert state.new_tokens[1, :5].tolist() == [5, 6, 7, 8, -1]
+    # Lengths began with 7 and prefixes with 5.
+    assert (state.lengths[1], state.prefix[1], state.num_new[1], state.num_generated[1]) == (9, 5, 4, 2)
+    assert out[1, :5, 0].tolist() == [0, 0, 7, 8, 0]
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 1), (7, 4), (60, 7), (128, 12)])

@@ -16,7 +16,6 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, generate_cli, options_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.errors import AcceptanceWarning, TargetError
-from eagle_slim.runtime.step.tree_size import TreeSize
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
 from support.tiny_models import write_pair
@@ -107,7 +106,7 @@ def test_one_answer_with_check(generate: Run) -> None:
 def test_a_check_drafts_where_plain_decoding_would_have_been_chosen(
     run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_slim.runtime.step.plan._tree_size", lambda *_: TreeSize(1, "measured"))
+    monkeypatch.setattr("eagle_slim.runtime.step.plan._choose_shapes", lambda *_: ((None,), "measured"))
     command = (pair.slim, "--target", pair.target, "--prompt", "hello", "--max-new-tokens", "6", "--check")
     assert "plain decoding (measured)" in run(generate_cli.main, *command[:-1]).err
     monkeypatch.undo()

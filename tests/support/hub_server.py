@@ -197,12 +197,7 @@ class HubServer:
         return next(matching, None)
 
     def _add(
-        self,
-        kind: str,
-        repo_id: str,
-        files: Mapping[str, Content],
-        gated: bool = False,
-        branch: str = "main",
+        self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
     ) -> str:
         repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
         return repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)

@@ -46,7 +46,7 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.config = SimpleNamespace(hidden_act="silu", pretraining_tp=1)
+        self.config = SimpleNamespace(hidden_act="silu")
         self.num_heads, self.num_key_value_heads, self.head_dim = HEADS, KV_HEADS, HEAD_DIM
         self.q_proj = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
         self.k_proj = nn.Linear(width, KV_HEADS * HEAD_DIM, bias=False)

@@ -7,13 +7,7 @@ from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer import bytes_of_symbols, load_tokenizer
 from support.raising import raises
-from support.small_tokenizers import (
-    CHATML,
-    byte_fallback_bpe,
-    byte_level_bpe,
-    with_reserved,
-    write_folder,
-)
+from support.small_tokenizers import CHATML, byte_fallback_bpe, byte_level_bpe, with_reserved, write_folder
 from support.tokenizers import smollm2
 from tokenizers import Tokenizer, normalizers
 

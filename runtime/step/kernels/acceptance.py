@@ -29,7 +29,7 @@ from ...tree import Trees
 RUNNING, ENDED_BY_EOS, ENDED_BY_LENGTH, ENDED_BY_FAULT = 0, 1, 2, 3
 """How a record says that a sequence ended; the last one: no token could be chosen (`choose_tokens`)."""
 RECORD_HEAD = 3
-"""A record begins with: tokens accepted, tokens kept, how it ended; then come the tokens."""
+"""A record begins with: tokens accepted, tokens kept, how it ended; then come the tokens, and each one's rank."""
 
 
 class SlotState(NamedTuple):
@@ -44,8 +44,9 @@ class SlotState(NamedTuple):
     sequence runs; ``num_generated`` [slots]: new tokens so far; ``max_generated`` [slots]: where it ends; ``eos_ids``
     [slots, ids]: -1 for none. ``path`` [slots, width]: nodes of the last accepted path, then -1.
 
-    ``record`` [slots + 1, 3 + width]: what the host reads of the last step; 0 accepted tokens for a slot that took no
-    part. The last row begins with the drafter's error, with which nothing was accepted; then, of a prompt that reused
+    ``record`` [slots + 1, 3 + 2 * width]: what the host reads of the last step; 0 accepted tokens for a slot that took
+    no part. The rank of an accepted node counts its siblings of lower numbers, which were likelier; 0 for the root.
+    The last row begins with the drafter's error, with which nothing was accepted; then, of a prompt that reused
     rows, whether these are of other weights.
     """
 
@@ -73,7 +74,7 @@ class SlotState(NamedTuple):
         """
         shapes: dict[str, tuple[int, ...]] = {
             "new_tokens": (slots, width), "active_count": (1,), "eos_ids": (slots, max(1, num_eos)),
-            "path": (slots, width), "record": (slots + 1, RECORD_HEAD + width),
+            "path": (slots, width), "record": (slots + 1, RECORD_HEAD + 2 * width),
         }  # fmt: skip
         own = [name for name in cls._fields if name not in shared]
         tensors = {name: torch.zeros(shapes.get(name, (slots,)), dtype=torch.int32, device=device) for name in own}
@@ -88,12 +89,15 @@ class SlotState(NamedTuple):
             getattr(self, name).fill_(blank)
 
 
-def walk_ref(choices: Tensor, trees: Trees, longest: int, state: SlotState, error: Tensor | None = None) -> None:
+def walk_ref(
+    choices: Tensor, trees: Trees, longest: int, state: SlotState, error: Tensor | None = None, append: bool = False
+) -> None:
     """Accept a path in the tree of every active slot of ``state``.
 
     ``choices`` int32 [places, nodes]: the target's next token after each node; ``longest``: nodes of the longest path,
     the root included. Tokens after the first end of sequence or the last allowed token are not kept, and the sequence
-    ends there. ``error`` int32 [1]: not 0 where the trees are undefined; then nothing is accepted.
+    ends there. ``error`` int32 [1]: not 0 where the trees are undefined; then nothing is accepted. ``append``: nothing
+    was drafted, so the drafter has not taken ``new_tokens`` and the tokens come behind them; they must have room.
     """
     state.record.zero_()
     if error is not None and int(error):
@@ -101,12 +105,15 @@ def walk_ref(choices: Tensor, trees: Trees, longest: int, state: SlotState, erro
         return
     for place in range(min(choices.shape[0], int(state.active_count))):
         slot = int(state.active_slots[place])
-        at, path, tokens = 0, [], []
+        at, path, tokens, ranks = 0, [], [], [0]
         while at >= 0:
             path.append(at)
             tokens.append(int(choices[place, at]))
-            children = (trees.parents[slot] == at) & (trees.draft_tokens[slot] == tokens[-1])
+            siblings = trees.parents[slot] == at
+            children = siblings & (trees.draft_tokens[slot] == tokens[-1])
             at = int(children.int().argmax()) if len(path) < longest and bool(children.any()) else -1
+            if at >= 0:
+                ranks.append(int(siblings[:at].sum()))
         accepted, left = len(path), int(state.max_generated[slot] - state.num_generated[slot])
         ids = set(state.eos_ids[slot].tolist()) - {-1}
         first_eos = next((i + 1 for i, token in enumerate(tokens) if token in ids), accepted + 1)
@@ -114,12 +121,13 @@ def walk_ref(choices: Tensor, trees: Trees, longest: int, state: SlotState, erro
         ended = ENDED_BY_EOS if kept == first_eos else ENDED_BY_LENGTH if kept == left else RUNNING
         ended = ENDED_BY_FAULT if min(tokens[:kept], default=0) < 0 else ended
         blank = [-1] * (state.path.shape[1] - accepted)
+        before = state.new_tokens[slot, : int(state.num_new[slot])].tolist() if append else []
         state.path[slot] = torch.tensor(path + blank)
-        state.new_tokens[slot] = torch.tensor(tokens + blank)
-        state.record[slot] = torch.tensor([accepted, kept, ended, *tokens, *blank])
+        state.new_tokens[slot] = torch.tensor((before + tokens + blank)[: len(state.path[slot])])
+        state.record[slot] = torch.tensor([accepted, kept, ended, *tokens, *blank, *ranks, *[0] * len(blank)])
         state.lengths[slot] += accepted
-        state.prefix[slot] += state.num_new[slot]
-        state.num_new[slot] = accepted
+        state.prefix[slot] += 0 if append else state.num_new[slot]
+        state.num_new[slot] = len(before) + accepted
         state.num_generated[slot] += kept
         state.running[slot] = int(ended == RUNNING)
 
@@ -128,16 +136,16 @@ def walk_ref(choices: Tensor, trees: Trees, longest: int, state: SlotState, erro
 def _walk_kernel(
     choice_ptr, trees, state, error_ptr,
     SLOTS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr, WIDTH: tl.constexpr,
-    HEAD: tl.constexpr, EOS: tl.constexpr, PLACES: tl.constexpr, HAS_ERROR: tl.constexpr,
+    HEAD: tl.constexpr, EOS: tl.constexpr, PLACES: tl.constexpr, HAS_ERROR: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     place = tl.load(state.active_inverse + slot)
     step = tl.arange(0, WIDTH)
-    record = state.record + slot * (HEAD + WIDTH)
+    record = state.record + slot * (HEAD + 2 * WIDTH)
     if HAS_ERROR:
         error = tl.load(error_ptr)
         if slot == 0:
-            tl.store(state.record + SLOTS * (HEAD + WIDTH), error)
+            tl.store(state.record + SLOTS * (HEAD + 2 * WIDTH), error)
         place = tl.where(error != 0, -1, place)
     if (place < 0) | (place >= PLACES):
         tl.store(record, 0)
@@ -149,16 +157,20 @@ def _walk_kernel(
     choice = tl.load(choice_ptr + place * NODES + node, mask=inside, other=-1)
     path = tl.full((WIDTH,), -1, tl.int32)
     tokens = tl.full((WIDTH,), -1, tl.int32)
+    ranks = tl.full((WIDTH,), 0, tl.int32)
     at = 0
     accepted = 0
+    rank = 0
     for i in tl.static_range(LONGEST):
         on_path = at >= 0
         chosen = tl.sum(tl.where(node == at, choice, 0))
         path = tl.where((step == i) & on_path, at, path)
         tokens = tl.where((step == i) & on_path, chosen, tokens)
+        ranks = tl.where((step == i) & on_path, rank, ranks)
         accepted += tl.where(on_path, 1, 0)
-        is_child = (parent == at) & (token == chosen) & on_path & inside
-        child = tl.min(tl.where(is_child, node, NODES))
+        is_sibling = (parent == at) & on_path & inside
+        child = tl.min(tl.where(is_sibling & (token == chosen), node, NODES))
+        rank = tl.sum(tl.where(is_sibling & (node < child), 1, 0))
         at = tl.where(child < NODES, child, -1)
     is_eos = tl.full((WIDTH,), 0, tl.int32)
     for i in tl.static_range(EOS):
@@ -170,26 +182,33 @@ def _walk_kernel(
     kept = tl.minimum(tl.minimum(accepted, first_eos), left)
     ended = tl.where(kept == first_eos, 1, tl.where(kept == left, 2, 0))
     ended = tl.where(tl.min(tl.where(step < kept, tokens, 0)) < 0, 3, ended)
+    num_new = tl.load(state.num_new + slot)
+    before = num_new if APPEND else 0
     tl.store(state.path + slot * WIDTH + step, path)
-    tl.store(state.new_tokens + slot * WIDTH + step, tokens)
+    tl.store(state.new_tokens + slot * WIDTH + before + step, tokens, mask=before + step < WIDTH)
     tl.store(record + HEAD + step, tokens)
+    tl.store(record + HEAD + WIDTH + step, ranks)
     tl.store(record, accepted)
     tl.store(record + 1, kept)
     tl.store(record + 2, ended)
     tl.store(state.lengths + slot, tl.load(state.lengths + slot) + accepted)
-    tl.store(state.prefix + slot, tl.load(state.prefix + slot) + tl.load(state.num_new + slot))
-    tl.store(state.num_new + slot, accepted)
+    if not APPEND:
+        tl.store(state.prefix + slot, tl.load(state.prefix + slot) + num_new)
+    tl.store(state.num_new + slot, before + accepted)
     tl.store(state.num_generated + slot, generated + kept)
     tl.store(state.running + slot, (ended == 0).to(tl.int32))
 
 
-def walk(choices: Tensor, trees: Trees, longest: int, state: SlotState, error: Tensor | None = None) -> None:
+def walk(
+    choices: Tensor, trees: Trees, longest: int, state: SlotState, error: Tensor | None = None, append: bool = False
+) -> None:
     """Run `walk_ref` as one launch, a program a slot."""
     places, nodes = choices.shape
     _walk_kernel[(len(state.lengths),)](
         choices, trees, state, state.record if error is None else error, SLOTS=len(state.lengths),
         HAS_ERROR=error is not None, NODES=nodes, BLOCK=max(2, triton.next_power_of_2(nodes)), LONGEST=longest,
-        WIDTH=state.path.shape[1], HEAD=RECORD_HEAD, EOS=state.eos_ids.shape[1], PLACES=places, num_warps=1,
+        WIDTH=state.path.shape[1], HEAD=RECORD_HEAD, EOS=state.eos_ids.shape[1], PLACES=places, APPEND=append,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -248,11 +267,15 @@ def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_ro
     """Copy the accepted nodes' features.
 
     ``features`` [rows, width] of the last forward; place i's node n is row ``i * nodes + first_row + n`` (``first_row``
-    int32 [1]: 0 for trees, the last token's row for a prompt's chunk); ``out`` [slots, steps, width].
+    int32 [1]: 0 for trees, the last token's row for a prompt's chunk); ``out`` [slots, steps, width], beside
+    ``new_tokens``.
     """
     for slot in torch.nonzero(state.record[:-1, 0]).flatten().tolist():
         accepted, place = int(state.record[slot, 0]), int(state.active_inverse[slot])
-        out[slot, :accepted] = features[place * nodes + int(first_row) + state.path[slot, :accepted].long()]
+        last = int(state.num_new[slot])
+        out[slot, last - accepted : last] = features[
+            place * nodes + int(first_row) + state.path[slot, :accepted].long()
+        ]
 
 
 @triton.jit
@@ -262,14 +285,16 @@ def _commit_features_kernel(
 ):  # fmt: skip
     step = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
-    if step >= tl.load(state.record + slot * RECORD):
+    accepted = tl.load(state.record + slot * RECORD)
+    if step >= accepted:
         return
+    to = tl.load(state.num_new + slot) - accepted + step
     place = tl.load(state.active_inverse + slot).to(tl.int64)
     row = place * NODES + tl.load(first_row_ptr) + tl.load(state.path + slot * WIDTH + step)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(feature_ptr + row * stride_row + column, mask=inside, other=0.0)
-    tl.store(out_ptr + slot * stride_slot + step * stride_step + column, value, mask=inside)
+    tl.store(out_ptr + slot * stride_slot + to * stride_step + column, value, mask=inside)
 
 
 def commit_features(state: SlotState, features: Tensor, nodes: int, first_row: Tensor, out: Tensor) -> None:

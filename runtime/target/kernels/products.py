@@ -292,7 +292,10 @@ def qkv_product(
     half_block = _half_block(head_dim)
     # A whole head at least.
     if 2 * half_block > 128:
-        tiles = _of_wide_heads(tiles, half_block)
+        tiles = replace(
+            tiles, block_n=2 * half_block, block_k=min(tiles.block_k, 64), block_rows=min(tiles.block_rows, 64),
+            num_warps=8, num_stages=min(tiles.num_stages, 3), bulk=False,
+        )  # fmt: skip
     elif 2 * half_block > tiles.block_n:
         tiles = replace(tiles, block_n=2 * half_block)
     overlaps, options = overlapping(weight.device)
@@ -312,13 +315,6 @@ def qkv_product(
         TILES=tiles, GROUPS=_groups(shape.depth),
         HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
-    )  # fmt: skip
-
-
-def _of_wide_heads(tiles: ProductTiles, half_block: int) -> ProductTiles:
-    return replace(
-        tiles, block_n=2 * half_block, block_k=min(tiles.block_k, 64), block_rows=min(tiles.block_rows, 64),
-        num_warps=8, num_stages=min(tiles.num_stages, 3), bulk=False,
     )  # fmt: skip
 
 

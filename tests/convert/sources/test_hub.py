@@ -60,8 +60,7 @@ def test_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["./nothing", "/no/such/folder", "~no-such-user/x", "a/b/c", "", "two words", "x" * 200, __file__],
+    "name", ["./nothing", "/no/such/folder", "~no-such-user/x", "a/b/c", "", "two words", "x" * 200, __file__]
 )
 def test_paths_and_names_that_are_not_there(name: str) -> None:
     with raises_with(SourceError, name):

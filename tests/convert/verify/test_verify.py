@@ -71,6 +71,7 @@ LM_HEAD = "lm_head.weight"
         (lambda t: t["d2t"][10].copy_(t["d2t"][9] - 1), {"d2t"}),
         (by_frequency, {"d2t", "lm_head rows"}),
         (lambda t: t.update(d2t=t["d2t"].int()), {"d2t"}),
+        (lambda t: t.update(d2t=t["d2t"].bfloat16(), t2d=t["t2d"].bfloat16()), {"d2t", "t2d", "config sizes"}),
         (other_mask, {"t2d"}),
         (swap_rows, {"lm_head rows", "lm_head rows of the source"}),
         (lambda t: t[LM_HEAD][7].fill_(float("nan")), {"finite values", "lm_head rows", "lm_head rows of the source"}),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.step import plan
-from eagle_slim.runtime.step.tree_size import TreeSize
 from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
@@ -34,7 +33,7 @@ def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     assert (plain.missed_ids, plain.missed_rate) == ({}, 0.0)
     # Plain decoding that was chosen as the fastest misses as any other tree.
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "_tree_size", lambda *_: TreeSize(1, "measured"))
+        patch.setattr(plan, "_choose_shapes", lambda *_: ((None,), "measured"))
         chosen = model.generate(random_prompts([9]), max_new_tokens=12)
     assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
     whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)

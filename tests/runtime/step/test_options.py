@@ -227,11 +227,8 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     folder = write_folder(tmp_path, byte_level_bpe(), refusal + "{{ messages[0].role + messages[0].content }}")
     model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    for call in (model.encode_chat, model.chat):
-        # A list of texts is a list of conversations.
-        if messages != ["Hi"] or call == model.encode_chat:
-            with raises(UsageError, option="messages"):
-                call(messages)
+    with raises(UsageError, option="messages"):
+        model.encode_chat(messages)
     with pytest.raises(PromptError, match="character 6"):
         model.encode_chat([{"role": "user", "content": "Hi\udfff"}])
     model.tokenizer.chat_template = None

@@ -1,0 +1,275 @@
+"""Choose the draft tree of every step: the shape with the most expected tokens a second, by what is measured here.
+
+    tokens a second = sequences * expected tokens(shape) / step time(shape, places, context)
+
+`Costs` holds step times of this device, `Acceptance` how often drafted tokens were accepted, both kept by the model
+from call to call; a `ShapeChooser` is one call's. Where every row is exact the text does not depend on the shape, so
+that a call may change it between two steps, or decode plainly and come back. Elsewhere `shape_by_size` fixes it before
+the call, from sizes alone.
+
+**Expected tokens.** With p_l the probability that the best child at level l is accepted once its parent is, a shape of
+d levels gives ``1 + sum over l of the product over i <= l of H_i``. A chain has ``H_i = p_i``; a tree catches other
+children, too: ``H_i = 1 - (1 - p_i) ** width``. Its width (1 for a chain), and a factor for deep levels, where nodes
+run out, are learned from its own steps, beginning with constants. p_l is learned by the model and, with more weight, by
+the call; a level not seen yet is taken to be like the one above it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..settings import TreeConfig
+
+Shape: TypeAlias = "TreeConfig | None"
+"""None decodes plainly."""
+CHAIN, SHORT, LONG, LARGE = TreeConfig(1, 1, 3), TreeConfig(2, 4, 8), TreeConfig(5, 4, 16), TreeConfig(5, 10, 60)
+SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
+"""From plain decoding to the tree that pays for one sequence of a large model whose drafts are accepted."""
+
+_FIRST_RATE = 0.6
+"""p_1 before anything was seen: that of EAGLE-3 heads on chats."""
+_WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
+"""Widths before anything was seen; of trees with a trained head (SmolLM2-135M, 16,384 rows)."""
+_MODEL_WEIGHT, _CALL_WEIGHT = 16.0, 32.0
+"""Observations that count as much as what was taken to be true before them."""
+_SHAPE_WEIGHT, _HOPE = 64.0, 1.2
+"""Drafted tokens that count as much as expecting a shape's own; what is hoped beyond, so that it is tried again."""
+_MODEL_MEMORY, _CALL_MEMORY = 4000.0, 256.0
+"""Observations after which an old one counts a third, of the model and of a call."""
+_SWITCH = 1.02
+"""Gain from which the shape changes, so that it does not flap."""
+_EVERY = 4
+"""Steps between two choices."""
+_PROBE_SHARE = 0.007
+"""Share of the time of plain steps that probes may cost."""
+
+
+class _Rate:
+    """A rate of success that forgets."""
+
+    def __init__(self, memory: float) -> None:
+        self._keep, self.hits, self.tries = 1 - 1 / memory, 0.0, 0.0
+
+    def add(self, hit: bool | float, tries: float = 1.0) -> None:
+        keep = self._keep**tries
+        self.hits, self.tries = self.hits * keep + hit, self.tries * keep + tries
+
+    def given(self, prior: float, weight: float) -> float:
+        """Estimate the rate from a prior that counts as ``weight`` observations."""
+        return (self.hits + prior * weight) / (self.tries + weight)
+
+
+@dataclass
+class _Fit:
+    """How a shape's steps depart from the model's rates."""
+
+    others: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
+    """Other children accepted, of levels whose best child was not."""
+    best: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
+    """Best children accepted at the same levels."""
+    seen: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
+    """Drafted tokens accepted, of those that were expected."""
+
+    def width(self, prior: float) -> float:
+        """Exponent of a level's miss: 1 where only best children are ever accepted."""
+        best = min(0.98, self.best.given(_FIRST_RATE, 1.0))
+        expected = 1 - (1 - best) ** (prior - 1)
+        caught = min(0.98, self.others.given(expected, _MODEL_WEIGHT))
+        return 1 + math.log1p(-caught) / math.log1p(-best)
+
+
+class Acceptance:
+    """How often the best child at each level was accepted, and how each shape departs from that; kept by a model."""
+
+    def __init__(self) -> None:
+        self.levels: list[_Rate] = []
+        self.fits: dict[TreeConfig, _Fit] = {}
+
+    def fit(self, shape: TreeConfig) -> _Fit:
+        """Return what was learned of a shape."""
+        return self.fits.setdefault(shape, _Fit())
+
+
+class Costs:
+    """Step times of this device, ms, by shape, places (sequences that a step is launched for) and context.
+
+    ``weight_bytes`` of the target, and ``token_bytes`` of the keys and values of a token: a context that was not
+    measured takes the nearest that was, and the time that its keys and values take at the rate of the weights.
+    """
+
+    def __init__(self, weight_bytes: int, token_bytes: int) -> None:
+        self._weight_bytes, self._token_bytes = weight_bytes, token_bytes
+        self._found: dict[tuple[Shape, int], dict[int, tuple[float, float]]] = {}
+        """For each octave of contexts: a mean context and a mean time."""
+
+    def add(self, shape: Shape, places: int, context: float, ms: float) -> None:
+        """Take the time of a step, of ``context`` tokens in the mean of its sequences."""
+        octaves, octave = self._found.setdefault((shape, places), {}), int(math.log2(max(1.0, context)))
+        if octave not in octaves:
+            octaves[octave] = (context, ms)
+            return
+        mean, old = octaves[octave]
+        # Another program, or a slow host, makes single steps long.
+        octaves[octave] = (mean + 0.1 * (context - mean), old + 0.1 * (min(ms, 1.5 * old) - old))
+
+    def get(self, shape: Shape, places: int, context: float) -> float | None:
+        """Return the time of a step; None before one was measured for as many places."""
+        octaves = self._found.get((shape, places))
+        if not octaves:
+            return None
+        at, ms = min(octaves.values(), key=lambda pair: abs(math.log(max(1.0, pair[0]) / max(1.0, context))))
+        plain = min((found for _, found in self._found.get((None, places), {}).values()), default=0.0)
+        return max(0.5 * ms, ms + (context - at) * places * self._token_bytes / self._weight_bytes * plain)
+
+    def guess(self, shape: Shape, places: int, context: float) -> float:
+        """Return the time of a step, or guess it from the shapes measured for as many places, by levels."""
+        found = self.get(shape, places, context)
+        if found is not None:
+            return found
+        known = {other: self.get(other, places, context) for other, of in self._found if of == places}
+        plain = known.get(None)
+        drafted = {other: ms for other, ms in known.items() if other is not None and ms is not None}
+        if plain is None or not drafted or shape is None:
+            return next((ms for ms in known.values() if ms is not None), 1.0)
+        nearest = min(drafted, key=lambda other: abs(other.depth - shape.depth))
+        return plain + (drafted[nearest] - plain) * (shape.depth + 1) / (nearest.depth + 1)
+
+
+class ShapeChooser:
+    """Chooses the shape of each step of one call, among ``shapes``; the first one begins."""
+
+    def __init__(self, acceptance: Acceptance, costs: Costs, shapes: Sequence[Shape]) -> None:
+        self._learned, self._costs, self._shapes = acceptance, costs, tuple(shapes)
+        self._levels: list[_Rate] = []
+        # Where times are known, the first step chooses, too.
+        self._shape, self._since, self._credit_ms = self._shapes[0], _EVERY, 0.0
+        self.steps: Counter[Shape] = Counter()
+        """Steps that each shape had, counted by whoever runs them."""
+        self.num_drafts = self.num_accepted = 0
+        """Drafts of all sequences, and the tokens that the passes over them gave."""
+
+    def next(self, places: int, context: float) -> Shape:
+        """Choose the next step's shape, for ``places`` sequences of ``context`` tokens in the mean."""
+        self._since += 1
+        if self._since > _EVERY and not self.is_unmeasured(self._shape, places):
+            self._since = 1
+            rates = {each: self.rate(each, places, context) for each in self._shapes}
+            best = max(rates, key=rates.__getitem__)
+            if rates[best] > rates[self._shape] * _SWITCH:
+                self._shape = best
+        return self._probe(places, context) if self._shape is None else self._shape
+
+    def _probe(self, places: int, context: float) -> Shape:
+        """Draft now and then while decoding is plain, as nothing is learned else; together for `_PROBE_SHARE`."""
+        plain = self._costs.guess(None, places, context)
+        self._credit_ms += _PROBE_SHARE * plain
+        drafting = [shape for shape in self._shapes if shape is not None]
+        probe = max(drafting, key=lambda shape: self.rate(shape, places, context), default=None)
+        if probe is None:
+            return None
+        loss = max(self._costs.guess(probe, places, context) - self.expected(probe) * plain, 0.05 * plain)
+        if self._credit_ms < loss:
+            return None
+        self._credit_ms -= loss
+        return probe
+
+    def rate(self, shape: Shape, places: int, context: float) -> float:
+        """Expected tokens of a sequence a millisecond."""
+        return self.expected(shape) / self._costs.guess(shape, places, context)
+
+    def is_unmeasured(self, shape: Shape, places: int) -> bool:
+        """Whether no step of this shape was timed for as many places."""
+        return self._costs.get(shape, places, 1.0) is None
+
+    def time(self, shape: Shape, places: int, context: float, ms: float) -> None:
+        """Take the time of a step; the first of a shape lets the next step choose anew."""
+        if self.is_unmeasured(shape, places):
+            self._since = _EVERY
+        self._costs.add(shape, places, context, ms)
+
+    def expected(self, shape: Shape) -> float:
+        """Return the tokens of a pass that are expected, the target's own among them."""
+        if shape is None:
+            return 1.0
+        seen = self._learned.fit(shape).seen
+        return 1 + self._drafted(shape) * (
+            seen.given(1.0, _SHAPE_WEIGHT) + _HOPE / math.sqrt(_SHAPE_WEIGHT + seen.tries)
+        )
+
+    def _drafted(self, shape: TreeConfig) -> float:
+        """Drafted tokens that are expected to be accepted, by the rates of the levels alone."""
+        width = self._learned.fit(shape).width(_width_of(shape))
+        expected, reached, rate = 0.0, 1.0, _FIRST_RATE
+        for level in range(shape.depth + 1):
+            rate = self._level_rate(level, rate)
+            reached *= 1 - (1 - rate) ** width
+            expected += reached
+        return expected
+
+    def _level_rate(self, level: int, above: float) -> float:
+        """p of a level; ``above``: that of the level above it."""
+        learned = self._learned.levels
+        known = learned[level].given(above, _MODEL_WEIGHT) if level < len(learned) else above
+        return self._levels[level].given(known, _CALL_WEIGHT) if level < len(self._levels) else known
+
+    def see(self, shape: Shape, ranks: Sequence[int]) -> None:
+        """Take the verdict on one sequence's draft: the rank among its siblings of each accepted node, in order."""
+        if shape is None:
+            return
+        self.num_drafts += 1
+        self.num_accepted += 1 + len(ranks)
+        fit = self._learned.fit(shape)
+        expected = self._drafted(shape)
+        fit.seen.add(len(ranks), expected)
+        # Deeper levels of a small tree lack nodes.
+        full = shape.depth + 1 if shape.top_k == 1 else min(shape.depth + 1, max(1, shape.total_tokens // 4))
+        for level in range(min(len(ranks) + 1, full)):
+            is_best = level < len(ranks) and ranks[level] == 0
+            for rates, memory in ((self._learned.levels, _MODEL_MEMORY), (self._levels, _CALL_MEMORY)):
+                if level == len(rates):
+                    rates.append(_Rate(memory))
+                rates[level].add(is_best)
+            fit.best.add(is_best)
+            if not is_best and shape.top_k > 1:
+                fit.others.add(level < len(ranks))
+
+
+def _width_of(shape: TreeConfig) -> float:
+    return _WIDTHS.get(shape, 1.0 if shape.top_k == 1 else _WIDTHS[LONG])
+
+
+def shapes_up_to(tree: TreeConfig) -> tuple[Shape, ...]:
+    """List the shapes within a tree's depth, top_k and number of nodes, and the tree itself, the largest last."""
+    within = [
+        shape for shape in SHAPES
+        if shape is None
+        or (shape.depth <= tree.depth and shape.top_k <= tree.top_k and shape.total_tokens < tree.total_tokens)
+    ]  # fmt: skip
+    return (*within, tree)
+
+
+def first_shape(places: int, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape to begin with before anything was measured: smaller the more sequences a step has."""
+    return _largest_within(LARGE if places <= 2 else LONG if places <= 8 else CHAIN, shapes)
+
+
+def shape_by_size(is_gpu: bool, places: int, weight_bytes: int, draft_bytes: int, shapes: Sequence[Shape]) -> Shape:
+    """Fix a call's shape from sizes alone, where the text may depend on it.
+
+    ``weight_bytes``: of the target; ``draft_bytes``: that drafting one level reads. A level takes as long as its
+    bytes, and one that reads half of what the target does never pays.
+    """
+    if is_gpu and 2 * draft_bytes > weight_bytes:
+        return None
+    if is_gpu and 12 * draft_bytes > weight_bytes:
+        return _largest_within(CHAIN, shapes)
+    return first_shape(places, shapes) if is_gpu else _largest_within(LONG, shapes)
+
+
+def _largest_within(wanted: TreeConfig, shapes: Sequence[Shape]) -> Shape:
+    trees = [shape for shape in shapes if shape is not None and shape.total_tokens <= wanted.total_tokens]
+    return trees[-1] if trees else shapes[-1]

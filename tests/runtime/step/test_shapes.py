@@ -1,0 +1,160 @@
+"""Shapes of trees, chosen by step: the same text whatever drafts it, and the choice that times and records give."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step import loop, plan, shapes
+from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
+from support.tiny_models import random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+TREE = TreeConfig(3, 4, 24)
+PROMPTS = random_prompts([5, 9, 3, 14])
+
+
+def model_of_any_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[TreeConfig | None],
+    seen: list[tuple[bool, int]] | None = None,
+) -> SpeculativeModel:  # fmt: skip
+    """A model whose steps take the shapes of ``order`` in turn; ``seen``: whether each drafted, and nodes accepted."""
+    monkeypatch.setattr(plan, "_choose_shapes", lambda *_: ((TREE, CHAIN, SHORT, None), "for a test"))
+
+    class InTurn(ShapeChooser):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.turns = itertools.cycle(order)
+
+        def next(self, places: int, context: float) -> TreeConfig | None:
+            return next(self.turns)
+
+        def see(self, shape: TreeConfig | None, ranks: Sequence[int]) -> None:
+            super().see(shape, ranks)
+            if seen is not None:
+                seen.append((shape is not None, len(ranks)))
+
+        def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
+            return False
+
+    monkeypatch.setattr(loop, "ShapeChooser", InTurn)
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), depth=3, top_k=4)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        (TREE, None, CHAIN, SHORT),
+        (None, None, None, TREE),
+        # More plain steps than the drafter takes tokens.
+        (*[None] * 40, TREE, TREE),
+        (*[None] * 11, CHAIN, None, SHORT),
+    ],
+    ids=["each in turn", "back after three", "back after forty", "back from the brim"],
+)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_call_may_change_its_tree_between_any_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[TreeConfig | None], options: dict[str, Any]
+) -> None:
+    model = model_of_any_shape(tmp_path, monkeypatch, order)
+    plain = model.generate(PROMPTS, max_new_tokens=90, ignore_eos=True, speculative=False, **options)
+    found = model.generate(PROMPTS, max_new_tokens=90, ignore_eos=True, max_slots=3, **options)
+    assert found.token_ids == plain.token_ids
+    words = {None: "plain decoding", TREE: "24 nodes", CHAIN: "3 nodes", SHORT: "8 nodes"}
+    assert all(words[shape] in found.stats.path for shape in order)
+
+
+def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter has the same pairs, so a tree is accepted as far as where every step drafts."""
+    gained = []
+    for order in ((TREE,), (*[None] * 25, TREE)):
+        drafts: list[tuple[bool, int]] = []
+        model_of_any_shape(tmp_path, monkeypatch, order, drafts).generate(
+            PROMPTS[1], max_new_tokens=120, ignore_eos=True
+        )
+        # By the place in the answer where a step began.
+        starts = itertools.accumulate((1 + accepted for _, accepted in drafts), initial=0)
+        gained.append({at: accepted for at, (drafted, accepted) in zip(starts, drafts, strict=False) if drafted})
+    always, rarely = gained
+    shared = always.keys() & rarely.keys()
+    assert shared
+    assert {at: always[at] for at in shared} == {at: rarely[at] for at in shared}
+
+
+def chooser(times: dict[TreeConfig | None, float], learned: Acceptance | None = None) -> ShapeChooser:
+    costs = Costs(1_000_000, 10)
+    for shape, ms in times.items():
+        costs.add(shape, 1, 100, ms)
+    return ShapeChooser(learned or Acceptance(), costs, tuple(times))
+
+
+TIMES = {LARGE: 8.4, None: 5.5, CHAIN: 6.1, SHORT: 6.6, LONG: 7.5}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "times", "wanted"),
+    [
+        # A larger tree accepts no more.
+        ([0, 0, 0, 0, 0], TIMES, LONG),
+        ([], TIMES, None),
+        ([0], TIMES, CHAIN),
+        # The same acceptance where a large tree costs more than it gives.
+        ([0, 0, 0, 0, 0], TIMES | {LARGE: 40.0, LONG: 22.0}, SHORT),
+    ],
+    ids=["all accepted", "nothing accepted", "one level accepted", "many sequences"],
+)
+def test_the_shape_with_the_most_expected_tokens_a_second_is_taken(
+    ranks: list[int], times: dict[TreeConfig | None, float], wanted: TreeConfig | None
+) -> None:
+    found = chooser(times)
+    for _ in range(400):
+        shape = found.next(1, 100)
+        found.see(shape, ranks[: 0 if shape is None else shape.depth + 1])
+    last = [found.next(1, 100) for _ in range(20)]
+    assert max(last, key=last.count) == wanted
+
+
+def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again() -> None:
+    found = chooser(TIMES)
+    for _ in range(300):
+        found.see(found.next(1, 100), [])
+    drafted = 0
+    for _ in range(300):
+        shape = found.next(1, 100)
+        drafted += shape is not None
+    assert 0 < drafted < 60
+    for _ in range(1500):
+        shape = found.next(1, 100)
+        found.see(shape, [0] * (0 if shape is None else shape.depth + 1))
+    assert found.next(1, 100) is not None
+
+
+def test_a_context_not_met_yet_takes_the_time_of_its_keys() -> None:
+    costs = Costs(weight_bytes=1_000_000, token_bytes=100)
+    costs.add(None, 2, 100, 5.0)
+    costs.add(CHAIN, 2, 100, 6.0)
+    # 9,900 tokens more of two sequences are 1,980,000 bytes: 1.98 times the weights, which take 5 ms.
+    assert costs.get(CHAIN, 2, 10_000) == pytest.approx(6.0 + 1.98 * 5.0)
+    costs.add(CHAIN, 2, 10_000, 14.0)
+    assert costs.get(CHAIN, 2, 10_000) == 14.0
+    assert costs.get(CHAIN, 4, 100) is None
+
+
+def test_shapes_stay_within_the_tree_that_was_asked_for() -> None:
+    assert shapes.shapes_up_to(LARGE) == (None, CHAIN, SHORT, LONG, LARGE)
+    assert shapes.shapes_up_to(TreeConfig(3, 4, 52)) == (None, CHAIN, SHORT, TreeConfig(3, 4, 52))
+    assert shapes.shapes_up_to(TreeConfig(5, 1, 7)) == (None, CHAIN, TreeConfig(5, 1, 7))
+
+
+def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
+    every = shapes.SHAPES
+    assert shapes.shape_by_size(False, 1, 16_000, 500, every) == LONG
+    assert shapes.shape_by_size(True, 1, 16_000, 500, every) == LARGE
+    assert shapes.shape_by_size(True, 16, 16_000, 500, every) == CHAIN
+    assert shapes.shape_by_size(True, 1, 16_000, 4_000, every) == CHAIN
+    assert shapes.shape_by_size(True, 1, 16_000, 9_000, every) is None
