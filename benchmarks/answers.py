@@ -26,10 +26,9 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
-from eagle_slim.runtime.tune import whole_from
 from torch import Tensor
 
-from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.timing import machine
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.jsonl"

@@ -34,9 +34,8 @@ from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import BUCKETS
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
-from eagle_slim.runtime.tune import whole_from
 
-from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import compile_ahead
 from benchmarks.shared.quality import TOLERANCE, measure_quality
 from benchmarks.shared.questions import (

@@ -25,9 +25,8 @@ import torch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.tune import whole_from
 
-from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import RandomModel, compile_ahead, phase_times, take_turns
 from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.timing import copy_bytes_per_s, machine

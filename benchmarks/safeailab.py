@@ -41,12 +41,11 @@ from eagle_slim.runtime.loading import choose_device
 from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.tune import whole_from
 from torch import Tensor
 
 # As a script, too.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
 from benchmarks.shared.timing import machine
 
@@ -87,7 +86,7 @@ def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature
 
 
 def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> Callable[..., Any]:
-    """The same function; milliseconds of each call, from an idle device to its result, are added to ``times``."""
+    """Wrap a function: add the milliseconds of each call, from an idle device to its result, to ``times``."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         synchronize(device)

@@ -30,9 +30,8 @@ from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.shapes import SHAPES, Acceptance, Costs, ShapeChooser, first_shape
-from eagle_slim.runtime.tune import whole_from
 
-from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import RandomModel, compile_ahead, fill, run_chosen
 from benchmarks.shared.drawn_nodes import draw_ranks
 from benchmarks.shared.timing import machine

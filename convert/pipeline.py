@@ -318,7 +318,6 @@ def _rank(
         offline=options.offline,
         count=count,
         say=say,
-        target=None if inputs.target is None else inputs.target.name,
         sizes=[size for size in sizes if isinstance(size, int)],
     )
 
@@ -363,8 +362,9 @@ def _manifest(
     """Make the manifest as far as it is known before anything is written."""
     head, coverage, warnings = inputs.head, None, [*inputs.head.warnings]
     tokenizer = None if inputs.tokenizer is None else provenance.describe_tokenizer(inputs.tokenizer)
-    if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
-        tokenizer = dict(ranking.recorded_tokenizer)
+    ranked = ranked_manifest(head)
+    if tokenizer is None and ranked is not None and ranking is not None and options.vocabulary.is_default:
+        tokenizer = ranked.tokenizer
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:
@@ -374,7 +374,6 @@ def _manifest(
             report, note = measured
             warnings += report.warnings
             coverage = {**report.to_json(), "shown": list(report.shown), "note": note}
-    ranked = ranked_manifest(head)
     # The target of an artifact was at hand when the artifact was made, or this stands among its warnings.
     if inputs.target is None and (ranked is None or NOT_COMPARED in ranked.warnings):
         warnings.append(NOT_COMPARED)

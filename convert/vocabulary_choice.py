@@ -90,15 +90,13 @@ class Ranking:
         tokenizer: of the target, or None for a token map alone.
         counts: that made the order; None for a token map or id order.
         measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
-        recorded_tokenizer: where the order is the head's own, the tokenizer part of its manifest.
     """
 
     head: DraftHead
     request: VocabRequest
     tokenizer: LoadedTokenizer | None
-    counts: TokenCounts | None
-    measured: tuple[TokenCounts, str] | None
-    recorded_tokenizer: Mapping[str, Any] | None = None
+    counts: TokenCounts | None = None
+    measured: tuple[TokenCounts, str] | None = None
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
         """Cut a vocabulary of a size, or the smallest that covers a share of the text; of all ids for None and None."""
@@ -174,7 +172,6 @@ def make_ranking(
     offline: bool,
     count: Count,
     say: Say,
-    target: str | None = None,
     sizes: Sequence[int] = (),
 ) -> Ranking:
     """Read or count what a request names, once for all sizes.
@@ -183,7 +180,6 @@ def make_ranking(
         embedded: whether the head is the built-in one, which has counts of its own.
         offline: refuse to fetch the default dataset.
         count: counts text.
-        target: name of the target that was looked at for a tokenizer, if any.
         sizes: that will be cut; those that cannot be are refused before text is counted.
 
     Raises:
@@ -192,25 +188,20 @@ def make_ranking(
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         if request.weights:
-            raise UsageError(
-                "--weights gives sources of counts a share, and an artifact is cut by its own ranks.\nGive --counts."
-            )
+            raise UsageError("--weights is for counts, and an artifact is cut by its own ranks.\nGive --counts.")
         say("vocabulary: the rank order in the head's own manifest")
         if tokenizer is None:
             assert manifest.rank_order_ids is not None
             forced = tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
             request = replace(request, force_ids=forced + request.force_ids)
-        return Ranking(head, replace(request, token_map=manifest.ranks), tokenizer, None, None, manifest.tokenizer)
+        return Ranking(head, replace(request, token_map=manifest.ranks), tokenizer)
     if tokenizer is None and (request.token_map is None or request.force_added == "all"):
         why = "the vocabulary cannot be ranked without one"
         if request.token_map is not None:
             why = "--force-added all keeps its added tokens"
-        advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
-        if target is not None:
-            advice = f"The target {target} has none beside it: name one with --tokenizer."
-        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\n{advice}")
+        raise UsageError.at(head.location, f"no tokenizer is at hand, and {why}.\nName one with --tokenizer.")
     if request.token_map is not None or request.order is not None:
-        return Ranking(head, request, tokenizer, None, None)
+        return Ranking(head, request, tokenizer)
     assert tokenizer is not None
     if request.is_default and embedded:
         say("vocabulary: built-in counts of text that SmolLM2-135M-Instruct wrote itself (9.4 M tokens)")
@@ -222,23 +213,19 @@ def make_ranking(
     else:
         sources = request.corpus
         if not sources and offline:
-            raise UsageError(
-                f"no vocabulary is given, and the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}, which "
-                "--offline forbids.\nGive --counts, --token-map, --order or a local --dataset."
-            )
+            advice = "Give --counts, --token-map, --order or a local --dataset."
+            raise UsageError(f"--offline forbids the default vocabulary, counts of {DEFAULT_DATASET_NOTE}.\n{advice}")
         if not sources:
             sources = (default_corpus(),)
             say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
         mixed_weights({source.name: source.weight for source in sources}, request.weights)
-        by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None), tokenizer, None, None)
+        by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None), tokenizer)
         for size in sizes:
             by_id.cut(size)
         counts = count(sources, tokenizer)
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
-        raise MismatchError(
-            f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
-            "they were made with another tokenizer.\nCount with the target's own."
-        )
+        problem = f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows"
+        raise MismatchError(f"{problem}: they were made with another tokenizer.\nCount with the target's own.")
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)
 

@@ -15,7 +15,6 @@ the first one-slot configuration tuned for the head, else the derived one.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -248,42 +247,6 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
         print(f"  {trial.name:40s} {shown}", flush=True)
 
 
-def whole_from(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from ``least`` on."""
-
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-        return number
-
-    return parse
-
-
-def output_file(text: str) -> Path:
-    """Parse the path of a file that can be written."""
-    try:
-        check_output(Path(text), "this option")
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
-
-
-def check_output(path: Path, option: str) -> None:
-    """Raise `UsageError` unless a file can be written; missing folders would be made.
-
-    ``option``: how to name another one.
-    """
-    place = path
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-        raise UsageError(f"{path} cannot be written. Name a file in a folder of yours with {option}.")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the tuner; `--help` lists the options."""
     parser = argparse.ArgumentParser(
@@ -292,9 +255,9 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("shapes", type=Path, help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
-    parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
+    parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
-    parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
+    parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
     try:
         run(parser.parse_args(argv))
     except EagleSlimError as error:
@@ -310,7 +273,10 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
     cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
-    check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
+    try:
+        cache.save()
+    except OSError as error:
+        raise UsageError(f"{cache.path} cannot be written ({error}). Name another file with --out.") from error
 
     def left() -> float:
         return float(args.budget - (time.perf_counter() - started))

@@ -1,16 +1,41 @@
-"""What the command lines of all benchmarks share: rows chosen by name, the GPU, and results."""
+"""Command lines of benchmarks: rows chosen by name, the GPU, and results."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.runtime.tune import output_file
+
+
+def whole_from(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``least`` on."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return number
+
+    return parse
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file that can be written; missing folders will be made."""
+    path = place = Path(text)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written. Name a file in a folder of yours.")
+    return path
 
 
 class Command(argparse.ArgumentParser):
@@ -28,7 +53,7 @@ class Command(argparse.ArgumentParser):
         self.add_argument("--out", type=output_file, help="write the result here, as JSON")
 
     def chosen(self, args: argparse.Namespace) -> list[str]:
-        """The names that ``--rows`` matches, of which ``--list`` makes an end; ends the program where there is none."""
+        """Return the names that ``--rows`` matches; ends the program after ``--list``, and where there is none."""
         try:
             names = [name for name in self._rows or () if re.search(args.rows, name)]
         except re.error as error:

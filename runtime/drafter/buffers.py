@@ -27,8 +27,9 @@ BLANK = {
 """The outputs, with their values for inactive slots."""
 INPUTS = (
     "new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "keys", "values", "tables",
+    "tails",
 )  # fmt: skip
-"""Fields that drafters of different trees can share."""
+"""Fields that drafters of different trees share. Launch parameters do not depend on the tree, so tails lie alike."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,14 +122,11 @@ class BufferedDrafter:
         shape = (slots, self.tree.new_tokens_width, cfg.feature_width)
         self.features = torch.zeros(shape, dtype=self.head.dtype, device=device)
         """[slots, 16 or more, feature_width]: features of the last step's tokens, written by whoever commits them."""
-        self.error = self._error_word()
+        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=device))
+        self.error = barrier[ERROR : ERROR + 1]
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""
         # Built before capture.
         _ = self.head.kv_projection
-
-    def _error_word(self) -> Tensor:
-        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=self.head.device))
-        return barrier[ERROR : ERROR + 1]
 
     @property
     def waits(self) -> bool:
@@ -149,8 +146,8 @@ class BufferedDrafter:
     def of_bound(self, tree: TreeConfig) -> BufferedDrafter:
         """Return a drafter of trees up to ``tree``, of another ``top_k``, over the same features, inputs and KV cache.
 
-        It has outputs, a workspace and a compiled kernel of its own. Raises `UsageError` for a tree of more KV rows or
-        longer paths than there is room for.
+        It has outputs, a workspace and a compiled kernel of its own, and the same ``error``. Raises `UsageError` for a
+        tree of more KV rows or longer paths than there is room for.
         """
         cfg = self.cfg.with_tree(tree)
         if cfg.tree_rows > self.cfg.tree_rows or tree.new_tokens_width > self.cfg.tree.new_tokens_width:
@@ -158,11 +155,8 @@ class BufferedDrafter:
         other, params = copy(self), None if self.weights.packed is None else self.weights.packed.launches(cfg)[0]
         other.tree, other.cfg = tree, cfg
         other.bufs = Buffers.allocate(cfg, self.head, params, {name: getattr(self.bufs, name) for name in INPUTS})
-        if (tails := self.bufs.tails) is not None and other.bufs.tails is not None:
-            # The rows that joined lie as each kernel reads them.
-            tails = replace(other.bufs.tails, ranks=tails.ranks, ids=tails.ids, sizes=tails.sizes)
-            other.bufs = replace(other.bufs, tails=tails)
-        other.error = other._error_word()
+        if params is not None:
+            other.bufs.workspace["barrier"] = self.bufs.workspace["barrier"]
         return other
 
     def clear_error_(self) -> None:

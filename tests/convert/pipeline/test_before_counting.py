@@ -19,10 +19,9 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors.torch import load_file, save_file
-from support.conversion import BY_ID, convert
+from support.conversion import convert
 from support.heads import (
     HIDDEN,
     TOKENS,
@@ -75,17 +74,6 @@ class TestDryRun:
         assert warnings_of(dry) == warnings_of(real)
         told = {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
         assert told == set(warnings_of(real))
-
-
-class TestAdvice:
-    def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
-        for path in target.glob("tokenizer*"):
-            path.unlink()
-        with raises(UsageError, option="--tokenizer") as caught:
-            convert(
-                write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
-            )
-        assert "--target" not in str(caught.value)
 
 
 NO_TORCH = """
