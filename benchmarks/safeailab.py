@@ -86,7 +86,7 @@ def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature
 
 
 def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> Callable[..., Any]:
-    """The same function; milliseconds of each call, from an idle device to its result, are added to ``times``."""
+    """Wrap a function: add the milliseconds of each call, from an idle device to its result, to ``times``."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         synchronize(device)

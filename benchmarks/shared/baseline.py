@@ -1,4 +1,4 @@
-"""The same draft with PyTorch's own operations: cuBLAS products, SDPA, `torch.topk`; eager or as one CUDA graph.
+"""Draft with PyTorch's own operations (cuBLAS, SDPA, `torch.topk`), eager or as one CUDA graph.
 
 This is what a careful engineer can do without writing a kernel: everything stays on the device, shapes are fixed, the
 extend pass goes past attention with one row only, query heads of one kv head share a row block so that SDPA needs no

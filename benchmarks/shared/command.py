@@ -1,4 +1,4 @@
-"""What the command lines of all benchmarks share: rows chosen by name, the GPU, and results."""
+"""Command lines of benchmarks: rows chosen by name, the GPU, and results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Command(argparse.ArgumentParser):
         self.add_argument("--out", type=output_file, help="write the result here, as JSON")
 
     def chosen(self, args: argparse.Namespace) -> list[str]:
-        """The names that ``--rows`` matches, of which ``--list`` makes an end; ends the program where there is none."""
+        """Return the names that ``--rows`` matches; ends the program after ``--list``, and where there is none."""
         try:
             names = [name for name in self._rows or () if re.search(args.rows, name)]
         except re.error as error:

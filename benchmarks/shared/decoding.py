@@ -1,8 +1,7 @@
 """Decoders over random targets and heads of known dimensions, their steps as generation runs them, and drawn verdicts.
 
-A target's time does not depend on its weights' values, so random ones tell what a step costs of a model that is not at
-hand. What they cannot tell is how many drafted tokens are accepted: see `drawn_verdicts`. All that benchmarks need of
-the decoder's insides is here.
+A target's time does not depend on its weights' values, so random ones give the cost of a step. Accepted lengths are
+drawn (`drawn_verdicts`). All that benchmarks need of the decoder's insides is here.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
 
 
 class StepsRun(NamedTuple):
-    """A run of steps: the wall clock's milliseconds of one, tokens that all sequences gained, and steps of them all."""
+    """A run of steps: wall-clock milliseconds of one, tokens that all sequences gained, and their steps."""
 
     step_ms: float
     tokens: int
@@ -288,15 +287,11 @@ def run_chosen(decoder: Decoder, chooser: ShapeChooser, num_active: int, context
 
     def read(step: int) -> int:
         events[step + 1].synchronize()
-        found = 0
-        for row in values[step].tolist()[:-1]:
-            if row[0] > 0:
-                found += row[0]
-                first = RECORD_HEAD + width + 1
-                chooser.see(shapes[step], row[first : first + row[0] - 1])
+        rows, first = [row for row in values[step].tolist()[:-1] if row[0] > 0], RECORD_HEAD + width + 1
+        chooser.see(shapes[step], [row[first : first + row[0] - 1] for row in rows])
         if pauses[step] == pauses[step + 1]:
             chooser.time(shapes[step], places, context, events[step].elapsed_time(events[step + 1]))
-        return found
+        return sum(row[0] for row in rows)
 
     for step in range(steps):
         shape = chooser.next(places, context)

@@ -25,7 +25,7 @@ THRESHOLDS = Path(__file__).parents[1] / "gates.json"
 
 @dataclass(frozen=True)
 class MicroGates:
-    """What the micro gates measure, how much worse than its reference each may be, and the references by device.
+    """Shape that the micro gates measure, their tolerances, and the references by device.
 
     ``model`` is the full gates', too. ``tolerances``: gate to a share of its reference; a gate is a phase of a step, or
     "attention at" a number of tokens. ``references``: device name to {"ratios": {gate: ratio}, and what was measured

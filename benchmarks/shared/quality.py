@@ -1,4 +1,4 @@
-"""How far a 16-bit forward is from a float32 one of the same weights, over real text: ours beside transformers' own.
+"""KL divergence of 16-bit forwards from a float32 one of the same weights, over real text: ours and transformers'.
 
 Ours twice: the forward of a prompt, and whole steps over trees, in which a logits processor has the text chosen, token
 by token, and each token is chosen by the logits of the node before it. All are compared at the same positions.

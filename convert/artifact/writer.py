@@ -5,7 +5,6 @@ The file is, byte for byte, what `safetensors.torch.save_file` writes.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +60,7 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
 
     `size_bytes`; `header_sha256`, of the bytes before the first tensor's data; `tensors`, the SHA-256 of each by name.
 
-    Each piece is hashed in the mapped file by a second thread while those after it are written.
+    Each tensor is hashed in the mapped file by another thread while those after it are written.
 
     Raises:
         ValueError: a plan yielded another number of bytes than it declared.
@@ -70,20 +69,18 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
     order = list(LONG_NAMES)
     plans = sorted(plans, key=lambda plan: (-order.index(plan.dtype), plan.name))
     header = header_bytes(plans, metadata)
-    digests = {plan.name: hashlib.sha256() for plan in plans}
-    with path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
+    hashing = {}
+    with path.open("xb") as file, ThreadPoolExecutor(2) as pool:
         file.write(header)
         file.truncate(len(header) + sum(plan.size_bytes for plan in plans))
         file.flush()
         written = SafetensorsFile(path)
         for plan in plans:
-            mapped, end = written.array(plan.name).reshape(-1), 0
-            for piece in plan.pieces():
-                begin, end = end, end + file.write(piece.reshape(-1).data)
-                file.flush()
-                hashing.submit(digests[plan.name].update, mapped[begin:end].data)
-            if end != plan.size_bytes:
-                raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {end}")
+            num_bytes = sum(file.write(piece.reshape(-1).data) for piece in plan.pieces())
+            if num_bytes != plan.size_bytes:
+                raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {num_bytes}")
+            file.flush()
+            hashing[plan.name] = pool.submit(sha256_of, written.array(plan.name).reshape(-1).data)
         os.fsync(file.fileno())
-    tensors = {name: digest.hexdigest() for name, digest in digests.items()}
+    tensors = {name: digest.result() for name, digest in hashing.items()}
     return {"size_bytes": written.size_bytes, "header_sha256": sha256_of(header), "tensors": tensors}
