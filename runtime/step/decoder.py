@@ -35,7 +35,7 @@ from ..launches import count_launches, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import KVCache, Target
-from ..target.kernels.attention import REACH
+from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
 from .checks import Checks, checks_wanted
