@@ -223,9 +223,7 @@ def plan_conversion(
 
 def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     """Open a head, and of target and tokenizer what its conversion needs."""
-    source = open_head_source(
-        name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
-    )
+    source = open_head_source(name, options.revision, options.offline, options.subfolder)
     is_builtin = name is None
     if is_builtin:
         say(f"head: built-in {EMBEDDED_HEAD_NAME}")
@@ -242,7 +240,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         raise UsageError.at(head.location, f"{problem}.\nName it with --target.")
     opened = None
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
-        opened = targets.open_target(choice, options.target_revision, options.offline)
+        opened = targets.open_target(choice.name, options.target_revision, options.offline)
         targets.check_head_fits(head, opened)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
