@@ -63,7 +63,6 @@ Examples:
 @click.option("--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover (0.99).")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
-@click.option("--weights-file", metavar="NAME", help="Weights file of HEAD, if there are several.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")

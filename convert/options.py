@@ -36,7 +36,6 @@ class ConvertOptions:
         vocabulary: where the ranking comes from.
         target: folder or Hub repository. Default: what the head's files name, else the table of public heads.
         tokenizer: folder, tokenizer.json or Hub repository; default the target's.
-        weights_file: name of the file with the head's weights, where its folder holds several.
         revision, target_revision: branch, tag or commit on the Hub.
         subfolder: where in the folder or repository the head is, such as "eagle3".
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
@@ -56,7 +55,6 @@ class ConvertOptions:
     vocabulary: VocabRequest = field(default_factory=VocabRequest)
     target: str | Path | None = None
     tokenizer: str | Path | None = None
-    weights_file: str | None = None
     revision: str | None = None
     subfolder: str | None = None
     target_revision: str | None = None

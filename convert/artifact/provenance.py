@@ -30,8 +30,6 @@ def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> di
     found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
     if source.subfolder:
         found["subfolder"] = source.subfolder
-    if source.weights_file:
-        found["weights_file"] = source.weights_file
     return found if d2t_form == "auto" else {**found, "d2t_form": d2t_form}
 
 
@@ -114,16 +112,16 @@ def open_original(manifest: Manifest, given: str | None = None, offline: bool = 
     Returns:
         None where the head was a local folder and none is given.
     """
-    where: dict[str, Any] = {key: manifest.head.get(key) for key in ("subfolder", "weights_file")}
+    subfolder = manifest.head.get("subfolder")
     reading: dict[str, Any] = {
         "d2t_form": manifest.head.get("d2t_form", "auto"),
         "tap_layers": manifest.tap_layers or None,
     }
     if given is not None:
-        return open_head(open_head_source(given, offline=offline, **where), **reading)
+        return open_head(open_head_source(given, offline=offline, subfolder=subfolder), **reading)
     name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
     if name is not None:
-        return open_head(open_head_source(name, revision=revision, offline=True, **where), **reading)
+        return open_head(open_head_source(name, revision, offline=True, subfolder=subfolder), **reading)
     return open_head(None, **reading) if manifest.head.get("name") == EMBEDDED_HEAD_NAME else None
 
 

@@ -42,7 +42,7 @@ def choose_weights(names: list[str], where: str) -> str:
     raise CheckpointError.at(
         where,
         f"no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}. {found}\n"
-        "Of a head, --weights-file names another, --subfolder a sub-folder; shards need their index file.",
+        "Keep one of several files; name a sub-folder of a head with --subfolder; shards need their index file.",
     )
 
 
