@@ -54,8 +54,6 @@ class OpenedHead:
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target; None where the head does not name it."""
-    coverage: Mapping[str, Any] | None = None
-    """Coverage of held-out text as the manifest records it (JSON form of a `CoverageReport`)."""
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
@@ -152,7 +150,7 @@ def open_any_head(
         return OpenedHead(
             head.head, head.manifest.rank_order_ids, head.manifest.num_forced, head.tokenizer_hash,
             target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
-            coverage=head.manifest.coverage, target_folder=target.get("name"), folder=head.folder, offline=offline,
+            target_folder=target.get("name"), folder=head.folder, offline=offline,
         )  # fmt: skip
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.convert.vocabulary_choice import Ranking, VocabRequest, make_ranking
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from numpy.typing import NDArray
 
 from ..errors import NothingToFollowError, UsageError
 from ..loading import OpenedHead
@@ -64,31 +62,6 @@ class Candidate:
         names = ("size", "draft_vocab", "draft_bytes", "follow", "follow_rows", "head")
         tree = dict(zip(("depth", "top_k", "total_tokens"), self.tree, strict=True))
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
-
-
-@dataclass(frozen=True)
-class CoverageCurve:
-    """Share of tokens inside a draft vocabulary, against its size: both sequences of one length."""
-
-    name: str
-    sizes: tuple[int, ...]
-    covered: tuple[float, ...]
-
-    @classmethod
-    def of_answers(cls, rank_order: NDArray[np.int64], token_ids: Sequence[int]) -> CoverageCurve:
-        """Measure the share of tokens that is among the first N ids of a ranking, for N from 64 to all of them."""
-        rank = np.full(max(int(rank_order.max()), max(token_ids, default=0)) + 1, len(rank_order), dtype=np.int64)
-        rank[rank_order] = np.arange(len(rank_order))
-        ranks = np.sort(rank[np.asarray(token_ids, dtype=np.int64)])
-        sizes = np.unique(np.geomspace(min(64, len(rank_order)), len(rank_order), 48).round().astype(np.int64))
-        covered = np.searchsorted(ranks, sizes, side="left") / max(len(ranks), 1)
-        return cls("these answers", tuple(sizes.tolist()), tuple(np.round(covered, 6).tolist()))
-
-    @classmethod
-    def of_held_out(cls, coverage: Mapping[str, Any]) -> CoverageCurve:
-        """Take the last source's curve (the mean, where there are several) from the JSON of a `CoverageReport`."""
-        source = coverage["sources"][-1]
-        return cls(f"{source['name']} ({source['part']})", tuple(coverage["sizes"]), tuple(source["coverage"]))
 
 
 @dataclass(frozen=True)
@@ -160,16 +133,6 @@ class RankedHead:
         if refusal is not None and not any(each.follow for each in found):
             raise refusal
         return found
-
-    def curves(self, token_ids: Sequence[int]) -> list[CoverageCurve]:
-        """Return the coverage of tokens, and of held-out text: measured, or else as the manifest records it."""
-        measured, curves = None, []
-        if self.ranking is not None:
-            ranked = self.ranking.cut(None)
-            curves.append(CoverageCurve.of_answers(ranked.target_ids, token_ids))
-            measured = self.ranking.coverage(ranked)
-        recorded = self.opened.coverage if measured is None else measured[0].to_json()
-        return curves if recorded is None else [*curves, CoverageCurve.of_held_out(recorded)]
 
     def _named(self, model: SpeculativeModel) -> Candidate:
         target_vocab, size = int(model.target.text_config.vocab_size), f"{model.draft_vocab:,}"

@@ -15,7 +15,7 @@ from eagle_slim.convert.atomic import atomic_directory
 from eagle_slim.vocab_tools.coverage import aligned
 
 from ..api.stats import GenerationStats
-from .candidates import PLAIN, Candidate, CoverageCurve
+from .candidates import PLAIN, Candidate
 from .options import MARKER, CompareOptions
 from .statistics import Estimate, Measured, Timings, measure, ratio
 
@@ -152,7 +152,6 @@ class Comparison:
 
     rows: Sequence[Row]
     """The figures of each candidate, mode, batch size and category."""
-    curves: Sequence[CoverageCurve]
     setup: Mapping[str, Any]
     """What was compared, on which device and how."""
     recommendations: Sequence[Advice]
@@ -180,12 +179,11 @@ class Comparison:
             (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the answers as plain values: setup, rows, coverage curves, advice."""
+        """Return everything but the answers as plain values: setup, rows, advice."""
         return {
             "setup": self.setup,
             "is_complete": self.is_complete,
             "rows": [row.to_json() for row in self.rows],
-            "coverage": [asdict(curve) for curve in self.curves],
             "recommendations": [asdict(each) for each in self.recommendations],
         }
 

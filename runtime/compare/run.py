@@ -63,10 +63,8 @@ def compare(
     candidates = [Candidate(PLAIN, PLAIN, models[0]), *find_candidates(heads, options, say)]
     run = Run(prompts, candidates, options, progress)
     answers = run.answer_all()
-    tokens = [token for each in answers if each.candidate == PLAIN for row in each.token_ids for token in row]
-    curves = heads[0].curves(tokens)
     rows = build_rows(candidates, options, answers)
-    return Comparison(rows, curves, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
+    return Comparison(rows, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
 
 
 def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:

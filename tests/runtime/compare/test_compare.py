@@ -13,7 +13,7 @@ import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
-from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, CoverageCurve
+from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import EagleSlimError, NothingToFollowError, PromptError, UsageError
@@ -50,16 +50,6 @@ def drafted(result: Comparison) -> list[Candidate]:
 
 def counts(result: Comparison) -> dict[tuple[str, str], int]:
     return {(row.label, row.category): row.num_answers for row in result.rows}
-
-
-def test_coverage_of_answers() -> None:
-    ranked = np.concatenate([[500, 3], np.setdiff1d(np.arange(600), [500, 3])])
-    curve = CoverageCurve.of_answers(ranked[:100], [500, 3, 599, 3])
-    assert (curve.sizes[0], curve.sizes[-1]) == (64, 100)
-    assert set(curve.covered) == {0.75}
-    late = CoverageCurve.of_answers(ranked, [500, int(ranked[299]), int(ranked[299]), int(ranked[599])])
-    expected = [0.25 if size < 300 else 0.75 if size < 600 else 1.0 for size in late.sizes]
-    assert list(late.covered) == expected
 
 
 def test_where_the_target_promises_it_a_difference_is_an_error(
@@ -120,7 +110,6 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     assert setup["dtype"] == "float32"
     assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
     assert (setup["heads"], setup["batches"]) == (["head"], [1])
-    assert [curve.name for curve in result.curves] == ["these answers"]
 
 
 def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path) -> None:
