@@ -274,11 +274,14 @@ class SpeculativeModel:
         followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
         return self._with_drafter(followed, self.is_tree_sized)
 
-    def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
+    def with_tree(self, tree: TreeConfig | None) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
 
-        Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
+        None: each step chooses its tree (`step.shapes`), up to that of this model. Raises `UsageError` for a tree that
+        needs more children than the draft vocabulary has.
         """
+        if tree is None:
+            return self._with_drafter(self.drafter, is_tree_sized=True)
         if not isinstance(tree, TreeConfig):
             raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)

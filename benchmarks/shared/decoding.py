@@ -287,15 +287,11 @@ def run_chosen(decoder: Decoder, chooser: ShapeChooser, num_active: int, context
 
     def read(step: int) -> int:
         events[step + 1].synchronize()
-        found = 0
-        for row in values[step].tolist()[:-1]:
-            if row[0] > 0:
-                found += row[0]
-                first = RECORD_HEAD + width + 1
-                chooser.see(shapes[step], row[first : first + row[0] - 1])
+        rows, first = [row for row in values[step].tolist()[:-1] if row[0] > 0], RECORD_HEAD + width + 1
+        chooser.see(shapes[step], [row[first : first + row[0] - 1] for row in rows])
         if pauses[step] == pauses[step + 1]:
             chooser.time(shapes[step], places, context, events[step].elapsed_time(events[step + 1]))
-        return found
+        return sum(row[0] for row in rows)
 
     for step in range(steps):
         shape = chooser.next(places, context)
