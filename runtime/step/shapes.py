@@ -34,15 +34,15 @@ _FIRST_RATE = 0.6
 """p_1 before anything was seen: that of EAGLE-3 heads on chats."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
 """Widths before anything was seen; of trees with a trained head (SmolLM2-135M, 16,384 rows)."""
-_MODEL_WEIGHT, _CALL_WEIGHT = 16.0, 32.0
+_MODEL_WEIGHT, _CALL_WEIGHT = 8.0, 16.0
 """Observations that count as much as what was taken to be true before them."""
 _SHAPE_WEIGHT, _HOPE = 64.0, 1.2
 """Drafted tokens that count as much as expecting a shape's own; what is hoped beyond, so that it is tried again."""
-_MODEL_MEMORY, _CALL_MEMORY = 4000.0, 256.0
+_MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 """Observations after which an old one counts a third, of the model and of a call."""
 _SWITCH = 1.02
 """Gain from which the shape changes, so that it does not flap."""
-_EVERY = 4
+_EVERY = 8
 """Steps between two choices."""
 _PROBE_SHARE = 0.007
 """Share of the time of plain steps that probes may cost."""
