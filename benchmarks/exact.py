@@ -4,14 +4,14 @@
     python -m benchmarks.exact --seed 0 --episode 17     # one episode again, as a difference names it
     python -m benchmarks.exact --quality [--out benchmarks/results/DATE-h200-quality.json]
 
-The built-in target and head. An episode is a tree (5 to 128 nodes, a chain, one of a random shape, or none: plain
-decoding of several sequences) over a draft vocabulary, with a cache of its own that its calls let grow: one sequence,
-several, 16, and more than there are slots, so that slots are taken over and ever fewer are active; then the next turn
-of one of these, after rows that a slot still holds. Questions are chats, and real text and random ids that end at
-multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an end. Every
-answer is compared with plain decoding of that question alone. One call in four follows a call that was broken off:
-its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode depends on ``--seed`` and its number only;
-each seed begins five variants further, so that several short runs go through all of them.
+The built-in target and head. An episode is a tree (5 to 128 nodes, a chain, one of a random shape, another at every
+step, or none: plain decoding of several sequences) over a draft vocabulary, with a cache of its own that its calls let
+grow: one sequence, several, 16, and more than there are slots, so that slots are taken over and ever fewer are active;
+then the next turn of one of these, after rows that a slot still holds. Questions are chats, and real text and random
+ids that end at multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an
+end. Every answer is compared with plain decoding of that question alone. One call in four follows a call that was
+broken off: its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode depends on ``--seed`` and its
+number only; each seed begins five variants further, so that several short runs go through all of them.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
 Exit status 1 where a token differs, nothing was compared, or the divergence is more than 2% above transformers'.
@@ -33,6 +33,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import BUCKETS
+from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
 
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import compile_ahead
@@ -70,17 +71,41 @@ class BreakingStreamer:
     def end(self) -> None: ...  # noqa: D102
 
 
+class ChangingShapes(ShapeChooser):
+    """Takes another shape for every step, but for runs of plain ones, in an order of its own."""
+
+    def __init__(self, shapes: Sequence[TreeConfig | None], rng: random.Random) -> None:
+        super().__init__(Acceptance(), Costs(1, 1), shapes)
+        self.rng, self.last, self.num_plain = rng, shapes[0], 0
+
+    def next(self, places: int, context: float) -> TreeConfig | None:
+        """Draw a shape; a run of plain steps may be longer than what the drafter takes at a time."""
+        if self.num_plain > 0:
+            self.num_plain -= 1
+            return None
+        self.last = self.rng.choice([shape for shape in self._shapes if shape != self.last])
+        self.num_plain = self.rng.choice((0, 1, 9, 40)) if self.last is None else 0
+        return self.last
+
+    def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
+        """Return False: no step waits for a time."""
+        return False
+
+
 @dataclass(frozen=True)
 class Variant:
-    """Draft vocabulary and tree of an episode: ``tree`` None decodes plainly."""
+    """Draft vocabulary and tree of an episode: ``tree`` None decodes plainly; ``changes``: another at every step."""
 
     rows: str
     tree: TreeConfig | None
+    changes: bool = False
 
     @property
     def name(self) -> str:
         """Name in the counts."""
         tree = self.tree
+        if self.changes:
+            return "a shape for every step"
         return f"depth {tree.depth}, top_k {tree.top_k}, {tree.total_tokens} nodes" if tree else "plain"
 
 
@@ -88,10 +113,11 @@ class Fuzz:
     """Runs episodes, and counts what was compared; ``models`` by what their draft vocabulary is called."""
 
     def __init__(self, models: Mapping[str, SpeculativeModel], pool: Pool, trees: Sequence[TreeConfig], seed: int,
-                 calls: Sequence[tuple[int, int]] = CALLS) -> None:  # fmt: skip
+                 calls: Sequence[tuple[int, int]] = CALLS, only_changing: bool = False) -> None:  # fmt: skip
         self.models, self.pool, self.seed, self.calls = models, pool, seed, calls
         drafted = [Variant(rows, tree) for tree in trees for rows in models]
-        self.variants = [*drafted, Variant(next(iter(models)), None)]
+        changing = [Variant(rows, LARGE, changes=True) for rows in models]
+        self.variants = changing if only_changing else [*drafted, *changing, Variant(next(iter(models)), None)]
         self.tokens = self.reused = self.differing = 0
         self.counts: Counter[str] = Counter()
         self.broken_off: Counter[str] = Counter()
@@ -119,7 +145,9 @@ class Fuzz:
         (variant,) = self.coming(number)
         base = self.models[variant.rows]
         # Another model is another cache, empty and small.
-        model = base.with_tree(variant.tree or base.drafter.tree)
+        model = base.with_tree(None if variant.changes else variant.tree or base.drafter.tree)
+        if variant.changes:
+            model._decoders.new_chooser = lambda shapes: ChangingShapes(shapes, rng)  # type: ignore[method-assign]
         for place, (count, longest) in enumerate(self.calls):
             questions = self.pool.draw(rng, count or rng.randint(2, 15), longest)
             slots = 16 if rng.random() < 0.5 else rng.randint(1, 16)
@@ -197,6 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--sizes", default="full,4096", help="draft vocabularies")
     command.add_argument("--random-trees", type=whole_from(0), default=1, help="trees of random shapes beside the rest")
     command.add_argument("--seed", type=whole_from(0), default=0)
+    command.add_argument("--changing", action="store_true", help="only calls whose every step has another shape")
     command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
     command.add_argument("--quality", action="store_true", help="measure the divergence from float32 instead")
     args = command.parse_args(argv)
@@ -216,7 +245,7 @@ def main(argv: list[str] | None = None) -> None:
     trees = [*TREES, *(random_tree(rng) for _ in range(args.random_trees))]
     models = {s: model if s == "full" else model.with_draft_vocab(int(s)) for s in args.sizes.split(",")}
     pool = Pool(model, read_chats(model), text, args.seed, args.questions)
-    fuzz = Fuzz(models, pool, trees, args.seed)
+    fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)
     compile_ahead(
         "smollm2-135m",
         [(v.tree, slots, models[v.rows].draft_vocab) for v in fuzz.coming(args.episode) if v.tree for slots in BUCKETS],

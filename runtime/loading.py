@@ -128,7 +128,6 @@ def open_any_head(
     offline: bool = False,
     d2t_form: MapForm = "auto",
     tap_layers: Sequence[int] | None = None,
-    subfolder: str | None = None,
 ) -> OpenedHead:
     """Open an artifact, an unconverted head or a public one; None is the head built into the package.
 
@@ -137,7 +136,7 @@ def open_any_head(
     """
     is_embedded = head is None
     if not isinstance(head, (Artifact, DraftHead)):
-        source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
+        source = open_head_source(head, revision=revision, offline=offline)
         if source.manifest is None:
             head = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
         elif tap_layers is not None or d2t_form != "auto":
@@ -178,17 +177,6 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             f"device = {str(device)!r} cannot be computed on ({reason}). Use cpu, cuda or cuda:1, or leave it out."
         ) from error
     return place
-
-
-def read_device_map(device_map: Any, device: str | torch.device | None) -> str | torch.device | None:
-    """Read transformers' ``device_map`` as one device; "auto" is None. Raises `UsageError` for several devices."""
-    if isinstance(device_map, Mapping) and len(device_map) == 1:
-        device_map = next(iter(device_map.values()))
-    if type(device_map) is int:
-        device_map = f"cuda:{device_map}"
-    if device is not None or not isinstance(device_map, (str, torch.device)):
-        raise UsageError("device_map names one device here, as device does: give one of them, and one device.")
-    return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
 
 
 @contextmanager

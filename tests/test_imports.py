@@ -60,7 +60,7 @@ FLOORS = {
     """,
     "runtime": """
         errors
-        launches ops settings tensor_checks
+        launches ops settings
         tree
         target/kernels
         target

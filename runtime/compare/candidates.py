@@ -51,13 +51,18 @@ class Candidate:
         return cls(
             size, size, model, model.draft_vocab, model.drafter.draft_bytes,
             None if weights.follow is None else "prompt", weights.num_joining, head,
-            (tree.depth, tree.top_k, tree.total_tokens),
+            (0, 0, 0) if model.is_tree_sized else (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
     @property
     def is_plain(self) -> bool:
         """Whether it is plain decoding."""
         return not self.draft_vocab
+
+    @property
+    def tree_words(self) -> str:
+        """The tree as depth/top_k/nodes, or "auto"."""
+        return "{}/{}/{}".format(*self.tree) if self.tree[2] else "auto"
 
     def to_json(self) -> dict[str, Any]:
         """Return what identifies it as plain values."""
@@ -206,7 +211,7 @@ def find_candidates(heads: Sequence[RankedHead], options: CompareOptions, say: S
         for cut in head.follow(head.sizes(options.sizes), options, say):
             for tree in options.trees or [head.model.drafter.tree]:
                 shaped = Candidate.of(cut.model.with_tree(tree), cut.size, head.name)
-                shape = ", tree {}/{}/{}".format(*shaped.tree) if len(options.trees or ()) > 1 else ""
+                shape = f", tree {shaped.tree_words}" if len(options.trees or ()) > 1 else ""
                 prefix = f"{head.name}: " if len(heads) > 1 else ""
                 found.append(replace(shaped, label=f"{prefix}{cut.size}{shape}"))
     return found

@@ -38,9 +38,9 @@ def _size(text: str) -> int | str:
     return text if text == "full" else int(text)
 
 
-def _trees(texts: Iterable[str]) -> tuple[TreeConfig, ...] | None:
-    shapes = [tuple(map(int, text.split(","))) for text in texts]
-    return tuple(dict.fromkeys(TreeConfig(depth, top_k, nodes) for depth, top_k, nodes in shapes)) or None
+def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
+    shapes = [None if text == "auto" else TreeConfig(*map(int, text.split(","))) for text in texts]
+    return tuple(dict.fromkeys(shapes)) or None
 
 
 @click.command(
@@ -56,8 +56,9 @@ Examples:
 @model_options
 @click.option("--head", "heads", multiple=True, metavar="HEAD",
               help="Another head of the same target to compare; repeatable.")  # fmt: skip
-@click.option("--tree", "trees", multiple=True, metavar="D,K,N", callback=read_by(_trees, "DEPTH,TOP_K,NODES"),
-              help="Depth, children per node and nodes of a tree; repeatable. Default: 5,10,60.")  # fmt: skip
+@click.option("--tree", "trees", multiple=True, metavar="D,K,N",
+              callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
+              help="Depth, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
               help="JSON lines with `turns`, `messages`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")

@@ -28,7 +28,7 @@ class CompareOptions:
     Attributes:
         sizes: draft vocabularies to compare: numbers of rows, or "full" for all that a head has. None is "full" and the
             powers of two from 32,768 down to 2,048 that a head can be cut to.
-        trees: shapes of the draft tree; None for the shape that the models have.
+        trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
         follow_rows: most ids that join.
         counts: files of `eagle-vocab count`, or counts, to rank by. Without them and a token map, a head is ranked as
@@ -47,7 +47,7 @@ class CompareOptions:
     """
 
     sizes: Sequence[int | Literal["full"]] | None = None
-    trees: Sequence[TreeConfig] | None = None
+    trees: Sequence[TreeConfig | None] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
     follow_rows: int = 512
     counts: Sequence[TokenCounts | str | Path] = ()

@@ -111,7 +111,7 @@ class Run:
         model, drafted, options = self.model, self.candidates[1:], self.options
         device, threads = model.target.device, torch.get_num_threads()
         cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-        trees = ("depth {}, top_k {}, {} nodes".format(*candidate.tree) for candidate in drafted)
+        trees = (candidate.tree_words for candidate in drafted)
         return {
             "target": (model.opened.target_name if model.opened else None) or type(model.target.model).__name__,
             "heads": list(dict.fromkeys(candidate.head for candidate in drafted)),

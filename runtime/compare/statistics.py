@@ -32,7 +32,8 @@ class Timings:
 
     ``draft_s``, ``verify_s``, ``host_s`` float64 [steps]; ``prompt_of_step`` int64 [steps], numbers from 0. By prompt,
     float64 [prompts]: ``accepted``, the tokens that its steps added to answers, and ``passes``, the target passes of
-    its sequences (as many as its steps, unless several share a step). ``nodes``: of the trees, 1 for plain decoding.
+    its sequences (as many as its steps, unless several share a step). ``nodes``: of the trees, 1 for plain decoding, 0
+    where each step chose its tree; such steps have a mean, others a median.
     """
 
     draft_s: NDArray[np.float64]
@@ -100,12 +101,12 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
     for nodes in {each.nodes for each in timings.values()}:
         pool = [each for each in timings.values() if each.nodes == nodes]
         times, prompts = (np.concatenate([getattr(each, n) for each in pool]) for n in ("verify_s", "prompt_of_step"))
-        verify_s[nodes] = _weighted_medians(times, prompts, weights)
+        verify_s[nodes] = _averages(nodes, times, prompts, weights)
     found = {}
     for name, each in timings.items():
         steps = np.bincount(each.prompt_of_step, minlength=num_prompts)
         draft_s, host_s = (
-            _weighted_medians(times, each.prompt_of_step, weights) for times in (each.draft_s, each.host_s)
+            _averages(each.nodes, times, each.prompt_of_step, weights) for times in (each.draft_s, each.host_s)
         )
         accepted, passes, num_steps = (weights @ per_prompt for per_prompt in (each.accepted, each.passes, steps))
         # A resample without a single step of a candidate says nothing about it.
@@ -127,6 +128,17 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
     """Return how many times faster ``one`` is than ``other``, from paired resamples of one `measure`."""
     value = one.tokens_per_s.value / other.tokens_per_s.value
     return Estimate.of(value, one.resampled_tokens_per_s / other.resampled_tokens_per_s, num_prompts, comparisons)
+
+
+def _averages(
+    nodes: int, times: NDArray[np.float64], prompt_of_step: NDArray[np.int64], weights: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the average step of each resample, float64 [1 + resamples]: a mean where steps differ by their trees."""
+    if nodes:
+        return _weighted_medians(times, prompt_of_step, weights)
+    sums, counts = (np.bincount(prompt_of_step, each, weights.shape[1]) for each in (times, np.ones_like(times)))
+    means: NDArray[np.float64] = (weights @ sums) / np.maximum(weights @ counts, 1)
+    return means
 
 
 def _weighted_medians(

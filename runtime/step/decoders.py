@@ -31,7 +31,7 @@ from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, GraphPool, WarmUp, bucket_of, recall
 from .kernels.choice_kernels import ChoiceRules
 from .run_ahead import PartialDecoder
-from .shapes import Acceptance, Costs
+from .shapes import Acceptance, Costs, ShapeChooser
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
@@ -123,6 +123,10 @@ class Decoders:
             "smaller draft_vocab and fewer other programs on the device leave more, too. What this call held is free "
             "again."
         )
+
+    def new_chooser(self, shapes: Sequence[TreeConfig | None]) -> ShapeChooser:
+        """Return what chooses the shape of each step of a call."""
+        return ShapeChooser(self.acceptance, self.costs, shapes)
 
     @property
     def has_graphs(self) -> bool:

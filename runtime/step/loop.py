@@ -59,7 +59,7 @@ class GenerationLoop:
         """The record read last."""
         self.active_sequences = Counter[int]()
         is_chosen = len(plan.shapes) > 1
-        self.chooser = ShapeChooser(decoders.acceptance, decoders.costs, plan.shapes) if is_chosen else None
+        self.chooser = decoders.new_chooser(plan.shapes) if is_chosen else None
         """Chooses the shape of each step; None where all have the plan's."""
         self._free: list[Tensor] = []
         chooses_on_host = plan.rules.host_reason is not None
@@ -280,9 +280,8 @@ class GenerationLoop:
         width = self.decoder.state.new_tokens.shape[1]
         # The root, which is always accepted, has a rank too.
         first = RECORD_HEAD + width + 1
-        for slot in record.sequences:
-            if rows[slot][0] > 0:
-                chooser.see(record.tree, rows[slot][first : first + rows[slot][0] - 1])
+        took_part = [rows[slot] for slot in record.sequences if rows[slot][0] > 0]
+        chooser.see(record.tree, [row[first : first + row[0] - 1] for row in took_part])
         before = self._last
         if before is None or before.ready is None or record.ready is None or self.plan.time_phases:
             return

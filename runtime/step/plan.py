@@ -181,7 +181,7 @@ def _choose_shapes(
     """
     shapes, tree = shapes_up_to(decoders.tree), decoders.tree
     if decoders.eager_reason is not None or not decoders.has_graphs:
-        fixed_for = decoders.eager_reason or f"steps on {target.device.type} are not timed"
+        fixed_for = decoders.eager_reason or "steps are timed on a GPU only; on a CPU speculative=False is often faster"
     elif target.exactness is None and target.dtype != torch.float32:
         fixed_for = "rows are not exact"
     if fixed_for is None:

@@ -34,15 +34,15 @@ _FIRST_RATE = 0.6
 """p_1 before anything was seen: that of EAGLE-3 heads on chats."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
 """Widths before anything was seen; of trees with a trained head (SmolLM2-135M, 16,384 rows)."""
-_MODEL_WEIGHT, _CALL_WEIGHT = 16.0, 32.0
+_MODEL_WEIGHT, _CALL_WEIGHT = 8.0, 16.0
 """Observations that count as much as what was taken to be true before them."""
 _SHAPE_WEIGHT, _HOPE = 64.0, 1.2
 """Drafted tokens that count as much as expecting a shape's own; what is hoped beyond, so that it is tried again."""
-_MODEL_MEMORY, _CALL_MEMORY = 4000.0, 256.0
+_MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 """Observations after which an old one counts a third, of the model and of a call."""
 _SWITCH = 1.02
 """Gain from which the shape changes, so that it does not flap."""
-_EVERY = 4
+_EVERY = 8
 """Steps between two choices."""
 _PROBE_SHARE = 0.007
 """Share of the time of plain steps that probes may cost."""
@@ -54,9 +54,9 @@ class _Rate:
     def __init__(self, memory: float) -> None:
         self._keep, self.hits, self.tries = 1 - 1 / memory, 0.0, 0.0
 
-    def add(self, hit: bool | float, tries: float = 1.0) -> None:
+    def add(self, hits: float, tries: float) -> None:
         keep = self._keep**tries
-        self.hits, self.tries = self.hits * keep + hit, self.tries * keep + tries
+        self.hits, self.tries = self.hits * keep + hits, self.tries * keep + tries
 
     def given(self, prior: float, weight: float) -> float:
         """Estimate the rate from a prior that counts as ``weight`` observations."""
@@ -216,26 +216,30 @@ class ShapeChooser:
         known = learned[level].given(above, _MODEL_WEIGHT) if level < len(learned) else above
         return self._levels[level].given(known, _CALL_WEIGHT) if level < len(self._levels) else known
 
-    def see(self, shape: Shape, ranks: Sequence[int]) -> None:
-        """Take the verdict on one sequence's draft: the rank among its siblings of each accepted node, in order."""
+    def see(self, shape: Shape, verdicts: Sequence[Sequence[int]]) -> None:
+        """Take the verdicts on one step's drafts: of each sequence, the rank of each accepted node, in order."""
         if shape is None:
             return
-        self.num_drafts += 1
-        self.num_accepted += 1 + len(ranks)
+        num_tokens = sum(map(len, verdicts))
+        self.num_drafts += len(verdicts)
+        self.num_accepted += len(verdicts) + num_tokens
         fit = self._learned.fit(shape)
-        expected = self._drafted(shape)
-        fit.seen.add(len(ranks), expected)
+        fit.seen.add(num_tokens, len(verdicts) * self._drafted(shape))
         # Deeper levels of a small tree lack nodes.
         full = shape.depth + 1 if shape.top_k == 1 else min(shape.depth + 1, max(1, shape.total_tokens // 4))
-        for level in range(min(len(ranks) + 1, full)):
-            is_best = level < len(ranks) and ranks[level] == 0
+        for level in range(full):
+            reached = sum(len(ranks) >= level for ranks in verdicts)
+            if reached == 0:
+                break
+            accepted = [ranks[level] for ranks in verdicts if len(ranks) > level]
+            best = accepted.count(0)
             for rates, memory in ((self._learned.levels, _MODEL_MEMORY), (self._levels, _CALL_MEMORY)):
                 if level == len(rates):
                     rates.append(_Rate(memory))
-                rates[level].add(is_best)
-            fit.best.add(is_best)
-            if not is_best and shape.top_k > 1:
-                fit.others.add(level < len(ranks))
+                rates[level].add(best, reached)
+            fit.best.add(best, reached)
+            if shape.top_k > 1:
+                fit.others.add(len(accepted) - best, reached - best)
 
 
 def _width_of(shape: TreeConfig) -> float:

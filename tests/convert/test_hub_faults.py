@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.convert.push import check_push, upload_files
+from eagle_slim.convert.push import upload_files
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools import hub as our_hub
 from huggingface_hub import constants, set_client_factory
@@ -65,19 +65,21 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
     assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(our_hub, "SILENCE_S", 0.3)
-    hub.inject("/api/whoami-v2", Fault(silent=True))
+    hub.inject("/api/repos/create", Fault(silent=True))
     with connected(hub, tmp_path, token="hf_good"):
         try:
             our_hub.limit_silence()
             our_hub.keep_limit()
             with raises_hub_error("unreachable"):
-                check_push("tester/slim")
+                upload_files(tmp_path, ["config.json"], "tester/slim")
             hub.clear_faults()
-            check_push("tester/slim")
+            upload_files(tmp_path, ["config.json"], "tester/slim")
         finally:
             set_client_factory(default_client_factory)
 

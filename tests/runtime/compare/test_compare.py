@@ -118,7 +118,7 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     setup = result.setup
     assert setup["modes"] == {"greedy": {}, "sampled": asdict(sampling)}
     assert setup["dtype"] == "float32"
-    assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
+    assert setup["trees"] == ["2/8/40"]
     assert (setup["heads"], setup["batches"]) == (["head"], [1])
     assert [curve.name for curve in result.curves] == ["these answers"]
 
@@ -163,9 +163,9 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     other = SpeculativeModel.from_pretrained(
         model.target.model, write_head(tmp_path / "other", vocab=VOCAB), tokenizer=model.tokenizer, depth=1, top_k=2
     )
-    trees = (TreeConfig(2, 8, 40), TreeConfig(3, 1, 4))
+    trees = (TreeConfig(2, 8, 40), None)
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
-    labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "3/1/4")]
+    labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "auto")]
     assert len(result.answers) == 5 * (3 + 2)
     assert [(row.label, row.batch, row.num_answers) for row in result.rows if row.category == ALL] == [
         (name, batch, 3 if batch == 1 else 4) for batch in (1, 2) for name in (PLAIN, *labels)
@@ -173,8 +173,7 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     # The second pair is filled up from the beginning, and its prompts are of two categories.
     assert [a.group for a in result.answers if (a.batch, a.candidate) == (2, PLAIN)] == [0, 2]
     assert {row.category for row in result.rows if row.batch == 2} == {ALL, "a"}
-    wide, chain = drafted(result)[:2]
-    assert (chain.tree, chain.draft_bytes) == ((3, 1, 4), wide.draft_bytes * 4 // 3)
+    assert [candidate.tree for candidate in drafted(result)[:2]] == [(2, 8, 40), (0, 0, 0)]
     assert [(each.mode, each.batch) for each in result.recommendations] == [("greedy", 1), ("greedy", 2)]
     assert all(row.num_identical == row.num_answers for row in result.rows)
 

@@ -42,7 +42,7 @@ def made_up(
     options = CompareOptions(modes=("greedy",), max_new_tokens=24)
     setup = {
         "target": "T", "heads": ["</script><b>H"], "target_vocab": 9000, "device": "D", "dtype": "float32",
-        "drafter": "reference", "draft_weights": "fp32", "trees": ["depth 3, top_k 4, 25 nodes"], "num_prompts": 20,
+        "drafter": "reference", "draft_weights": "fp32", "trees": ["3/4/25"], "num_prompts": 20,
         "num_turns": 20, "max_new_tokens": 24, "repeats": 1, "versions": {}, "candidates": list(speeds),
     }  # fmt: skip
     answers = [answer for answer in answers if answer.candidate not in unmeasured]

@@ -6,7 +6,6 @@ import copy
 import logging
 import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,16 +160,6 @@ def test_8_max_time_and_inputs(model: SpeculativeModel) -> None:
     assert 1 <= len(result.token_ids) < 200
 
 
-def test_9_loading_as_transformers_spells_it(tmp_path: Path) -> None:
-    target, head = write_pair(tmp_path)
-    for device_map in ("cpu", "auto", {"": "cpu"}):
-        model = SpeculativeModel.from_pretrained(target, head, dtype=torch.bfloat16, device_map=device_map)
-        assert model.dtype == torch.bfloat16
-        assert device_map == "auto" or model.device.type == "cpu"
-    with raises(UsageError, option="device_map"):
-        SpeculativeModel.from_pretrained(target, head, device_map={"model.layers.0": 0, "lm_head": "cpu"})
-
-
 def test_10_chats_by_vllms_names(chatty: SpeculativeModel) -> None:
     hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "good bye"))
     one = chatty.chat(hello, max_tokens=8)
@@ -210,9 +199,6 @@ def test_13_a_mistyped_option_is_told_what_was_meant(model: SpeculativeModel, na
     with raises(UsageError, option=name) as caught:
         model.generate([3, 4], **{name: 1})
     assert str(caught.value) == f"There is no option {name!r}. Did you mean {meant}?"
-    with raises(UsageError, option="draft_vocabulary") as caught:
-        SpeculativeModel.from_pretrained(draft_vocabulary=3)  # type: ignore[call-arg]
-    assert str(caught.value).endswith("Did you mean draft_vocab?")
     with raises(UsageError, option="qqq") as caught:
         model.generate([3, 4], qqq=1)
     assert str(caught.value).startswith("There is no option 'qqq'.")

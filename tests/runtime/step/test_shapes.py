@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step import loop, plan, shapes
+from eagle_slim.runtime.step import plan, shapes
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -34,16 +34,18 @@ def model_of_any_shape(
         def next(self, places: int, context: float) -> TreeConfig | None:
             return next(self.turns)
 
-        def see(self, shape: TreeConfig | None, ranks: Sequence[int]) -> None:
-            super().see(shape, ranks)
+        def see(self, shape: TreeConfig | None, verdicts: Sequence[Sequence[int]]) -> None:
+            super().see(shape, verdicts)
             if seen is not None:
-                seen.append((shape is not None, len(ranks)))
+                seen.extend((shape is not None, len(ranks)) for ranks in verdicts)
 
         def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
             return False
 
-    monkeypatch.setattr(loop, "ShapeChooser", InTurn)
-    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), depth=3, top_k=4)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), depth=3, top_k=4)
+    own = model._decoders
+    monkeypatch.setattr(own, "new_chooser", lambda found: InTurn(own.acceptance, own.costs, found))
+    return model
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_the_shape_with_the_most_expected_tokens_a_second_is_taken(
     found = chooser(times)
     for _ in range(400):
         shape = found.next(1, 100)
-        found.see(shape, ranks[: 0 if shape is None else shape.depth + 1])
+        found.see(shape, [ranks[: 0 if shape is None else shape.depth + 1]])
     last = [found.next(1, 100) for _ in range(20)]
     assert max(last, key=last.count) == wanted
 
@@ -122,7 +124,7 @@ def test_the_shape_with_the_most_expected_tokens_a_second_is_taken(
 def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again() -> None:
     found = chooser(TIMES)
     for _ in range(300):
-        found.see(found.next(1, 100), [])
+        found.see(found.next(1, 100), [[]])
     drafted = 0
     for _ in range(300):
         shape = found.next(1, 100)
@@ -130,7 +132,7 @@ def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again() -> 
     assert 0 < drafted < 60
     for _ in range(1500):
         shape = found.next(1, 100)
-        found.see(shape, [0] * (0 if shape is None else shape.depth + 1))
+        found.see(shape, [[0] * (0 if shape is None else shape.depth + 1)])
     assert found.next(1, 100) is not None
 
 
