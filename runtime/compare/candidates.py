@@ -105,13 +105,15 @@ def _cut(model: SpeculativeModel, head: str, options: CompareOptions, say: Say) 
     assert model.opened is not None
     ranked = _rank(model, options, say)
     smallest = model.opened.num_forced if ranked is None else ranked.num_forced
-    default = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
+    sizes = options.sizes
+    if sizes is None:
+        sizes = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
     cuts: list[int | DraftVocab | None] = []
-    for size in options.sizes or default:
-        if isinstance(size, str) or size == model.draft_vocab:
+    for size in sizes:
+        if size in ("full", model.draft_vocab):
             cuts.append(None)
         else:
-            cuts.append(size if ranked is None else ranked.prefix(size))
+            cuts.append(int(size) if ranked is None else ranked.prefix(int(size)))
     found, refusal = [], None
     for alone in {each.draft_vocab: each for each in map(model.with_draft_vocab, cuts)}.values():
         size_words = _words(alone.draft_vocab, model)
