@@ -65,7 +65,6 @@ Examples:
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
-@click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")

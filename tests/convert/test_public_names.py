@@ -24,9 +24,8 @@ def test_parameters_of_the_commands_functions():
         assert list(inspect.signature(function).parameters) == ["head", "options", "count", "say"]
     options = inspect.signature(package.ConvertOptions).parameters
     assert list(options) == [
-        "draft_vocab", "coverage", "vocabulary", "target", "tokenizer",
-        "revision", "subfolder", "target_revision", "out", "force", "flavour", "d2t_form",
-        "tap_layers", "gguf", "offline",
+        "draft_vocab", "coverage", "vocabulary", "target", "tokenizer", "revision", "subfolder", "out", "force",
+        "flavour", "d2t_form", "tap_layers", "gguf", "offline",
     ]  # fmt: skip
     verify = inspect.signature(package.verify_artifact).parameters
     assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]
