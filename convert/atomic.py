@@ -20,8 +20,6 @@ from eagle_slim.vocab_tools.files import expand_home
 
 from .errors import OutputError, OutputExistsError
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-
 
 @contextmanager
 def atomic_directory(out: Path | str, force: bool = False, marker: str | None = None) -> Iterator[Path]:
@@ -38,17 +36,16 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
 
     Raises:
         OutputExistsError: as `check_output`.
-        OutputError: the disk refuses, or another run is writing `out`.
+        OutputError: the disk refuses (every OSError of the body counts as such), or another run is writing `out`.
     """
     check_output(out, force, marker)
     out = _real(out)
     new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
-    with _explained(out, new):
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(new, out)
         try:
-            if old.exists() and not os.path.lexists(out):
-                os.rename(old, out)
+            _put_back(old, out)
             shutil.rmtree(old, ignore_errors=True)
             check_output(out, force, marker)
             yield new
@@ -60,23 +57,24 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
             os.rename(new, out)
             _sync(out.parent)
         except BaseException:
-            if old.exists() and not os.path.lexists(out):
-                os.rename(old, out)
+            _put_back(old, out)
             shutil.rmtree(new, ignore_errors=True)
             raise
         finally:
             os.close(lock)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror} ({error.filename or out})"
+        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.") from error
     shutil.rmtree(old, ignore_errors=True)
 
 
 def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
-    """Raise OutputExistsError unless `atomic_directory` with these arguments may write `out`; touches nothing.
+    """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written.
 
-    For a command that wants to refuse before it downloads or computes anything. OutputError where no folder can be made
-    there: below a file, or where writing is not permitted.
+    For a command that wants to refuse before it downloads or computes anything: touches nothing.
     """
     out = _real(out)
-    place = _nearest(out.parent)
+    place = next(path for path in out.parents if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         problem = f"cannot be written: {place} is not a folder that you may write to"
         raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.")
@@ -94,9 +92,10 @@ def _real(path: Path | str) -> Path:
     return Path(os.path.realpath(expand_home(path)))
 
 
-def _nearest(place: Path) -> Path:
-    """Return the path itself, or the nearest of its parents that exists."""
-    return next(path for path in (place, *place.parents) if path.exists())
+def _put_back(old: Path, out: Path) -> None:
+    """Undo the first of the two renames, where the second did not follow."""
+    if old.exists() and not os.path.lexists(out):
+        os.rename(old, out)
 
 
 def _locked(new: Path, out: Path) -> int:
@@ -129,17 +128,3 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _explained(out: Path, new: Path) -> Iterator[None]:
-    """Turn the errors of the output's disk into OutputError; errors about other files pass as they are."""
-    try:
-        yield
-    except OSError as error:
-        paths = [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
-        is_ours = any(path in (out, out.parent) or path.is_relative_to(new) for path in paths)
-        if not is_ours and error.errno not in _DISK_ERRORS:
-            raise
-        problem = f"cannot be written: {error.strerror} ({error.filename or out})"
-        raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.") from error

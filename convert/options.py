@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
@@ -36,8 +35,7 @@ class ConvertOptions:
         vocabulary: where the ranking comes from.
         target: folder or Hub repository. Default: what the head's files name, else the table of public heads.
         tokenizer: folder, tokenizer.json or Hub repository; default the target's.
-        weights_file: name of the file with the head's weights, where its folder holds several.
-        revision, target_revision: branch, tag or commit on the Hub.
+        revision: branch, tag or commit of the head on the Hub.
         subfolder: where in the folder or repository the head is, such as "eagle3".
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
         force: replace an artifact that is there.
@@ -51,15 +49,13 @@ class ConvertOptions:
         UsageError: options that contradict each other, or a value that means nothing.
     """
 
-    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None
+    draft_vocab: DraftVocabSize | list[DraftVocabSize] | tuple[DraftVocabSize, ...] | None = None
     coverage: float | None = None
     vocabulary: VocabRequest = field(default_factory=VocabRequest)
     target: str | Path | None = None
     tokenizer: str | Path | None = None
-    weights_file: str | None = None
     revision: str | None = None
     subfolder: str | None = None
-    target_revision: str | None = None
     out: str | Path | None = None
     force: bool = False
     flavour: Flavour = "default"
@@ -71,9 +67,11 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         given = sum(value is not None for value in (self.draft_vocab, self.coverage))
         if given > 1 or (given == 0 and not self.gguf) or not self.sizes:
-            raise UsageError(
-                "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one, and not both."
-            )
+            problem = "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one"
+            raise UsageError(f"{problem}, and not both.")
+        for size in self.sizes:
+            if size not in (None, "full") and (type(size) is not int or size < 1):
+                raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.")
         if self.coverage is not None:
             check_coverage(self.coverage)
         if self.out == "":
@@ -83,11 +81,9 @@ class ConvertOptions:
     @property
     def sizes(self) -> tuple[DraftVocabSize | None, ...]:
         """Rows of each artifact, in the order given; None where a coverage or the head's manifest tells them."""
-        if self.draft_vocab is None:
-            return (None,)
-        several = isinstance(self.draft_vocab, Iterable) and not isinstance(self.draft_vocab, str)
-        sizes: list[Any] = list(self.draft_vocab) if several else [self.draft_vocab]  # type: ignore[arg-type]  # not a size
-        return tuple(dict.fromkeys("full" if size == "full" else _number_of_ids(size) for size in sizes))
+        if isinstance(self.draft_vocab, list | tuple):
+            return tuple(dict.fromkeys(self.draft_vocab))
+        return (self.draft_vocab,)
 
     def name_of(self, head: str | None, size: DraftVocabSize | None) -> str:
         """Name an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
@@ -103,9 +99,3 @@ class ConvertOptions:
         if self.out is None:
             return Path(name)
         return Path(self.out) / name if len(self.sizes) > 1 else Path(self.out)
-
-
-def _number_of_ids(size: Any) -> int:
-    if isinstance(size, bool) or not isinstance(size, SupportsIndex) or operator.index(size) < 1:
-        raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.")
-    return operator.index(size)

@@ -56,6 +56,7 @@ class Inputs:
         source: where the head came from.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
+        target_layers: its number of decoder layers, where it says.
         lm_head: whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
         tokenizer: of the target, where it is at hand.
         gguf: the GGUF files to write; None for none.
@@ -65,15 +66,11 @@ class Inputs:
     source: ResolvedSource
     choice: targets.TargetChoice | None
     target: targets.Target | None
+    target_layers: int | None
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     gguf: GgufChoice | None
-
-    @property
-    def num_layers(self) -> int | None:
-        """Decoder layers of the target, where it is at hand and says."""
-        return None if self.target is None else self.target.num_layers
 
 
 @dataclass(frozen=True)
@@ -113,9 +110,8 @@ class Conversion:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors, and about as many for each GGUF file."""
-        copies = 1 if self.gguf is None else 1 + len(self.gguf.kinds)
-        return copies * sum(plan.size_bytes for plan in self.tensors)
+        """Bytes of all tensors, GGUF files apart."""
+        return sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """Describe the artifact as `eagle-convert --json` prints it."""
@@ -134,7 +130,7 @@ class Conversion:
         }
 
     def check(self) -> None:
-        """Read every tensor and refuse what writing would: values that are not finite, or overflow a dtype."""
+        """Read every tensor and refuse values that are not finite, or overflow a dtype, as `write` does."""
         for plan in self.tensors:
             deque(plan.pieces(), maxlen=0)
 
@@ -213,7 +209,15 @@ def plan_conversion(
         check_output(folder, options.force, MANIFEST_NAME)
     inputs = _open_inputs(name, options, say)
     sizes = _sizes(inputs.head, options)
-    ranking = _rank(inputs, options, sizes, count, say)
+    request, ranking = options.vocabulary, None
+    if sizes != ("full",):
+        cut = [size for size in sizes if isinstance(size, int)]
+        ranking = make_ranking(
+            inputs.head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline, count=count,
+            say=say, sizes=cut,
+        )  # fmt: skip
+    elif not request.is_default or request.force_ids:
+        say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
     plans = []
     for asked, size, folder in zip(options.sizes, sizes, folders, strict=True):
         vocab = None if ranking is None or size == "full" else ranking.cut(size, options.coverage)
@@ -223,9 +227,7 @@ def plan_conversion(
 
 def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     """Open a head, and of target and tokenizer what its conversion needs."""
-    source = open_head_source(
-        name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
-    )
+    source = open_head_source(name, options.revision, options.offline, options.subfolder)
     is_builtin = name is None
     if is_builtin:
         say(f"head: built-in {EMBEDDED_HEAD_NAME}")
@@ -234,28 +236,26 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
-    if options.target_revision is not None and (choice is None or choice.name is None):
-        raise UsageError(f"--target-revision {options.target_revision}: of no target.\nName one with --target.")
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
         problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
         raise UsageError.at(head.location, f"{problem}.\nName it with --target.")
     opened = None
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
-        opened = targets.open_target(choice, options.target_revision, options.offline)
+        opened = targets.open_target(choice.name, None, options.offline)
         targets.check_head_fits(head, opened)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
-    gguf = None
+    layers, gguf = None if opened is None else opened.num_layers, None
     if options.gguf:
         from .artifact.gguf import choose_gguf
 
-        gguf = choose_gguf(head, options.gguf, None if opened is None else opened.num_layers, tokenizer)
+        gguf = choose_gguf(head, options.gguf, layers, tokenizer)
     lm_head = own_lm_head(head) if head.has_lm_head and head.kind != "eagle" else None
     if needs_rows:
         assert opened is not None
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    return Inputs(head, source, choice, opened, lm_head, tokenizer, is_builtin, gguf)
+    return Inputs(head, source, choice, opened, layers, lm_head, tokenizer, is_builtin, gguf)
 
 
 def _check_options(head: DraftHead, options: ConvertOptions) -> None:
@@ -293,33 +293,13 @@ def _sizes(head: DraftHead, options: ConvertOptions) -> tuple[DraftVocabSize | N
 
 def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOptions) -> bool:
     """Whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
-    if choice.name is None or choice.reason == "given" or options.target_revision is not None:
+    if choice.name is None or choice.reason == "given":
         return True
     request = options.vocabulary
     # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
     ranked = ranked_manifest(head) if request.is_default else None
     is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"
     return request.token_map is None and options.tokenizer is None and not is_ranked
-
-
-def _rank(
-    inputs: Inputs, options: ConvertOptions, sizes: Sequence[DraftVocabSize | None], count: Count, say: Say
-) -> Ranking | None:
-    """Rank the vocabulary; None where only `full` is asked for."""
-    if tuple(sizes) == ("full",):
-        if not options.vocabulary.is_default or options.vocabulary.force_ids:
-            say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
-        return None
-    return make_ranking(
-        inputs.head,
-        options.vocabulary,
-        inputs.tokenizer,
-        embedded=inputs.is_builtin,
-        offline=options.offline,
-        count=count,
-        say=say,
-        sizes=[size for size in sizes if isinstance(size, int)],
-    )
 
 
 def _plan(
@@ -336,19 +316,13 @@ def _plan(
     else:
         assert ids is not None, "a full vocabulary is refused before"
         tensors, config = dflash.plan_tensors(head, lm_head, ids), dflash.slim_config(head, rows)
-    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.num_layers)
+    facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
     findings = conversion_findings(facts)
     manifest = _manifest(inputs, options, ranking, vocab, in_words(findings))
     bytes_before, bytes_after = (bytes_per_draft_step(head, number) for number in (head.draft_vocab, rows))
-    card = model_card(
-        manifest,
-        title=title,
-        rows_before=head.draft_vocab,
-        bytes_before=bytes_before,
-        bytes_after=bytes_after,
-        licence=EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license"),
-        refused={found.engine for found in findings if found.severity == "error"},
-    )
+    licence = EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license")
+    refused = {found.engine for found in findings if found.severity == "error"}
+    card = model_card(manifest, title, head.draft_vocab, bytes_before, bytes_after, licence, refused)
     files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()}
     if vocab is not None:
         files[freq_name(rows)] = freq_bytes(vocab.target_ids)
@@ -391,7 +365,7 @@ def _manifest(
         lm_head=None if inputs.lm_head is None else provenance.describe_lm_head(head, inputs.lm_head),
         tokenizer=tokenizer,
         vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
-        tap_layers=head.taps(inputs.num_layers),
+        tap_layers=head.taps(inputs.target_layers),
         coverage=coverage,
         dropped=provenance.describe_dropped(head),
         warnings=_without_paths([*warnings, *notes], inputs),

@@ -9,7 +9,7 @@ from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained, trouble_of
 
 from .artifact.format import CARD_NAME
 from .artifact.manifest import MANIFEST_NAME, Manifest
-from .errors import ArtifactError, SourceError
+from .errors import ArtifactError
 from .verify.verify import verify_artifact
 
 
@@ -24,11 +24,8 @@ def files_to_upload(folder: Path | str) -> list[str]:
     # What an engine would read by mistake here does not travel, so it spoils nothing there.
     failed = [check for check in verify_artifact(folder, offline=True).failed if check.name != "stray files"]
     if failed:
-        raise ArtifactError.at(
-            folder,
-            f"not uploaded, as the audit fails: {failed[0].name}: {failed[0].detail}\n"
-            "Convert the head again; eagle-verify shows every check.",
-        )
+        problem = f"not uploaded, as the audit fails: {failed[0].name}: {failed[0].detail}"
+        raise ArtifactError.at(folder, f"{problem}\nConvert the head again; eagle-verify shows every check.")
     if (folder / CARD_NAME).is_symlink():
         # It has no checksum: as a link it would carry any file of this machine along.
         raise ArtifactError.at(folder / CARD_NAME, "not uploaded: it is a link.\nPut the file itself there.")
@@ -36,47 +33,14 @@ def files_to_upload(folder: Path | str) -> list[str]:
 
 
 def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
-    """Upload an artifact to a model repository, made if it does not exist, and return its address.
-
-    Args:
-        folder: the artifact. Files that neither its manifest nor its card accounts for stay behind.
-        repo_id: `name/repository`.
-        private: visibility of a new repository; the account's default if None.
-
-    Raises:
-        ArtifactError: as `files_to_upload`; the Hub was not asked.
-        SourceError: no token, no right to write, no connection, or not a repository id.
-    """
+    """Audit an artifact and upload its own files; arguments, result and errors are those of both functions here."""
     return upload_files(Path(folder), files_to_upload(folder), repo_id, private)
 
 
-def check_push(repo_id: str) -> None:
-    """Check write access to a repository of this name without creating anything.
-
-    Raises:
-        SourceError: not a repository id, no token, a token that may only read, or a name of somebody else.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
-
-    with explained(repo_id, purpose="write"):
-        validate_repo_id(repo_id)
-        who = HfApi(library_name=LIBRARY_NAME).whoami()
-    owners = [who["name"], *(org["name"] for org in who.get("orgs") or ())]
-    role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
-    owner = repo_id.partition("/")[0] if "/" in repo_id else who["name"]
-    if owner not in owners or role == "read":
-        reason = "its token may only read" if role == "read" else f"it writes to {', '.join(owners)}"
-        raise SourceError(
-            f"{repo_id}: may not be written with this account: {reason}.\n"
-            "Log in with another token (`hf auth login`, or HF_TOKEN), or choose another name."
-        )
-
-
 def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool | None = None) -> str:
-    """Upload files of a folder to a model repository, made if it does not exist, and return its address.
+    """Upload files of a folder to the model repository `name/repository` and return its address.
 
-    A new repository is as visible as `private` says, or as the account's default.
+    A repository that does not exist is made, as visible as `private` says, or as the account's default.
 
     Raises:
         SourceError: no token, no right to write, no connection, or not a repository id.

@@ -19,7 +19,7 @@ Examples:
 @click.argument("folder", metavar="DIR")
 @click.argument("repo_id", metavar="NAME/REPOSITORY")
 @click.option("--private/--public", default=None, help="Visibility of a new repository; default: your account's.")
-@click.option("--dry-run", is_flag=True, help="Audit, check that the token may write, print the files, and stop.")
+@click.option("--dry-run", is_flag=True, help="Audit, print the files, and stop; the Hub is not asked.")
 @json_option
 @version_option()
 def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json: bool) -> None:
@@ -28,10 +28,9 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     The artifact is audited first, as by `eagle-verify --offline`. Only the files that its manifest names, the manifest
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
-    from .push import check_push, files_to_upload, upload_files
+    from .push import files_to_upload, upload_files
 
     names, artifact = files_to_upload(folder), Path(folder)
-    check_push(repo_id)
     left = sorted({path.name for path in artifact.iterdir()} - set(names))
     warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in left)
     pushed = None

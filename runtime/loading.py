@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,8 +54,6 @@ class OpenedHead:
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target; None where the head does not name it."""
-    coverage: Mapping[str, Any] | None = None
-    """Coverage of held-out text as the manifest records it (JSON form of a `CoverageReport`)."""
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
@@ -128,7 +126,6 @@ def open_any_head(
     offline: bool = False,
     d2t_form: MapForm = "auto",
     tap_layers: Sequence[int] | None = None,
-    subfolder: str | None = None,
 ) -> OpenedHead:
     """Open an artifact, an unconverted head or a public one; None is the head built into the package.
 
@@ -137,7 +134,7 @@ def open_any_head(
     """
     is_embedded = head is None
     if not isinstance(head, (Artifact, DraftHead)):
-        source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
+        source = open_head_source(head, revision=revision, offline=offline)
         if source.manifest is None:
             head = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
         elif tap_layers is not None or d2t_form != "auto":
@@ -152,7 +149,7 @@ def open_any_head(
         return OpenedHead(
             head.head, head.manifest.rank_order_ids, head.manifest.num_forced, head.tokenizer_hash,
             target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
-            coverage=head.manifest.coverage, target_folder=target.get("name"), folder=head.folder, offline=offline,
+            target_folder=target.get("name"), folder=head.folder, offline=offline,
         )  # fmt: skip
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(
@@ -178,17 +175,6 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             f"device = {str(device)!r} cannot be computed on ({reason}). Use cpu, cuda or cuda:1, or leave it out."
         ) from error
     return place
-
-
-def read_device_map(device_map: Any, device: str | torch.device | None) -> str | torch.device | None:
-    """Read transformers' ``device_map`` as one device; "auto" is None. Raises `UsageError` for several devices."""
-    if isinstance(device_map, Mapping) and len(device_map) == 1:
-        device_map = next(iter(device_map.values()))
-    if type(device_map) is int:
-        device_map = f"cuda:{device_map}"
-    if device is not None or not isinstance(device_map, (str, torch.device)):
-        raise UsageError("device_map names one device here, as device does: give one of them, and one device.")
-    return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
 
 
 @contextmanager

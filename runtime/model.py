@@ -11,13 +11,12 @@ targets on a GPU); elsewhere a near-tie can round differently.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ from .drafter.drafter import (
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError, brief, did_you_mean, misfit
+from .errors import AcceptanceWarning, UsageError, brief, misfit
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .settings import TreeConfig
 from .step.decoder import WarmUp
@@ -55,30 +54,10 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
     from transformers import GenerationConfig
-    from typing_extensions import Unpack
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
-
-
-class Loading(TypedDict, total=False):
-    """Further options of `SpeculativeModel.from_pretrained`.
-
-    ``device_map``: a device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None.
-    ``max_model_len``: most tokens of prompt and answer together; None is the model's own limit. ``revision``,
-    ``head_revision``: of the Hub repositories; ``head_subfolder``: of the head. ``tap_layers``, ``d2t_form``: for
-    unconverted heads whose files do not say (`convert.head.open_head`). ``offline``: use only what is on this machine.
-    """
-
-    device_map: Any
-    max_model_len: int | None
-    revision: str | None
-    head_revision: str | None
-    head_subfolder: str | None
-    tap_layers: Sequence[int] | None
-    d2t_form: loading.MapForm
-    offline: bool
 
 
 class SpeculativeModel:
@@ -88,17 +67,10 @@ class SpeculativeModel:
     """Modalities that a pipeline of transformers prints."""
 
     def __init__(
-        self,
-        target: TargetModel,
-        drafter: Drafter,
-        tokenizer: Any | None = None,
-        max_model_len: int | None = None,
-        opened: loading.OpenedHead | None = None,
-        tokenizer_source: str | None = None,
-        tokenizer_hash: str | None = None,
-        is_tree_sized: bool = False,
-        drafter_reason: str = "asked for",
-    ) -> None:
+        self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None,
+        opened: loading.OpenedHead | None = None, tokenizer_source: str | None = None,
+        tokenizer_hash: str | None = None, is_tree_sized: bool = False, drafter_reason: str = "asked for",
+    ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_source = tokenizer_source
         """Hub id or folder that the tokenizer was loaded from; None if it was given as an object, or there is none."""
@@ -117,24 +89,14 @@ class SpeculativeModel:
 
     @classmethod
     def from_pretrained(
-        cls,
-        target: str | Path | nn.Module | None = None,
-        head: str | Path | DraftHead | Artifact | None = None,
-        *,
-        draft_vocab: int | DraftVocab | None = None,
-        follow: str | None = None,
-        follow_rows: int = DEFAULT_FOLLOW_ROWS,
-        depth: int = 5,
-        top_k: int = 10,
-        total_tokens: int | None = None,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str | None = None,
-        drafter: str | DraftFunction = "auto",
-        draft_weights: str = "auto",
-        target_backend: str = "auto",
-        tokenizer: Any | None = None,
-        **more: Unpack[Loading],
-    ) -> SpeculativeModel:
+        cls, target: str | Path | nn.Module | None = None, head: str | Path | DraftHead | Artifact | None = None, *,
+        draft_vocab: int | DraftVocab | None = None, follow: str | None = None, follow_rows: int = DEFAULT_FOLLOW_ROWS,
+        depth: int = 5, top_k: int = 10, total_tokens: int | None = None, dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None, drafter: str | DraftFunction = "auto", draft_weights: str = "auto",
+        target_backend: str = "auto", tokenizer: Any | None = None, max_model_len: int | None = None,
+        revision: str | None = None, head_revision: str | None = None, tap_layers: Sequence[int] | None = None,
+        d2t_form: loading.MapForm = "auto", offline: bool = False,
+    ) -> SpeculativeModel:  # fmt: skip
         """Load a head with its target.
 
         Args:
@@ -158,7 +120,10 @@ class SpeculativeModel:
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
-            more: see `Loading`.
+            max_model_len: most tokens of prompt and answer together; None is the model's own limit.
+            revision, head_revision: of the Hub repositories of target and head.
+            tap_layers, d2t_form: for unconverted heads whose files do not say (`open_head` of the converter).
+            offline: use only what is on this machine.
 
         Raises:
             PairingError: head and target do not belong together; no weights were loaded.
@@ -168,32 +133,21 @@ class SpeculativeModel:
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
-        unknown = sorted(set(more) - set(Loading.__annotations__))
-        if unknown:
-            known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
-            near = did_you_mean(unknown[0], known)
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}")
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
-        offline, revision = read_flag("offline", more.get("offline", False)), more.get("revision")
+        read_flag("offline", offline)
         if tokenizer is not None:
             read_tokenizer(tokenizer)
-        device_map = more.get("device_map")
-        device = device if device_map is None else loading.read_device_map(device_map, device)
         wanted = loading.read_dtype(dtype)
-        model = target if isinstance(target, nn.Module) else None
-        if model is not None:
-            loading.check_loaded(model, wanted, device)
-            place = next(model.parameters()).device
+        if isinstance(target, nn.Module):
+            loading.check_loaded(target, wanted, device)
+            place = next(target.parameters()).device
         else:
             place = loading.choose_device(device)
         check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place, wanted)
-        opened = loading.open_any_head(
-            head, more.get("head_revision"), offline, more.get("d2t_form", "auto"), more.get("tap_layers"),
-            more.get("head_subfolder"),
-        )  # fmt: skip
+        opened = loading.open_any_head(head, head_revision, offline, d2t_form, tap_layers)
         draft_ids = opened.choose(draft_vocab)
         check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
@@ -213,7 +167,7 @@ class SpeculativeModel:
             opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
             draft_ids = opened.choose(draft_vocab)
         loaded_tokenizer = tokenizer_source = tokenizer_hash = None
-        if model is None:
+        if not isinstance(target, nn.Module):
             loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
             tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
@@ -222,7 +176,8 @@ class SpeculativeModel:
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
         check_vocabulary(draft_vocab, tokenizer_hash, name)
-        if model is None:
+        model = target
+        if not isinstance(model, nn.Module):
             model = loading.load_target(location, wanted, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
@@ -233,8 +188,8 @@ class SpeculativeModel:
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
         return cls(
-            wrapped, built, tokenizer or loaded_tokenizer, more.get("max_model_len"), opened, tokenizer_source,
-            tokenizer_hash, total_tokens is None, reason,
+            wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_source, tokenizer_hash,
+            total_tokens is None, reason,
         )  # fmt: skip
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
@@ -296,12 +251,9 @@ class SpeculativeModel:
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
-        if own.packing is None and self.opened is not None:
-            order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
         built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
-        if built.packing is not None and own.packing is not None:
-            is_same = built.stored_dtype == own.stored_dtype
-            built = replace(built, packing=own.packing) if is_same else built
+        if built.packing is not None and own.packing is not None and built.stored_dtype == own.stored_dtype:
+            built = replace(built, packing=own.packing)
         return self._with_drafter(built, self.is_tree_sized, reason)
 
     def _with_drafter(
@@ -388,29 +340,28 @@ class SpeculativeModel:
                 a profiler sees their names, a little slower than whole steps.
             partial_verification: for very long prompts, "exact" lets steps run ahead on a part of the KV cache and
                 returns what passes over all of it confirm: the same output. "lossy" returns what runs ahead as it is.
-            options: what to generate; None leaves each as it is without it:
+            options: what to generate, as in transformers, each an argument or a field of ``generation_config``:
+
+                max_new_tokens: 256 by default, or what ``max_length`` leaves (prompt, with its padding, and answer).
+                do_sample, temperature, top_p, top_k, min_p: greedy unless ``do_sample`` or a temperature above 0 asks
+                    for sampling, whatever the target's own generation configuration says.
+                min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids: default to the
+                    target's own generation configuration.
+                eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
+                    max_time (seconds), return_dict_in_generate.
+
+                Arguments alone:
 
                 attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
-                    in a tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
-                max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
-                do_sample, temperature, top_p, top_k, min_p: as in transformers; greedy unless ``do_sample`` or a
-                    temperature above 0 asks for sampling, whatever the target's own generation configuration says.
+                    in a tensor [prompts, seq], unless it is an end of sequence too.
                 seed: fixes every draw, together with the prompt's place in the call; the output tells it. None draws
-                    one from PyTorch's generator (`torch.manual_seed`, transformers' `set_seed`). A list holds a seed
-                    for each prompt, whose draws then depend on nothing else in the call.
+                    one from PyTorch's generator. A list holds a seed for each prompt, whose draws then depend on
+                    nothing else in the call.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
-                stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
-                    without padding, and with None for scores.
-                eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
-                logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32
-                    [1, vocab]); functions of these alone (`api.sampling`). They are called on the host.
-                generation_config: as in transformers, for what no argument says. Further fields of one, which can be
-                    arguments too: ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``,
-                    ``repetition_penalty``, ``no_repeat_ngram_size``, ``suppress_tokens``, ``bad_words_ids``,
-                    ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills ``sequences``),
-                    ``return_dict_in_generate``. The target's own configuration gives the defaults of those that act
-                    on greedy decoding too (`api.sampling.PENALTIES`).
-                inputs: another name for ``input_ids``.
+                stopping_criteria: callables asked for each prompt by itself, without padding, and with None for scores.
+                logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), functions of these alone
+                    (`api.sampling`), called on the host.
+                ignore_eos: True lets no id end an answer. inputs: another name for ``input_ids``.
                 tokenizer: for text and stop strings, instead of the model's own.
 
         Raises:

@@ -134,11 +134,6 @@ def rank_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return (values - log_sum_exp).clamp(max=0.0), rows
 
 
-def select_frontier(level_scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Choose the nodes to expand next of a level's fp32 [batch, candidates]: scores and indices, best first."""
-    return ranked_topk(level_scores, top_k)
-
-
 def level_offset(level: int, top_k: int) -> int:
     """Return the candidate index of a level's first candidate (level 0: the root's children)."""
     return 0 if level == 0 else top_k + (level - 1) * top_k**2

@@ -38,7 +38,8 @@ FLOORS = {
         counting vocabulary
         count_cli
         ranking token_maps
-        coverage show
+        coverage
+        show
         cli
     """,
     "convert": """
@@ -59,7 +60,7 @@ FLOORS = {
     """,
     "runtime": """
         errors
-        launches ops settings tensor_checks
+        launches ops settings
         tree
         target/kernels
         target

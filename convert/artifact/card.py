@@ -13,15 +13,9 @@ from .manifest import Manifest
 
 
 def model_card(
-    manifest: Manifest,
-    *,
-    title: str,
-    rows_before: int,
-    bytes_before: int,
-    bytes_after: int,
-    licence: str | None,
-    refused: Collection[str] = (),
-) -> str:
+    manifest: Manifest, title: str, rows_before: int, bytes_before: int, bytes_after: int, licence: str | None,
+    refused: Collection[str],
+) -> str:  # fmt: skip
     """Write the text of README.md.
 
     Args:

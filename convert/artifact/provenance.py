@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from ..errors import ConvertError, SourceError
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import LONG_NAMES
-from ..rows.lm_head import LmHead, rows_of_ids
+from ..rows.lm_head import LmHead
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import ResolvedSource, open_head_source
 from .manifest import Manifest
@@ -30,8 +28,6 @@ def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> di
     found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
     if source.subfolder:
         found["subfolder"] = source.subfolder
-    if source.weights_file:
-        found["weights_file"] = source.weights_file
     return found if d2t_form == "auto" else {**found, "d2t_form": d2t_form}
 
 
@@ -114,16 +110,16 @@ def open_original(manifest: Manifest, given: str | None = None, offline: bool = 
     Returns:
         None where the head was a local folder and none is given.
     """
-    where: dict[str, Any] = {key: manifest.head.get(key) for key in ("subfolder", "weights_file")}
+    subfolder = manifest.head.get("subfolder")
     reading: dict[str, Any] = {
         "d2t_form": manifest.head.get("d2t_form", "auto"),
         "tap_layers": manifest.tap_layers or None,
     }
     if given is not None:
-        return open_head(open_head_source(given, offline=offline, **where), **reading)
+        return open_head(open_head_source(given, offline=offline, subfolder=subfolder), **reading)
     name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
     if name is not None:
-        return open_head(open_head_source(name, revision=revision, offline=True, **where), **reading)
+        return open_head(open_head_source(name, revision, offline=True, subfolder=subfolder), **reading)
     return open_head(None, **reading) if manifest.head.get("name") == EMBEDDED_HEAD_NAME else None
 
 
@@ -134,24 +130,3 @@ def folder_beside(artifact: Path, recorded: Mapping[str, Any]) -> Path | None:
         return None
     found = artifact.resolve().parent / name
     return found if found.is_dir() and found != artifact.resolve() else None
-
-
-def original_at_hand(head: DraftHead) -> DraftHead | None:
-    """Find the head that an artifact was slimmed from, if it is on this machine with an LM head of more rows.
-
-    Looked for where `open_original` looks, and, where it was a local folder, under its name beside the artifact. It is
-    taken only if its rows of the artifact's ids are the artifact's rows, value for value.
-    """
-    manifest, ids = head.manifest, head.draft_ids_to_target
-    if manifest is None or head.source is None or ids is None:
-        return None
-    beside = folder_beside(head.source.folder, manifest.head)
-    with contextlib.suppress(ConvertError, SourceError):
-        found = open_original(manifest, None if beside is None else str(beside))
-        if found is None or not found.has_lm_head:
-            return None
-        if found.draft_vocab <= head.draft_vocab or found.dtype_name != head.dtype_name:
-            return None
-        rows, own = found.tensors.rows(names.LM_HEAD, rows_of_ids(found, ids)), head.tensors.get(names.LM_HEAD)
-        return found if rows.shape == own.shape and bool((rows == own).all()) else None
-    return None

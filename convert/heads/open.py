@@ -62,8 +62,8 @@ def open_head(
     # A draft of another kind is called by its name even where its weights have unusual ones.
     config = read_config(source.folder, source.name, source.manifest)
     head_config.refuse_foreign(config, source.name)
-    checkpoint = open_checkpoint(source.folder, weights_file=source.weights_file)
-    if source.manifest is not None and source.weights_file in ("", WEIGHTS_NAME):
+    checkpoint = open_checkpoint(source.folder)
+    if source.manifest is not None:
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
     head = head_from_checkpoint(checkpoint, config, source.name, d2t_form=d2t_form, tap_layers=tap_layers)

@@ -214,13 +214,12 @@ class SourceRows:
         return f"{self.where}: {self.name}: {token}"
 
 
-def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:
+def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Checkpoint:
     """Open the weights in a folder, or one file of weights.
 
     Args:
         path: a folder as `save_pretrained` writes it (`paths.choose_weights` chooses the file), or a file.
         only: names of the tensors that will be wanted; shards that hold none of them need not be there. All, if None.
-        weights_file: name of the file in the folder to open; "" for the usual one.
 
     Raises:
         CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
@@ -230,7 +229,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
         return Checkpoint.of(_open(path))
     if not path.is_dir():
         raise CheckpointError.at(path, "no such folder or file.\nExpected a checkpoint.")
-    chosen = weights_file or choose_weights(list_names(path), str(path))
+    chosen = choose_weights(list_names(path), str(path))
     if not chosen.endswith(".index.json"):
         return Checkpoint.of(_open(path / chosen), str(path))
     shard_of = {name: shard for name, shard in read_index(path / chosen).items() if only is None or name in only}

@@ -39,11 +39,9 @@ def choose_weights(names: list[str], where: str) -> str:
     if len(plain) == 1 and "-of-" not in plain[0]:
         return plain[0]
     found = f"Found {', '.join(plain[:5] or sorted(names)[:8]) or 'no files'}."
-    raise CheckpointError.at(
-        where,
-        f"no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}. {found}\n"
-        "Of a head, --weights-file names another, --subfolder a sub-folder; shards need their index file.",
-    )
+    problem = f"no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}. {found}"
+    advice = "Rename the file that is meant to the first of these, or name a sub-folder of a head with --subfolder."
+    raise CheckpointError.at(where, f"{problem}\n{advice}")
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -40,7 +40,6 @@ class ResolvedSource:
         files: names of the files in `folder`, or of all in the repository; those not asked for are not in `folder`.
         subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
         name: how the user called it, sub-folder included, for messages.
-        weights_file: name of the file in `folder` with the weights, as the user chose it; "" for the usual one.
     """
 
     folder: Path
@@ -49,7 +48,6 @@ class ResolvedSource:
     files: tuple[str, ...] = ()
     subfolder: str = ""
     name: str = field(default="", compare=False)
-    weights_file: str = ""
 
     @property
     def root(self) -> Path:
@@ -91,11 +89,7 @@ class ResolvedSource:
 
 
 def open_head_source(
-    head: str | Path | None,
-    revision: str | None = None,
-    offline: bool = False,
-    subfolder: str | None = None,
-    weights_file: str | None = None,
+    head: str | Path | None, revision: str | None = None, offline: bool = False, subfolder: str | None = None
 ) -> ResolvedSource:
     """Return a folder with the weights (safetensors rather than .bin) and the small files of a draft head.
 
@@ -105,7 +99,6 @@ def open_head_source(
         offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
         subfolder: where in the repository or folder the head is. The repository's card comes with it where the
             sub-folder has none.
-        weights_file: name of the file with the weights, where there are several.
 
     Raises:
         UsageError: a sub-folder that would lead out.
@@ -116,18 +109,13 @@ def open_head_source(
     inside = clean_subfolder(subfolder)
     name = _joined("the built-in head" if head is None else str(head), inside)
     head = embedded_head() if head is None else head
-    choose = partial(_head_names, subfolder=inside, weights_file=weights_file)
-    whole = _resolve(head, revision, offline, choose)
-    resolved = replace(
-        whole, folder=whole.folder / inside, subfolder=inside, name=name, weights_file=weights_file or ""
-    )
+    whole = _resolve(head, revision, offline, partial(_head_names, subfolder=inside))
+    resolved = replace(whole, folder=whole.folder / inside, subfolder=inside, name=name)
     if resolved.repo_id is None:
         if not resolved.folder.is_dir():
             raise _no_subfolder(str(head), inside, [path.name for path in whole.folder.iterdir() if path.is_dir()])
-        files = tuple(list_names(resolved.folder))
-        _check_weights_file(files, weights_file, name)
-        return replace(resolved, files=files)
-    chosen = weights_file or choose_weights(list_names(resolved.folder), resolved.label)
+        return replace(resolved, files=tuple(list_names(resolved.folder)))
+    chosen = choose_weights(list_names(resolved.folder), resolved.label)
     if chosen.endswith(".index.json"):
         index = read_index(resolved.folder / chosen)
         # A whole model named by mistake is refused before its gigabytes are fetched.
@@ -158,24 +146,14 @@ def _resolve(source: str | Path, revision: str | None, offline: bool, choose: Ch
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 
-def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: str | None) -> list[str]:
+def _head_names(names: Sequence[str], where: str, subfolder: str) -> list[str]:
     folder_of = {name: name.rpartition("/")[0] for name in names}
     beside = [name.rpartition("/")[2] for name in names if folder_of[name] == subfolder]
     if subfolder and not beside:
         raise _no_subfolder(where, subfolder, folder_of.values())
-    _check_weights_file(beside, weights_file, where)
-    chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
-    found = [*(name for name in beside if name in _HEAD_FILES), chosen]
+    found = [*(name for name in beside if name in _HEAD_FILES), choose_weights(beside, _joined(where, subfolder))]
     above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
     return [_joined(subfolder, name) for name in found] + above
-
-
-def _check_weights_file(names: Collection[str], weights_file: str | None, where: str) -> None:
-    if weights_file is not None and weights_file not in names:
-        weights = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".index.json")))
-        raise SourceError.at(
-            where, f"no file {weights_file!r} (--weights-file).\nIt holds {', '.join(weights[:8]) or 'no weights'}."
-        )
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:

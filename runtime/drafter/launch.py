@@ -16,7 +16,6 @@ from torch import Tensor
 from ..errors import DrafterError, UsageError, check_choice
 from ..launches import Launches, count_launches
 from ..ops import Ops
-from ..tensor_checks import check_tensors
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS
@@ -226,9 +225,14 @@ def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             f"The buffers are of a configuration with other {', '.join(different)}. Allocate them with "
             "allocate_buffers(cfg, weights)."
         )
-    layout = buffer_layout(cfg, bufs.tree)
-    tensors = {name: (getattr(bufs, name), dtype, shape) for name, (shape, dtype) in layout.items()}
-    check_tensors(weights.head.device, **tensors)
+    device = weights.head.device
+    for name, (shape, dtype) in buffer_layout(cfg, bufs.tree).items():
+        found = getattr(bufs, name)
+        if (found.shape, found.dtype, found.device) != (shape, dtype, device) or not found.is_contiguous():
+            raise UsageError(
+                f"{name} must be {dtype} {list(shape)}, contiguous, on {device}; got {found.dtype} {list(found.shape)} "
+                f"with strides {found.stride()} on {found.device}."
+            )
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
     packed = weights.packed

@@ -28,7 +28,7 @@ from transformers.activations import ACT2FN
 
 from ..settings import TreeConfig
 from ..target.attention import masked_attention, tree_attention_mask
-from ..tree import DraftTree, build_tree, join_levels, rank_children, select_frontier
+from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
 from .dimensions import DrafterConfig
 from .follow import JoinedVocab
@@ -105,7 +105,7 @@ class ReferenceDraft:
             level_scores.append(child_scores)
             level_tokens.append(children)
 
-            scores, frontier = select_frontier(child_scores, top_k)
+            scores, frontier = ranked_topk(child_scores, top_k)
             parent = frontier // top_k  # [active, top_k]: which frontier node each comes from
             tokens = children.gather(1, frontier)
             hidden = self.carry(output).gather(1, parent[..., None].expand_as(output))

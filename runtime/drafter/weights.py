@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from eagle_slim.convert.artifact.provenance import original_at_hand
 from eagle_slim.convert.heads.config import sliding_window
 from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.convert.rows.lm_head import rows_of_ids
@@ -292,8 +291,7 @@ class JoinableRows(NamedTuple):
 def load_joinable_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64]) -> JoinableRows:
     """Load the rows that may join a draft vocabulary, in the target's type and place.
 
-    In order: the target's LM head where the head drafts with its rows; the head's own beyond the draft vocabulary;
-    those of the head that the artifact was made from, where it is at hand.
+    In order: the target's LM head where the head drafts with its rows; the head's own beyond the draft vocabulary.
 
     ``draft_ids``: int64 [draft_vocab], ids of the draft vocabulary. Raises `NothingToFollowError` where there are no
     rows but theirs; `UnsupportedModelError` where the rows are the target's, and quantised there.
@@ -308,14 +306,10 @@ def load_joinable_rows(head: DraftHead, target: TargetModel, draft_ids: NDArray[
             rows = gather_target_rows(head, target, every)
         return JoinableRows(rows, _places(every, len(every), target.device), rank_order)
     if head.draft_vocab <= len(draft_ids):
-        original = original_at_hand(head)
-        if original is None:
-            raise NothingToFollowError(
-                f"{head.location} holds the {len(draft_ids):,} rows that are drafted over and no others, so none can "
-                "join while a text is followed. Give a smaller draft_vocab; if the original head has more rows, "
-                "convert it with a larger --draft-vocab first."
-            )
-        head = original
+        raise NothingToFollowError(
+            f"{head.location} holds the {len(draft_ids):,} rows that are drafted over and no others, so none can join "
+            "while a text is followed. Give a smaller draft_vocab, or convert with a larger --draft-vocab first."
+        )
     ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
     rows = gather_lm_head_rows(head, target, ids)
     return JoinableRows(rows, _places(ids, head.target_vocab, target.device), rank_order)

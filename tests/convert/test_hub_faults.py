@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from eagle_slim.convert.push import check_push, upload_files
+from eagle_slim.convert.push import upload_files
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools import hub as our_hub
 from huggingface_hub import constants, set_client_factory
@@ -37,13 +37,13 @@ def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 FAULTS = {
-    "silent": (API, Fault(silent=True), "silent"),
-    "dropped": (API, Fault(unanswered=True), "broken"),
+    "silent": (API, Fault(silent=True), "unreachable"),
+    "dropped": (API, Fault(unanswered=True), "unreachable"),
     "busy": (API, Fault(status=503), "busy"),
     "quota": (API, Fault(status=402), "refused"),
     "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
     "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
-    "a file that breaks off": ("config.json", Fault(break_after=1), "broken"),
+    "a file that breaks off": ("config.json", Fault(break_after=1), "unreachable"),
     "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "disk"),
 }
 
@@ -65,19 +65,21 @@ def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
     assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(our_hub, "SILENCE_S", 0.3)
-    hub.inject("/api/whoami-v2", Fault(silent=True))
+    hub.inject("/api/repos/create", Fault(silent=True))
     with connected(hub, tmp_path, token="hf_good"):
         try:
             our_hub.limit_silence()
             our_hub.keep_limit()
-            with raises_hub_error("silent"):
-                check_push("tester/slim")
+            with raises_hub_error("unreachable"):
+                upload_files(tmp_path, ["config.json"], "tester/slim")
             hub.clear_faults()
-            check_push("tester/slim")
+            upload_files(tmp_path, ["config.json"], "tester/slim")
         finally:
             set_client_factory(default_client_factory)
 

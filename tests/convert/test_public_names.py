@@ -8,7 +8,7 @@ NAMES = {
     "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError",
     "ConvertOptions", "DraftHead", "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError",
     "SourceError", "UnsupportedHeadError", "Verification", "VocabRequest", "convert_head", "embedded_head",
-    "embedded_target_folder", "export_embedded_target", "open_checkpoint", "open_head", "plan_conversion",
+    "embedded_target_folder", "open_checkpoint", "open_head", "plan_conversion",
     "push_folder", "verify_artifact",
 }  # fmt: skip
 
@@ -24,9 +24,8 @@ def test_parameters_of_the_commands_functions():
         assert list(inspect.signature(function).parameters) == ["head", "options", "count", "say"]
     options = inspect.signature(package.ConvertOptions).parameters
     assert list(options) == [
-        "draft_vocab", "coverage", "vocabulary", "target", "tokenizer", "weights_file",
-        "revision", "subfolder", "target_revision", "out", "force", "flavour", "d2t_form",
-        "tap_layers", "gguf", "offline",
+        "draft_vocab", "coverage", "vocabulary", "target", "tokenizer", "revision", "subfolder", "out", "force",
+        "flavour", "d2t_form", "tap_layers", "gguf", "offline",
     ]  # fmt: skip
     verify = inspect.signature(package.verify_artifact).parameters
     assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]

@@ -30,7 +30,7 @@ def test_only_what_the_manifest_names_is_uploaded(run, hub, slim):
     for name in (".env", "secret.txt", "pytorch_model.bin"):
         (slim / name).write_text("HF_TOKEN=hf_secret")
     code, out, err = run(push_command, "slim", "tester/slim", "--dry-run", "--json")
-    assert (code, hub.repos) == (0, {}), err
+    assert (code, hub.requests) == (0, []), err
     told = json.loads(out)
     assert (told["uploads"], told["left"]) == (sorted(own), [".env", "pytorch_model.bin", "secret.txt"])
     code, out, err = run(push_command, "slim", "tester/slim", "--private")
@@ -65,6 +65,6 @@ def test_a_card_that_is_a_link_is_not_uploaded(run, hub, slim, tmp_path):
 @pytest.mark.parametrize(("token", "name"), [(None, "tester/x"), ("hf_good", "other/x"), ("hf_expired", "tester/x")])
 def test_a_repository_that_may_not_be_written(run, slim, tmp_path, token, name):
     with HubServer() as hub, connected(hub, tmp_path / "home", token=token):
-        code, _, err = run(push_command, "slim", name, "--dry-run")
+        code, _, err = run(push_command, "slim", name)
     assert (code, name in err) == (1, True)
     assert not hub.repos

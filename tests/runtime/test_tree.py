@@ -15,7 +15,6 @@ from eagle_slim.runtime.tree import (
     layout_tree,
     rank_children,
     ranked_topk,
-    select_frontier,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +39,7 @@ def example_tree(config: TreeConfig = EXAMPLE) -> DraftTree:
 
 
 def test_worked_example_candidates_and_frontier() -> None:
-    scores, index = select_frontier(LEVEL_SCORES[1], top_k=2)
+    scores, index = ranked_topk(LEVEL_SCORES[1], 2)
     assert index.tolist() == [[0, 2]]
     assert scores.tolist() == [[-1.5, -1.75]]
     candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
@@ -79,7 +78,7 @@ def test_to_upstream_has_upstream_shapes_and_orders() -> None:
 def test_closed_under_parents_where_a_child_has_probability_one() -> None:
     # Every score is equal, so only the index rule keeps parents before their children.
     scores = [torch.zeros(1, 3), torch.zeros(1, 9), torch.zeros(1, 9)]
-    frontiers = [torch.arange(3)[None], select_frontier(scores[1], 3)[1]]
+    frontiers = [torch.arange(3)[None], ranked_topk(scores[1], 3)[1]]
     tokens = list(torch.arange(21)[None].split([3, 9, 9], 1))
     tree = build_tree(torch.tensor([50]), join_levels(tokens, scores, frontiers, 3), TreeConfig(2, 3, 9))
     assert tree.draft_tokens.tolist() == [[50, 0, 1, 2, 3, 4, 5, 6, 7]]

@@ -15,6 +15,8 @@ from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.rope import rotary_embedding
+from eagle_slim.runtime.drafter.tuning.problem import Dims
+from eagle_slim.runtime.drafter.tuning.problem import random_head as problem_head
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 
@@ -22,61 +24,27 @@ BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def random_head(
-    kind: str = "eagle3",
-    hidden: int = 64,
-    intermediate: int = 96,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    target_vocab: int = 300,
-    draft_vocab: int = 120,
-    target_hidden: int | None = None,
-    qkv_bias: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
+    kind: str = "eagle3", hidden: int = 64, intermediate: int = 96, heads: int = 4, kv_heads: int = 2,
+    head_dim: int = 16, target_vocab: int = 300, draft_vocab: int = 120, target_hidden: int = 0, qkv_bias: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
     rope_scaling: dict[str, object] | None = None,
-) -> HeadWeights:
-    """Build a head of random weights whose activations stay of order one."""
+) -> HeadWeights:  # fmt: skip
+    """Build a head of random weights over random ids, whose activations stay of order one."""
+    dims = Dims(hidden, intermediate, heads, kv_heads, head_dim, target_vocab, kind, 3 * target_hidden)
+    whole = problem_head(dims, torch.device(device), dtype, seed)
     generator = torch.Generator().manual_seed(seed)
-
-    def matrix(out: int, size: int, gain: float = 1.0) -> torch.Tensor:
-        return (torch.randn(out, size, generator=generator) * gain * size**-0.5).to(device, dtype)
-
-    def norm() -> torch.Tensor:
-        return (1 + 0.2 * torch.randn(hidden, generator=generator)).to(device, dtype)
-
-    taps = 3 * (target_hidden or hidden) if kind == "eagle3" else hidden
-    qkv_in = 2 * hidden if kind == "eagle3" else hidden
-    tensors = {
-        "fc.weight": matrix(hidden, taps if kind == "eagle3" else 2 * hidden),
-        "self_attn.q_proj.weight": matrix(heads * head_dim, qkv_in, 2.0),
-        "self_attn.k_proj.weight": matrix(kv_heads * head_dim, qkv_in, 2.0),
-        "self_attn.v_proj.weight": matrix(kv_heads * head_dim, qkv_in),
-        "self_attn.o_proj.weight": matrix(hidden, heads * head_dim),
-        "mlp.gate_proj.weight": matrix(intermediate, hidden),
-        "mlp.up_proj.weight": matrix(intermediate, hidden),
-        "mlp.down_proj.weight": matrix(hidden, intermediate),
-        "post_attention_layernorm.weight": norm(),
-    }
-    if kind == "eagle3":
-        tensors |= {"input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
-    else:
-        tensors["fc.bias"] = matrix(1, hidden)[0]
-    if qkv_bias:
-        for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            tensors[f"self_attn.{name}_proj.bias"] = matrix(1, size * head_dim)[0]
-    config = {
-        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "max_position_embeddings": 131072, "rope_theta": 10000.0, "rope_scaling": rope_scaling,
-    }  # fmt: skip
     ids = torch.randperm(target_vocab, generator=generator)[:draft_vocab].sort().values
-    return HeadWeights(
-        kind=kind, tensors=tensors, embedding=matrix(target_vocab, hidden, hidden**0.5),
-        lm_head=matrix(draft_vocab, hidden, 3.0), draft_to_target=ids.to(device),
-        rotary=rotary_embedding(config, device), hidden=hidden, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, norm_eps=1e-5, activation="silu", feature_width=taps,
-    )  # fmt: skip
+    biased = {"fc": hidden} if kind == "eagle" else {}
+    if qkv_bias:
+        biased |= {
+            f"self_attn.{name}_proj": size * head_dim
+            for name, size in zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+        }
+    tensors = dict(whole.tensors)
+    for name, size in biased.items():
+        tensors[f"{name}.bias"] = (torch.randn(size, generator=generator) * size**-0.5).to(device, dtype)
+    rope = {"head_dim": head_dim, "max_position_embeddings": 131072, "rope_theta": 1e4, "rope_scaling": rope_scaling}
+    return replace(whole.of_rows(ids.to(device)), tensors=tensors, rotary=rotary_embedding(rope, device))
 
 
 def with_options(

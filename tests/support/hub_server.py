@@ -399,14 +399,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.token not in self.hub.tokens:
             raise _RefusedError(401, "", "Invalid username or password.")
 
-    def whoami(self) -> None:
-        self._check_writer()
-        self.send(200, {"type": "user", "name": "tester", "orgs": [], "auth": {"type": "access_token"}})
-
     def create(self) -> None:
         self._check_writer()
         wanted = json.loads(self.body)
-        repo_id = f"{wanted.get('organization') or 'tester'}/{wanted['name']}"
+        owner = wanted.get("organization") or "tester"
+        if owner != "tester":
+            raise _RefusedError(403, "", f"You don't have the rights to create a model under the namespace {owner}")
+        repo_id = f"{owner}/{wanted['name']}"
         known = ("model", repo_id) in self.hub.repos
         if not known:
             private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
@@ -451,7 +450,6 @@ _ROUTES = [
         (_API + r"/preupload/(?P<revision>.+)", _Handler.preupload),
         (_API + r"/commit/(?P<revision>.+)", _Handler.commit),
         (r"/api/repos/create", _Handler.create),
-        (r"/api/whoami-v2", _Handler.whoami),
         (r"/api/validate-yaml", _Handler.validate_yaml),
         (r"/(?P<kinds>datasets/|spaces/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
     )

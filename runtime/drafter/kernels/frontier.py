@@ -1,6 +1,6 @@
 """The frontier: the best candidates of a level become the nodes of the next one.
 
-The definition is `eagle_slim.runtime.tree.select_frontier`: the best ``top_k`` of a level's candidates by (fp32 score
+The definition is `eagle_slim.runtime.tree.ranked_topk`: the best ``top_k`` of a level's candidates by (fp32 score
 descending, candidate index ascending). A node's *ancestor chain* names, for each earlier level, the tree slot of its
 ancestor there: ``chain[n, e] = e * top_k + (the node of level e + 1 above n)``, the slots that it attends to
 (`ancestor_attention`).

@@ -9,7 +9,7 @@ expanded, in fp32, and
   wide, errors count as 1/n;
 * the children of each node must be distinct and ranked, and as good as the reference's best within twice ``atol``;
 * what was appended to the KV cache must lie within ``atol`` too;
-* everything discrete is exact: frontiers and nodes are those that `tree.select_frontier` and `tree.build_tree` choose
+* everything discrete is exact: frontiers and nodes are those that `tree.ranked_topk` and `tree.build_tree` choose
   from the draft's own fp32 scores.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...settings import TreeConfig
-from ...tree import Candidates, DraftTree, build_tree, level_offset, ranked_topk, select_frontier
+from ...tree import Candidates, DraftTree, build_tree, level_offset, ranked_topk
 from ..buffers import BLANK, Buffers
 from ..dimensions import DrafterConfig
 from ..kernels.packing import quantize_rows
@@ -168,7 +168,7 @@ def replay(
             if not (parents == expanded[..., None]).all():
                 return _hopeless(atol, f"level {level}: parents are mixed")
             place = expanded - before.start
-            best, wanted = select_frontier(previous, top_k)
+            best, wanted = ranked_topk(previous, top_k)
             if not torch.equal(previous.gather(1, place.clamp(0, previous.shape[1] - 1)), best):
                 faults.append(f"level {level}: the frontier is not the best {top_k} candidates of the level before")
             elif exact_ties and not torch.equal(place, wanted):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -14,25 +13,23 @@ from eagle_slim.convert import (
     ArtifactError,
     CheckpointError,
     MismatchError,
-    SourceError,
     VocabRequest,
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.conversion import convert
 from support.heads import (
     HIDDEN,
     TOKENS,
     VOCAB,
-    eagle3_tensors,
     random,
     write_eagle1,
     write_eagle3,
     write_freq,
 )
-from support.raising import raises, waiting_for_nothing
+from support.raising import waiting_for_nothing
 from support.token_counts import token_counts
 
 
@@ -81,7 +78,7 @@ import sys
 from eagle_slim.convert import cli, push_cli, verify_cli
 at_import = {"transformers"} & set(sys.modules)
 cli.convert.main(sys.argv[1:], standalone_mode=False)
-print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
+print(*sorted(at_import | {"torch", "datasets"} & set(sys.modules)))
 """
 
 
@@ -120,24 +117,6 @@ class TestDoubts:
     def convert(self, tmp_path, head, **options):
         request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", range(10)))
         return convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
-
-    def test_two_sets_of_weights(self, tmp_path):
-        head = write_eagle3(tmp_path / "head", container="sharded")
-        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
-        save_file(other, head / "model.safetensors")
-        index = "model.safetensors.index.json"
-        chosen = self.convert(tmp_path, head, weights_file=index)
-        assert chosen.manifest.head["weights_file"] == index
-        found = load_file(chosen.folder / "model.safetensors")["fc.weight"]
-        assert torch.equal(found, eagle3_tensors(rows=VOCAB)["fc.weight"])
-        assert verify_artifact(chosen.folder, head=head).ok
-        with raises(SourceError, option="--weights-file"):
-            self.convert(tmp_path, head, weights_file="eagle.bin")
-        two = write_eagle3(tmp_path / "two")
-        shutil.copy(two / "model.safetensors", two / "a.safetensors")
-        (two / "model.safetensors").rename(two / "b.safetensors")
-        with pytest.raises(CheckpointError, match="--weights-file"):
-            self.convert(tmp_path, two)
 
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))

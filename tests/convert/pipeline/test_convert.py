@@ -302,7 +302,6 @@ def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, w
         ({}, {"counts": ("",)}, "file is empty"),
         ({}, {"token_map": ""}, "file is empty"),
         ({}, {}, "--target"),
-        ({"target_revision": "main"}, {}, "--target-revision"),
         ({"d2t_form": "offset"}, {}, "--d2t-form"),
         ({"out": "", "force": True}, {}, "--out"),
     ],
@@ -421,7 +420,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     )
     head = write_eagle3(tmp_path / "head")
     request = VocabRequest(counts=(counts,))
-    done = convert_all(head, draft_vocab=np.array([270, 320]), vocabulary=request, target=target, out=tmp_path / "many")
+    done = convert_all(head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many")
     assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
     small, large = (Artifact.load(one.folder) for one in done)
     assert small.manifest.rank_order_ids.tolist() == large.manifest.rank_order_ids[:270].tolist()

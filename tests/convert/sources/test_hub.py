@@ -115,14 +115,6 @@ def test_a_whole_model_is_refused_before_its_shards_are_fetched(hub: HubServer, 
     assert hub.bytes_sent("of-2.safetensors") == 0
 
 
-def test_the_weights_that_were_chosen(hub: HubServer, home: Path) -> None:
-    found = open_head_source("org/head", weights_file="pytorch_model.bin")
-    assert sorted(path.name for path in found.folder.iterdir()) == ["README.md", "config.json", "pytorch_model.bin"]
-    assert open_head_source("org/head", weights_file="pytorch_model.bin", offline=True).folder == found.folder
-    with raises(SourceError, option="--weights-file"):
-        open_head_source("org/head", weights_file="eagle.safetensors")
-
-
 def test_sharded_head(hub: HubServer, home: Path) -> None:
     tensors = eagle3_tensors(rows=None)
     last = tensors.popitem()
