@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from eagle_slim.convert.heads.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
-    from transformers import GenerationConfig
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
@@ -310,10 +309,9 @@ class SpeculativeModel:
         return self.target.model.config
 
     @property
-    def generation_config(self) -> GenerationConfig | None:
+    def generation_config(self) -> Any:
         """Generation configuration of the target; None where it has none."""
-        config: GenerationConfig | None = self.target.generation_config
-        return config
+        return self.target.generation_config
 
     @property
     def draft_vocab(self) -> int:
@@ -472,11 +470,10 @@ def _warn_if_nothing_is_accepted(drafts: int, accepted: int, drafter: Drafter) -
     if drafts < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * drafts:
         return
     warnings.warn(
-        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per "
-        "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
-        "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
-        f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "
-        "that the head was trained on.",
+        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The output is "
+        "exact all the same. Likely causes: the head was trained for another target or version of it; its d2t_form or "
+        f"tap layers are wrong; a draft vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the "
+        "prompts lack the chat template that the head was trained on.",
         AcceptanceWarning,
         stacklevel=3,
     )
