@@ -108,7 +108,7 @@ class SpeculativeModel:
                 step, by the times and the acceptance that are measured meanwhile (`step.shapes`): up to 60 nodes,
                 down to plain decoding; before the call, by sizes alone, where rows are not exact. A number is kept.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
-                instructions for it (`target.cpu`). A loaded target's stays as it is.
+                instructions for it (`loading.dtype_on_cpu`). A loaded target's stays as it is.
             device: None is the first GPU, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
