@@ -198,6 +198,7 @@ class Fuzz:
         drafted = [Variant(rows, tree) for tree in trees for rows in models]
         changing = [Variant(rows, LARGE, changes=True) for rows in models]
         self.variants = changing if only_changing else [*drafted, *changing, Variant(next(iter(models)), None)]
+        self._of_any_shape: dict[str, SpeculativeModel] = {}
         self.tokens = self.reused = self.differing = 0
         self.counts: Counter[str] = Counter()
         self.broken_off: Counter[str] = Counter()
@@ -220,9 +221,11 @@ class Fuzz:
         rng = random.Random(f"{self.seed}/{number}")
         (variant,) = self.coming(number)
         base = self.models[variant.rows]
-        # Another model is another cache, empty and small.
-        model = base.with_tree(None if variant.changes else variant.tree or base.drafter.tree)
+        # Another model is another cache, empty and small; with all shapes it has too many graphs to begin anew.
+        model = self._of_any_shape.get(variant.rows) if variant.changes else None
+        model = model or base.with_tree(None if variant.changes else variant.tree or base.drafter.tree)
         if variant.changes:
+            self._of_any_shape[variant.rows] = model
             model._decoders.new_chooser = lambda shapes: ChangingShapes(shapes, rng)  # type: ignore[method-assign]
         for place, (count, longest) in enumerate(self.calls):
             questions = self.pool.draw(rng, count or rng.randint(2, 15), longest)

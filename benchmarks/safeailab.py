@@ -107,16 +107,15 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, t
     """
     device, drafts, verifies = prompts[0].device, list[float](), list[float]()
 
-    def listening(owner: Any, name: str, times: list[float]) -> contextlib.AbstractContextManager[object]:
+    def listen(owner: Any, name: str, times: list[float]) -> contextlib.AbstractContextManager[object]:
         return mock.patch.object(owner, name, timed(getattr(owner, name), device, times))
 
     if isinstance(patch, EaModelPatch):
-        drafting, verifying = (patch.layer.session, "launch"), (patch.step, "tree_decoding")
-        with listening(*drafting, drafts), listening(*verifying, verifies), patched(patch):
+        with listen(patch.layer, "launch", drafts), listen(patch.step, "tree_decoding", verifies), patched(patch):
             generate(model, prompts, new_tokens, temperature)
     else:
-        verifying = inspect.getmodule(inspect.unwrap(type(model).ea_generate)), "tree_decoding"
-        with patched(patch), listening(model.ea_layer, "topK_genrate", drafts), listening(*verifying, verifies):
+        names = inspect.getmodule(inspect.unwrap(type(model).ea_generate))
+        with patched(patch), listen(model.ea_layer, "topK_genrate", drafts), listen(names, "tree_decoding", verifies):
             generate(model, prompts, new_tokens, temperature)
     return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies)}
 
