@@ -15,7 +15,7 @@ from support.raising import raises
 
 from benchmarks import gates as command
 from benchmarks.gates import THRESHOLDS, judge, reference_of
-from benchmarks.shared import decoding, partial
+from benchmarks.shared import decoding
 
 Values = dict[str, Any]
 SHAPE = {"draft_vocab": 60, "depth": 2, "nodes": 16}
@@ -97,7 +97,7 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(command, "TOP_K", 4)
     monkeypatch.setattr(command, "_TIMES", dict.fromkeys(command._TIMES, 1))
     # Two tokens a pass, however few the passes.
-    for module in (command, partial):
+    for module in (command, decoding):
         monkeypatch.setattr(module, "draw_lengths", lambda mean, longest: [2] * 240)
     measure = command.measure_full
     monkeypatch.setattr(command, "measure_full", lambda model, gate: measure(model, gate, steps=2, turns=1))
