@@ -29,7 +29,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from eagle_slim.convert import embedded_target_folder
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head
@@ -133,12 +132,12 @@ def make_files(folder: Path, draft_vocab: int) -> None:
         (folder / name / "config.json").write_text(json.dumps(config))
         save_file(weights, folder / name / "model.safetensors")
     # Frequent tokens have low ids in BPE vocabularies, so the wanted rows are dense at first and thin out.
-    shares = 1.0 / (np.arange(dims.vocab) + 1000.0)
-    ranked = np.random.default_rng(0).choice(dims.vocab, draft_vocab, replace=False, p=shares / shares.sum())
+    shares = 1.0 / (torch.arange(dims.vocab) + 1000.0)
+    ranked = torch.multinomial(shares, draft_vocab, generator=torch.Generator().manual_seed(0))
     (folder / "freq.json").write_text(json.dumps(ranked.tolist()))
     (folder / "must-read").mkdir()
     shutil.copyfile(folder / "head" / "model.safetensors", folder / "must-read" / "head")
-    ids = torch.from_numpy(np.sort(ranked))
+    ids = ranked.sort().values
     save_file({"lm_head.weight": head.lm_head[ids], "ids": ids}, folder / "must-read" / "rows")
 
 
