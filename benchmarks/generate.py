@@ -41,7 +41,7 @@ FR_SPEC = {
 """Mean accepted length by rows, the most of which are the whole vocabulary, as FR-Spec (arXiv:2502.14856) publishes it
 for EAGLE-2 heads of Llama-3-8B, Llama-3.2-1B (depth 3, 30 nodes) and Qwen2-7B; by the nearest of `problem.MODELS`."""
 SMOLLM2 = {8192: 3.0022, 16000: 2.989, 32000: 3.0358, 49152: 3.0358}
-"""The same of the built-in head: greedy answers in ``results/2026-11-26-h100-answers.json``."""
+"""The same of the built-in head: greedy answers of ``results/2026-11-26-h100-answers.json``."""
 
 
 def factor(lengths: dict[int, float], rows: int) -> float:

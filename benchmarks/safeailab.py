@@ -108,8 +108,8 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, t
     device, drafts, verifies = prompts[0].device, list[float](), list[float]()
     with contextlib.ExitStack() as stack:
         if isinstance(patch, EaModelPatch):
-            step, session = patch.step, patch.layer.session
-            stack.enter_context(mock.patch.object(session, "launch", timed(session.launch, device, drafts)))
+            step, drafting = patch.step, patch.layer
+            stack.enter_context(mock.patch.object(drafting, "launch", timed(drafting.launch, device, drafts)))
             assert step is not None
             verify = timed(step.tree_decoding, device, verifies)
             stack.enter_context(mock.patch.object(step, "tree_decoding", verify))

@@ -5,35 +5,44 @@
 Variants of a row take turns: plain decoding, each fixed shape (`runtime.step.shapes`), and the choice by step, which
 begins each round with nothing learned. Compiling is apart. Rows:
 
+* ``first token``: seconds from loading the built-in model to its first and its second token, in a fresh process with
+  an empty cache of compiled kernels, and in another one with that cache full;
 * ``slots/N``: SmolLM2 and its head over 16,384 rows, N sequences at a time, all prompts of ``examples/*.jsonl``;
-* ``text/ROWS/CATEGORY``: the same over ROWS rows, one sequence at a time, prompts of one category;
+* ``sampled/N``: the same with temperature 0.7 and top-p 0.9;
+* ``text/ROWS/CATEGORY``: the same, greedy, over ROWS rows, one sequence at a time, prompts of one category;
 * ``drawn/DIMS/LAW/N``: random weights of DIMS, 32,000 rows, N sequences; a child of rank r at level l is accepted with
   chance q_l * 0.2 ** r, of q = 0.75, 0.65, 0.6, 0.6, ... (falling), 0.3 or 0.1 at every level.
 
-Each row has tokens/s of every variant, as medians over rounds, and the choice over plain and over the best of the rest.
-Exit status 1 where it is under 0.98 of plain decoding, or under 0.97 of the best.
+All rows but the first have tokens/s of every variant, as medians over rounds, and the choice over plain and over the
+best of the rest. Exit status 1 where it is under 0.98 of plain decoding, or under 0.97 of the best.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare.prompts import load_prompts
+from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.shapes import SHAPES, Acceptance, Costs, ShapeChooser, first_shape
+from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, ShapeChooser, first_shape
+from torch import Tensor
 
 from benchmarks.shared.command import Command, show, whole_from, write
-from benchmarks.shared.decoding import RandomModel, compile_ahead, fill, run_chosen
-from benchmarks.shared.drawn_nodes import draw_ranks
+from benchmarks.shared.decoding import RandomModel, compile_ahead, run_steps
+from benchmarks.shared.drawn_verdicts import draw_ranks
 from benchmarks.shared.timing import machine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -42,6 +51,7 @@ LAWS: Mapping[str, Callable[[int], float]] = {
     "0.3": lambda _: 0.3,
     "0.1": lambda _: 0.1,
 }
+SAMPLED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
 ROWS, PREFIX, CAPACITY = 32000, 512, 16384
 TREES = tuple(shape for shape in SHAPES if shape is not None)
 LEAST_OF_PLAIN, LEAST_OF_BEST = 0.98, 0.97
@@ -52,34 +62,61 @@ def name_of(shape: TreeConfig | None) -> str:
     return "plain" if shape is None else f"{shape.depth},{shape.top_k},{shape.total_tokens}"
 
 
+class FirstTokens:
+    """A streamer that notes the seconds from its making to the prompt and to each step's tokens."""
+
+    def __init__(self) -> None:
+        self.started, self.calls_s = time.perf_counter(), list[float]()
+
+    def put(self, value: Tensor) -> None:  # noqa: D102
+        self.calls_s.append(time.perf_counter() - self.started)
+
+    def end(self) -> None: ...  # noqa: D102
+
+
+def first_tokens(device: torch.device) -> list[float]:
+    """Load the built-in model and ask it: seconds to the first and to the second token."""
+    streamer = FirstTokens()
+    model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device)
+    model.generate(model.encode_chat("Why is the sky blue?"), streamer=streamer, max_new_tokens=8)
+    return streamer.calls_s[1:3]
+
+
+def measure_first_tokens(device: torch.device) -> dict[str, Any]:
+    """Run `first_tokens` in fresh processes: the first finds no compiled kernels, the second those of the first."""
+    row: dict[str, Any] = {"row": "first token", "is_good": True}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        for cache in ("empty", "full"):
+            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                row[f"{cache}_cache_s"] = fresh.submit(first_tokens, device).result()
+    return row
+
+
 def all_rows() -> list[str]:
     """List the names of all rows."""
-    slots = [f"slots/{count}" for count in (1, 4, 16)]
-    text = [f"text/{rows}/{kind}" for rows in ("full", 4096, 512) for kind in _categories()]
+    whole = [f"{kind}/{count}" for kind in ("slots", "sampled") for count in (1, 4, 16)]
+    categories = dict.fromkeys(prompt.category for prompt in read_prompts())
+    text = [f"text/{rows}/{category}" for rows in ("full", 4096, 512) for category in categories]
     drawn = [
         f"drawn/{dims}/{law}/{count}"
         for dims in ("llama-3.1-8b", "smollm2-135m") for law in LAWS for count in (1, 4, 16)
     ]  # fmt: skip
-    return [*slots, *text, *drawn]
+    return ["first token", *whole, *text, *drawn]
 
 
-def _categories() -> list[str]:
-    found = [prompt.category for path in sorted(EXAMPLES.glob("*.jsonl")) for prompt in load_prompts(path)]
-    return list(dict.fromkeys(found))
+def read_prompts() -> list[Prompt]:
+    """Read all prompts of the examples."""
+    return [prompt for path in sorted(EXAMPLES.glob("*.jsonl")) for prompt in load_prompts(path)]
 
 
 def measure_text(
-    base: SpeculativeModel, category: str | None, slots: int, new_tokens: int, rounds: int
+    base: SpeculativeModel, category: str | None, slots: int, new_tokens: int, rounds: int, rules: Mapping[str, Any]
 ) -> dict[str, list[float]]:
     """Answer the prompts of a category, or all, with every variant in turn: tokens/s by round."""
-    prompts = [
-        base.encode_chat(prompt.turns[0])
-        for path in sorted(EXAMPLES.glob("*.jsonl")) for prompt in load_prompts(path)
-        if category in (None, prompt.category)
-    ]  # fmt: skip
+    asked = [base.encode_chat(each.turns[0]) for each in read_prompts() if category in (None, each.category)]
     fixed = {name_of(tree): base.with_tree(tree) for tree in TREES}
-    calls = [prompts] if slots > 1 else [[prompt] for prompt in prompts]
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "max_slots": slots}
+    calls = [asked] if slots > 1 else [[prompt] for prompt in asked]
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "max_slots": slots, **rules}
 
     def tokens_per_s(model: SpeculativeModel, speculative: bool) -> float:
         synchronize(base.device)
@@ -90,7 +127,7 @@ def measure_text(
     def choosing() -> float:
         # Nothing learned, and everything compiled.
         model = base.with_draft_vocab(base.draft_vocab)
-        model.warmup(slots, 1024, max_slots=slots)
+        model.warmup(slots, 1024, max_slots=slots, **rules)
         found = tokens_per_s(model, True)
         print(model.generate(calls[0], **options).stats.path, flush=True)
         return found
@@ -99,30 +136,27 @@ def measure_text(
     variants |= {name: partial(tokens_per_s, model, True) for name, model in fixed.items()}
     for run in variants.values():
         run()
-    variants["chosen"] = choosing
-    return {name: list(values) for name, values in _in_turn(variants, rounds).items()}
+    return _in_turn(variants | {"chosen": choosing}, rounds)
 
 
 @torch.inference_mode()
 def measure_drawn(model: RandomModel, law: str, slots: int, steps: int, rounds: int) -> dict[str, list[float]]:
     """Run steps of ``slots`` sequences whose acceptance is drawn, with every variant in turn: tokens/s by round."""
-    cache = model.new_cache(slots, CAPACITY)
-    decoder = model.any_shape_decoder(cache, ROWS, draw_ranks(LAWS[law]))
+    decoder = model.drawn_decoder(model.new_cache(slots, CAPACITY), LARGE, ROWS, draw_ranks(LAWS[law]))
 
     def run(shapes: Sequence[TreeConfig | None], count: int) -> float:
-        fill(decoder, slots, PREFIX)
+        decoder.fill_(slots, PREFIX)
         chooser = ShapeChooser(Acceptance(), Costs(model.weight_bytes, model.kv_bytes(1)), shapes)
-        found = run_chosen(decoder, chooser, slots, PREFIX, count)
+        found = run_steps(decoder, slots, count, chooser, PREFIX)
         if len(shapes) > 1:
             print({name_of(shape): number for shape, number in chooser.steps.items()}, flush=True)
         return found.tokens / (found.step_ms * count) * 1e3
 
-    variants: dict[str, Callable[[], float]] = {name_of(shape): partial(run, [shape], steps) for shape in SHAPES}
     for shape in SHAPES:
         run([shape], 2)
     first = first_shape(slots, SHAPES)
-    choosing = partial(run, [first, *(shape for shape in SHAPES if shape != first)], steps)
-    variants["chosen"] = choosing
+    variants = {name_of(shape): partial(run, [shape], steps) for shape in SHAPES}
+    variants["chosen"] = partial(run, [first, *(shape for shape in SHAPES if shape != first)], steps)
     return _in_turn(variants, rounds)
 
 
@@ -156,23 +190,26 @@ def main(argv: list[str] | None = None) -> None:
     texts: dict[str, SpeculativeModel] = {}
     drawn: dict[str, RandomModel] = {}
     for name in names:
-        kind, first, *rest = name.split("/")
-        if kind == "drawn":
-            if first not in drawn:
+        kind, *rest = name.split("/")
+        if kind == "first token":
+            row = measure_first_tokens(device)
+        elif kind == "drawn":
+            dims, law, count = rest
+            if dims not in drawn:
                 drawn.clear()
-                batches = {int(other.split("/")[-1]) for other in names if other.startswith(f"drawn/{first}/")}
-                compile_ahead(first, [(tree, batch, ROWS) for tree in TREES for batch in sorted(batches)], device)
-                drawn[first] = RandomModel(first, device)
-            found = measure_drawn(drawn[first], rest[0], int(rest[1]), args.steps, args.rounds)
+                batches = {int(other.split("/")[-1]) for other in names if other.startswith(f"drawn/{dims}/")}
+                compile_ahead(dims, [(tree, batch, ROWS) for tree in TREES for batch in sorted(batches)], device)
+                drawn[dims] = RandomModel(dims, device)
+            row = judged(name, measure_drawn(drawn[dims], law, int(count), args.steps, args.rounds))
         else:
-            rows = first if kind == "text" else "16384"
+            rows, category = rest if kind == "text" else ("16384", None)
             if rows not in texts:
                 vocab = None if rows == "full" else int(rows)
                 texts[rows] = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, draft_vocab=vocab)
-            category, slots = (rest[0], 1) if kind == "text" else (None, int(first))
-            found = measure_text(texts[rows], category, slots, args.new, args.rounds)
-        result["rows"].append(judged(name, found))
-        show(result["rows"][-1])
+            slots, rules = 1 if kind == "text" else int(rest[0]), SAMPLED if kind == "sampled" else {}
+            row = judged(name, measure_text(texts[rows], category, slots, args.new, args.rounds, rules))
+        result["rows"].append(row)
+        show(row)
         write(result, args.out)
     sys.exit(0 if all(row["is_good"] for row in result["rows"]) else 1)
 

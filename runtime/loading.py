@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,8 +54,6 @@ class OpenedHead:
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target; None where the head does not name it."""
-    coverage: Mapping[str, Any] | None = None
-    """Coverage of held-out text as the manifest records it (JSON form of a `CoverageReport`)."""
     target_folder: str | None = None
     """Name of the local folder that the target was in when the head was converted."""
     folder: Path | None = None
@@ -151,7 +149,7 @@ def open_any_head(
         return OpenedHead(
             head.head, head.manifest.rank_order_ids, head.manifest.num_forced, head.tokenizer_hash,
             target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
-            coverage=head.manifest.coverage, target_folder=target.get("name"), folder=head.folder, offline=offline,
+            target_folder=target.get("name"), folder=head.folder, offline=offline,
         )  # fmt: skip
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(

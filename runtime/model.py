@@ -140,10 +140,9 @@ class SpeculativeModel:
         if tokenizer is not None:
             read_tokenizer(tokenizer)
         wanted = loading.read_dtype(dtype)
-        model = target if isinstance(target, nn.Module) else None
-        if model is not None:
-            loading.check_loaded(model, wanted, device)
-            place = next(model.parameters()).device
+        if isinstance(target, nn.Module):
+            loading.check_loaded(target, wanted, device)
+            place = next(target.parameters()).device
         else:
             place = loading.choose_device(device)
         check_drafter(drafter, place)
@@ -168,7 +167,7 @@ class SpeculativeModel:
             opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
             draft_ids = opened.choose(draft_vocab)
         loaded_tokenizer = tokenizer_source = tokenizer_hash = None
-        if model is None:
+        if not isinstance(target, nn.Module):
             loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
             tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
@@ -177,7 +176,8 @@ class SpeculativeModel:
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
         check_vocabulary(draft_vocab, tokenizer_hash, name)
-        if model is None:
+        model = target
+        if not isinstance(model, nn.Module):
             model = loading.load_target(location, wanted, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
@@ -251,12 +251,9 @@ class SpeculativeModel:
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
-        if own.packing is None and self.opened is not None:
-            order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
         built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
-        if built.packing is not None and own.packing is not None:
-            is_same = built.stored_dtype == own.stored_dtype
-            built = replace(built, packing=own.packing) if is_same else built
+        if built.packing is not None and own.packing is not None and built.stored_dtype == own.stored_dtype:
+            built = replace(built, packing=own.packing)
         return self._with_drafter(built, self.is_tree_sized, reason)
 
     def _with_drafter(

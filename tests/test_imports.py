@@ -38,7 +38,8 @@ FLOORS = {
         counting vocabulary
         count_cli
         ranking token_maps
-        coverage show
+        coverage
+        show
         cli
     """,
     "convert": """

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("convert", "runtime", "vocab_tools")
-HEAVY = {"torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow"}
+HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "triton", "tokenizers", "pyarrow"}
 # Of the three folders, what is for readers of the repository only.
 LEFT_OUT = ("convert/FORMAT.md",)
 

@@ -5,7 +5,7 @@ One public function per command of `eagle-vocab`; everything here is imported on
     count     count_tokens(sources, tokenizer) → TokenCounts
     merge     merge_counts(counts) → TokenCounts
     rank      rank_vocabulary(counts, size) → DraftVocab; rank_by_order(order) for ids or a token map
-    coverage  measure_coverage(vocab, counts) → CoverageReport; plot_coverage(report, path)
+    coverage  measure_coverage(vocab, counts) → CoverageReport
     show      show_vocabulary(vocab, tokenizer) → VocabularyListing
     import    import_token_map(path) → DraftVocab
     export    export_token_map(vocab, path, format)

@@ -1,6 +1,6 @@
 from .counting import count_tokens
 from .counts import HeldOut, SourceCounts, TokenCounts, merge_counts
-from .coverage import CoverageReport, SourceCoverage, measure_coverage, plot_coverage
+from .coverage import CoverageReport, SourceCoverage, measure_coverage
 from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
 from .forced import ForcedIds, forced_ids
 from .ranking import rank_by_order, rank_vocabulary
@@ -35,7 +35,6 @@ __all__ = [
     "load_tokenizer",
     "measure_coverage",
     "merge_counts",
-    "plot_coverage",
     "rank_by_order",
     "rank_vocabulary",
     "show_vocabulary",

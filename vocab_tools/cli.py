@@ -12,7 +12,6 @@ from .common_cli import (
     example,
     force_option,
     json_option,
-    note,
     parse_weights,
     run_cli,
     version_option,
@@ -150,29 +149,20 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 
 
 @vocab.command(
-    epilog=example(
-        "eagle-vocab coverage vocab.json chat.counts.safetensors code.counts.safetensors --plot coverage.png"
-    )
+    epilog=example("eagle-vocab coverage vocab.json chat.counts.safetensors code.counts.safetensors --sizes 8192,16384")
 )
 @_vocabulary_argument
 @_counts_argument
 @click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
 @_weight_option
-@force_option
 @json_option
-def coverage(vocabulary: str, counts: tuple[str, ...], force: bool, as_json: bool, **options: Any) -> None:
+def coverage(
+    vocabulary: str, counts: tuple[str, ...], sizes: tuple[int, ...] | None, weights: tuple[str, ...], as_json: bool
+) -> None:
     """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
-    from .coverage import measure_coverage, plot_coverage
+    from .coverage import measure_coverage
 
-    plot = options["plot"]
-    if plot is not None and not refuse_existing(plot, force).name.lower().endswith(".png"):
-        raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
-    weights = parse_weights(options["weights"])
-    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), options["sizes"], weights)
-    if plot is not None:
-        plot_coverage(report, plot)
-        note(f"wrote {plot}")
+    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), sizes, parse_weights(weights))
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
@@ -199,7 +189,7 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
     if as_json:
-        emit_json(listing.to_json())
+        emit_json(vars(listing))
     else:
         click.echo(listing.text())
 

@@ -6,10 +6,8 @@ needs no corpus: the same forced ids, then the first ids in id order.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from numpy.typing import NDArray
 
 from .counts import SourceCounts, TokenCounts
 from .errors import TokenizerError, UsageError, VocabularyError, printable
-from .files import write_file
 from .ranking import Part, source_shares
 from .vocabulary import DraftVocab
 
@@ -27,8 +24,6 @@ MEAN = "all sources"
 # Half the width, in standard errors, of an interval that holds 95% of a normal distribution.
 _NORMAL_QUANTILE = 1.959964
 _CURVE_POINTS = 64
-# Where the plot's axis ends at the latest.
-_SMALLEST_MISS = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +67,7 @@ class CoverageReport:
         draft_vocab: size that is to be used, one of `sizes`.
         target_vocab: size of the target's vocabulary.
         sizes: ascending; every one at least the number of forced ids.
-        shown: the sizes that the table shows; the others make the plot smooth.
+        shown: the sizes that the table shows; the others make a smooth curve.
         sources: one entry per source, then "all sources" when there are several.
         uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
             text.
@@ -292,55 +287,6 @@ def _warnings(measured: Sequence[SourceCoverage], position: int, size: int) -> l
             "nothing was held out: it is optimistic"
         )
     return found
-
-
-def plot_coverage(report: CoverageReport, path: str | Path) -> None:
-    """Write the coverage plot of a report as PNG, whole or not at all; the same report gives the same bytes.
-
-    One curve per source with its 95% interval, and dashed in the same colour the no-corpus baseline of the first ids.
-    Both axes are logarithmic; the vertical one is the share of tokens missed, less is higher.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.style import context
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    # The user's matplotlibrc must not change the bytes.
-    with context("default"):
-        figure = Figure(figsize=(8.0, 5.0), dpi=150, layout="constrained")
-        axes = figure.add_subplot()
-        for source in report.sources:
-            (line,) = axes.plot(
-                report.sizes, _miss(source.coverage), linewidth=2, label=f"{source.name} ({source.part})"
-            )
-            axes.plot(report.sizes, _miss(source.baseline), color=line.get_color(), linewidth=1, linestyle="--")
-            if source.interval is not None:
-                low, high = map(_miss, source.interval)
-                axes.fill_between(report.sizes, high, low, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.plot([], [], color="0.35", linewidth=1, linestyle="--", label="first N ids, no corpus")
-        axes.axvline(report.draft_vocab, color="0.6", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_yscale("log")
-        axes.set_ylim(1.0, max(axes.get_ylim()[0], _SMALLEST_MISS))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(lambda miss, _: f"{100 * miss:.4g}%")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("draft vocabulary size N (ids)")
-        axes.set_ylabel("tokens missed (log scale, less is higher)")
-        axes.set_title(f"Coverage of a draft vocabulary of {report.draft_vocab:,} in {report.target_vocab:,}")
-        axes.grid(color="0.9")
-        axes.legend()
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    write_file(path, buffer.getvalue())
-
-
-def _miss(coverage: NDArray[np.float64]) -> NDArray[np.float64]:
-    # A logarithmic axis has no zero; a value far beyond its end is drawn instead.
-    return np.maximum(1.0 - coverage, _SMALLEST_MISS / 1000)
 
 
 def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:

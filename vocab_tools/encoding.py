@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +63,8 @@ class Encoded:
     offsets: NDArray[np.int64]
 
 
-class Encoder(Protocol):
-    """Encodes texts as they are: special tokens in the text are recognised, none are added."""
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Encode one batch; the caller keeps batches small."""
+Encode = Callable[[Sequence[str]], Encoded]
+"""Encodes a small batch of texts as they are: special tokens in a text are recognised, none are added."""
 
 
 def name_and_version(library: TokenizerLibrary) -> str:
@@ -75,19 +72,16 @@ def name_and_version(library: TokenizerLibrary) -> str:
     return f"{library} {version(library)}"
 
 
-def build_encoder(spec: EncoderSpec) -> Encoder:
-    """Build the encoder of a spec."""
-    return _Fastokens(spec.tokenizer_json) if spec.library == "fastokens" else _Tokenizers(spec.tokenizer_json)
+def build_encoder(spec: EncoderSpec) -> Encode:
+    """Build the encoder of a spec; raises TokenizerError where its library is missing or cannot load the tokenizer."""
+    if spec.library == "fastokens":
+        return _fastokens(spec.tokenizer_json)
+    from tokenizers import Tokenizer
 
+    tokenizer = Tokenizer.from_str(spec.tokenizer_json)
 
-class _Tokenizers:
-    def __init__(self, tokenizer_json: str) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def encode(texts: Sequence[str]) -> Encoded:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         offsets = np.zeros(len(encodings) + 1, np.int64)
         # The quickest way from lists of int to memory: 8 ns per token, half of numpy's.
         ids = array("I")
@@ -96,24 +90,27 @@ class _Tokenizers:
             offsets[position] = len(ids)
         return Encoded(np.frombuffer(ids, np.uint32), offsets)
 
+    return encode
 
-class _Fastokens:
-    def __init__(self, tokenizer_json: str) -> None:
-        try:
-            import fastokens
-        except ImportError as error:
-            raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
-        try:
-            self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
-        except Exception as error:  # fastokens raises bare exceptions from Rust
-            raise TokenizerError(f"fastokens cannot load this tokenizer: {error}") from error
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        ids, offsets = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
+def _fastokens(tokenizer_json: str) -> Encode:
+    try:
+        import fastokens
+    except ImportError as error:
+        raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
+    try:
+        tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
+    except Exception as error:  # fastokens raises bare exceptions from Rust
+        raise TokenizerError(f"fastokens cannot load this tokenizer: {error}") from error
+
+    def encode(texts: Sequence[str]) -> Encoded:
+        ids, offsets = tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
         return Encoded(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).astype(np.int64))
 
+    return encode
 
-def encode_all(encoder: Encoder, texts: Sequence[str]) -> Encoded:
+
+def encode_all(encode: Encode, texts: Sequence[str]) -> Encoded:
     """Encode any number of texts of any length in bounded memory.
 
     A text over MAX_TEXT_CHARS is encoded in parts, cut after a line end or before a space, so that at such a cut a
@@ -122,9 +119,9 @@ def encode_all(encoder: Encoder, texts: Sequence[str]) -> Encoded:
     if not texts:
         return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
     if max(map(len, texts)) <= MAX_TEXT_CHARS:
-        return _join([encoder.encode(batch) for batch in _batches(texts)])
+        return _join([encode(batch) for batch in _batches(texts)])
     parts = [_parts(text) for text in texts]
-    encoded = _join([encoder.encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
+    encoded = _join([encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
     return Encoded(encoded.token_ids, encoded.offsets[np.cumsum([0, *map(len, parts)])])
 
 
@@ -160,20 +157,12 @@ def _join(parts: Sequence[Encoded]) -> Encoded:
     return Encoded(np.concatenate([part.token_ids for part in parts]), np.concatenate(offsets))
 
 
-class TailEncoder:
-    """Encodes whole texts and keeps the tokens of their last part."""
-
-    def __init__(self, tokenizer_json: str) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-
-    def encode(self, text: str, start: int) -> NDArray[np.uint32]:
-        """Encode a text and keep the tokens that begin at or behind the character `start`, uint32 [tokens]."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-        kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[begins >= start]
-        return kept
+def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint32]:
+    """Encode a text and keep the tokens that begin at or behind the character `start`, uint32 [tokens]."""
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
+    kept: NDArray[np.uint32] = np.array(encoding.ids, np.uint32)[begins >= start]
+    return kept
 
 
 def choose_library(
@@ -209,7 +198,7 @@ def choose_library(
     return "tokenizers", reason
 
 
-def _difference(spec: EncoderSpec, fast: Encoder, places: Sequence[object], texts: Sequence[str]) -> str:
+def _difference(spec: EncoderSpec, fast: Encode, places: Sequence[object], texts: Sequence[str]) -> str:
     """Say why an encoder may not stand in for `tokenizers` on these texts; "" where it may."""
     if not any(texts):
         return "found no text in the corpus to compare fastokens with tokenizers on"

@@ -19,7 +19,6 @@ LIBRARY_NAME = "eagle-slim"
 SILENCE_S = 60.0
 """Seconds without a byte after which a command gives up a request for which the library sets no limit."""
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
-_BROKEN = ("RemoteProtocolError", "ReadError", "WriteError")
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 Choose = Callable[[Sequence[str], str], list[str]]
@@ -31,18 +30,17 @@ class HubError(SourceError):
 
     Attributes:
         headline: what happened, beginning with the repository, without advice.
-        advice: what to do about it.
-        reason: "offline", "silent", "broken", "unreachable", "busy", "missing", "access", "refused" or "disk".
+        reason: "offline", "unreachable", "busy", "missing", "access", "refused" or "disk".
     """
 
     def __init__(self, headline: str, advice: str, reason: str) -> None:
         super().__init__(f"{headline}.\n{advice}")
-        self.headline, self.advice, self.reason = headline, advice, reason
+        self.headline, self.reason = headline, reason
 
     @property
     def is_unreachable(self) -> bool:
         """Whether the Hub gave no answer of its own, so that a copy in the cache may do instead."""
-        return self.reason in ("offline", "silent", "broken", "unreachable", "busy")
+        return self.reason in ("offline", "unreachable", "busy")
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     found = [cause for cause in _causes(error) if isinstance(cause, known)] or [error]
     # That a file is not in the cache says least: what kept the library from fetching it is behind.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
-    name, said = type(cause).__name__, plain(getattr(cause, "server_message", None) or cause)
+    said = plain(getattr(cause, "server_message", None) or cause)
     hub, status = constants.ENDPOINT, getattr(getattr(cause, "response", None), "status_code", None)
     no_access = (errors.LocalTokenNotFoundError, errors.DisabledRepoError)
     no_repository = (errors.HFValidationError, *((errors.RepositoryNotFoundError,) if purpose == "read" else ()))
@@ -229,13 +227,9 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     elif status is not None:
         reason, what = "refused", f"{hub} refuses (status {status}: {said})"
     elif isinstance(cause, http_error):
-        reason = "silent" if "Timeout" in name else "broken" if name in _BROKEN else "unreachable"
-        problem = {
-            "silent": "does not answer",
-            "broken": "broke the connection off",
-            "unreachable": "cannot be reached",
-        }
-        what = f"{hub} {problem[reason]} ({name}: {said})"
+        name = type(cause).__name__
+        problem = "does not answer" if "Timeout" in name else "cannot be reached, or broke the connection off"
+        reason, what = "unreachable", f"{hub} {problem} ({name}: {said})"
         advice = (
             "Check the connection, the proxy and HF_ENDPOINT, or the spelling of a folder's name. Where the network is "
             "only slow, set HF_HUB_ETAG_TIMEOUT or HF_HUB_DOWNLOAD_TIMEOUT."

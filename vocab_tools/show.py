@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .counts import TokenCounts
+from .coverage import aligned
 from .errors import TokenizerError, printable
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import DraftVocab
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """One token: target id, rank (None if left out), text, weighted count (None without counts), why it is forced."""
-
-    token_id: int
-    rank: int | None
-    text: str
-    count: float | None
-    reason: str | None
-
-    def __str__(self) -> str:
-        rank = "-" if self.rank is None else str(self.rank)
-        count = "" if self.count is None else f"{self.count:>14,.0f}"
-        reason = "" if self.reason is None else f"  ({printable(self.reason)})"
-        return f"  {rank:>7}  id {self.token_id:>7}{count}  '{self.text}'{reason}"
 
 
 @dataclass(frozen=True)
@@ -38,43 +21,38 @@ class VocabularyListing:
     Attributes:
         size, num_forced, target_vocab: of the vocabulary.
         real_tokens: number of ids of the target that some token has.
-        forced: all forced tokens, in rank order.
-        held: the first of the other tokens, in rank order.
-        left_out: the most frequent tokens left out (the lowest ids, without counts).
+        tokens: in rank order, then those left out: "token" (its text), "forced" (the reason, or None), "rank" (None if
+            left out), "id" and "count" (weighted; None without counts).
     """
 
     size: int
     num_forced: int
     target_vocab: int
     real_tokens: int
-    forced: tuple[TokenRow, ...]
-    held: tuple[TokenRow, ...]
-    left_out: tuple[TokenRow, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the listing JSON-ready."""
-        return asdict(self)
+    tokens: tuple[dict[str, Any], ...]
 
     def text(self) -> str:
-        """Return the listing as plain text, without the up to 256 forced single bytes."""
-        markers = [row for row in self.forced if not (row.reason or "").startswith("byte 0x")]
-        lines = [
-            f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced, {len(self.forced) - len(markers)} of "
-            f"them single bytes); the target's vocabulary has {self.target_vocab} rows"
-        ]
-        lists = {"forced": markers, "most frequent": self.held, "most frequent left out": self.left_out}
-        for title, rows in lists.items():
-            if rows:
-                lines += ["", f"{title}:", *map(str, rows)]
-        return "\n".join(lines)
+        """Return the listing as a plain text table, without the up to 256 forced single bytes."""
+        rows = [("token", "forced", "rank", "id", "count")]
+        for token in self.tokens:
+            forced = printable(token["forced"] or "")
+            if not forced.startswith("byte 0x"):
+                rank = "-" if token["rank"] is None else str(token["rank"])
+                count = "" if token["count"] is None else f"{token['count']:,.0f}"
+                rows.append((f"'{token['token']}'", forced, rank, str(token["id"]), count))
+        num_bytes = 1 + len(self.tokens) - len(rows)
+        return (
+            f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced, {num_bytes} of them single bytes); "
+            f"the target's vocabulary has {self.target_vocab} rows\n\n{aligned(rows, num_left=2)}"
+        )
 
 
 def show_vocabulary(
     vocab: DraftVocab, tokenizer: LoadedTokenizer, counts: TokenCounts | None = None, limit: int = 20
 ) -> VocabularyListing:
-    """List what a vocabulary holds and what it leaves out: `limit` rows per list, but all forced tokens.
+    """List all forced tokens, the first `limit` others, and the `limit` most frequent that are left out.
 
-    Counts are shown, and order the tokens left out.
+    Without counts, those left out are the ones of the lowest ids.
 
     Raises:
         TokenizerError: vocabulary or counts were made with another tokenizer, or ids belong to no token.
@@ -92,22 +70,22 @@ def show_vocabulary(
         check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
         weighted = counts.weighted()[: vocab.target_vocab]
         score[: len(weighted)] = weighted
-    reasons = vocab.provenance.get("forced", {})
-    ids = vocab.target_ids.tolist()
-    rank_of_id = {token_id: rank for rank, token_id in enumerate(ids)}
-
-    def rows(ids: Iterable[int]) -> tuple[TokenRow, ...]:
-        found = []
-        for token_id in ids:
-            text, count = readable_token(tokenizer, token_id), None if counts is None else float(score[token_id])
-            found.append(TokenRow(token_id, rank_of_id.get(token_id), text, count, reasons.get(str(token_id))))
-        return tuple(found)
-
-    forced = vocab.num_forced if vocab.ranked else 0
+    num_forced = vocab.num_forced if vocab.ranked else 0
+    held = vocab.target_ids[: num_forced + limit].tolist()
     left_out = np.setdiff1d(real, vocab.target_ids)
     left_out = left_out[np.lexsort((left_out, -score[left_out]))][:limit].tolist()
-    lists = rows(ids[:forced]), rows(ids[forced : forced + limit]), rows(left_out)
-    return VocabularyListing(vocab.size, forced, vocab.target_vocab, len(real), *lists)
+    reasons = vocab.provenance.get("forced", {})
+    tokens = tuple(
+        {
+            "token": readable_token(tokenizer, token_id),
+            "forced": reasons.get(str(token_id)),
+            "rank": rank if rank < len(held) else None,
+            "id": token_id,
+            "count": None if counts is None else float(score[token_id]),
+        }
+        for rank, token_id in enumerate(held + left_out)
+    )
+    return VocabularyListing(vocab.size, num_forced, vocab.target_vocab, len(real), tokens)
 
 
 def readable_token(tokenizer: LoadedTokenizer, token_id: int) -> str:

@@ -18,17 +18,20 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
-from .encoding import Encoded, EncoderSpec, TailEncoder, build_encoder, encode_all
+from .encoding import Encoded, EncoderSpec, build_encoder, encode_all, encode_tail
 from .errors import EagleSlimError, TokenizerError
 from .records import BadRecord, Block
 from .sources import CorpusSource, OpenSource
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MAX_REPORTS = 10
 """Bad records of a block that are told one by one; the others are only counted."""
@@ -102,9 +105,9 @@ class BlockCounter:
 
     def __init__(self, plan: CountPlan) -> None:
         self._plan = plan
-        self._encoder = build_encoder(plan.encoder)
+        self._encode = build_encoder(plan.encoder)
         # Templates have few headers; the bound is for one that writes something new each time.
-        self._header_ids = lru_cache(4096)(lambda header: self._encoder.encode([header]).token_ids)
+        self._header_ids = lru_cache(4096)(lambda header: self._encode([header]).token_ids)
 
     def count(self, source: int, block: Block) -> Tally:
         """Count one block of a source."""
@@ -133,7 +136,7 @@ class BlockCounter:
                 documents.append(document)
                 hashes.append(key)
         is_chat, vocab_size = self._plan.sources[source].kind == "chat", self._plan.encoder.vocab_size
-        found = self._encode_chats(documents) if is_chat else encode_all(self._encoder, documents)
+        found = self._encode_chats(documents) if is_chat else encode_all(self._encode, documents)
         counts = np.bincount(found.token_ids, minlength=vocab_size)
         if len(counts) > vocab_size:
             raise TokenizerError(
@@ -193,7 +196,7 @@ class BlockCounter:
     def _encode_chats(self, chats: Sequence[list[Piece]]) -> Encoded:
         """Encode each chat, and keep the tokens that count."""
         pieces = [piece for chat in chats for piece in chat]
-        encoded = encode_all(self._encoder, [piece.text for piece in pieces])
+        encoded = encode_all(self._encode, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
         if any(piece.header_chars for piece in pieces):
             parts = [
@@ -210,11 +213,13 @@ class BlockCounter:
         if np.array_equal(token_ids[: len(header_ids)], header_ids):
             return token_ids[len(header_ids) :]
         # A token reaches across the beginning of the turn.
-        return self._tails.encode(piece.text, piece.header_chars)
+        return encode_tail(self._tokenizer, piece.text, piece.header_chars)
 
     @cached_property
-    def _tails(self) -> TailEncoder:
-        return TailEncoder(self._plan.encoder.tokenizer_json)
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self._plan.encoder.tokenizer_json)
 
     @cached_property
     def _renderer(self) -> ChatRenderer:

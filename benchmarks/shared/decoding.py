@@ -27,7 +27,7 @@ from eagle_slim.runtime.step.decoder import Decoder, Phase
 from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
-from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
+from eagle_slim.runtime.step.shapes import ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention import tree_attention
@@ -36,7 +36,6 @@ from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
 
-from benchmarks.shared.drawn_nodes import NodeDrawnDecoder
 from benchmarks.shared.drawn_verdicts import DrawnDecoder
 from benchmarks.shared.timing import time_queued_us
 
@@ -110,10 +109,6 @@ class RandomModel:
         """Build a drafting decoder of a ``kind`` over what is ``drawn``; ``option``: how it runs ahead, if it does."""
         drafter = self._drafter(cache, tree, draft_vocab)
         return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
-
-    def any_shape_decoder(self, cache: KVCache, draft_vocab: int, ranks: Tensor) -> NodeDrawnDecoder:
-        """Build a decoder whose steps may have any shape, and whose acceptance is drawn by node."""
-        return NodeDrawnDecoder(ranks, self.target, cache, self._drafter(cache, LARGE, draft_vocab), self._waits)
 
     def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
         if draft_vocab not in self._drafters:
@@ -250,67 +245,51 @@ class StepsRun(NamedTuple):
     passes: int
 
 
-def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
-    """Run greedy steps as generation does: the host reads each step's record while the next one runs."""
-    record, device = decoder.state.record, decoder.target.device
+def run_steps(
+    decoder: Decoder, num_active: int, steps: int, chooser: ShapeChooser | None = None, context: int = 0
+) -> StepsRun:
+    """Run greedy steps as generation does: the host reads each step's record while the next one runs.
+
+    ``chooser``, on a GPU: chooses the shape of each, after ``context`` tokens; timing a shape first is not counted.
+    """
+    record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
+    first_rank = RECORD_HEAD + decoder.state.new_tokens.shape[1] + 1
     # One for each step: none is read before its copy is done, or overwritten before it is read.
     values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=record.is_cuda)
-    ready: list[torch.cuda.Event] = []
-    tokens = 0
+    ready = [torch.cuda.Event(enable_timing=True) for _ in range(steps)] if record.is_cuda else []
+    shapes: list[TreeConfig | None] = []
+    pauses: list[int] = []
+    tokens, apart_s = 0, 0.0
     synchronize(device)
     begun = time.perf_counter()
     for step in range(steps + 1):
         if step < steps:
-            decoder.step(num_active, GREEDY, decoder.tree)
+            shape = decoder.tree if chooser is None else chooser.next(places, context)
+            while chooser is not None and any(chooser.is_unmeasured(each, places) for each in (shape, None)):
+                started = time.perf_counter()
+                for each in (shape, None):
+                    chooser.time(each, places, context, decoder.time_step(num_active, GREEDY, each))
+                apart_s += time.perf_counter() - started
+                shape = chooser.next(places, context)
+            decoder.step(num_active, GREEDY, shape)
             values[step].copy_(record, non_blocking=True)
-            if record.is_cuda:
-                ready.append(torch.cuda.Event())
-                ready[-1].record()
-        if step > 0:
-            if record.is_cuda:
-                ready[step - 1].synchronize()
-            tokens += sum(row[0] for row in values[step - 1].tolist()[:-1])
+            if ready:
+                ready[step].record()
+            shapes.append(shape)
+            pauses.append(decoder.num_pauses)
+        if step == 0:
+            continue
+        read = step - 1
+        if ready:
+            ready[read].synchronize()
+        rows = [row for row in values[read].tolist()[:-1] if row[0] > 0]
+        tokens += sum(row[0] for row in rows)
+        if chooser is not None:
+            chooser.steps[shapes[read]] += 1
+            chooser.see(shapes[read], [row[first_rank : first_rank + row[0] - 1] for row in rows])
+            if read > 0 and pauses[read - 1] == pauses[read]:
+                chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)
-    return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
-
-
-def run_chosen(decoder: Decoder, chooser: ShapeChooser, num_active: int, context: int, steps: int) -> StepsRun:
-    """Run greedy steps of the shapes that are chosen, as generation does; timing a shape first is not counted."""
-    record, width = decoder.state.record, decoder.state.new_tokens.shape[1]
-    values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=True)
-    shapes: list[TreeConfig | None] = []
-    events, pauses = [torch.cuda.Event(enable_timing=True)], [decoder.num_pauses]
-    tokens, places, apart_s = 0, decoder.places_for(num_active), 0.0
-    synchronize(decoder.target.device)
-    begun = time.perf_counter()
-    events[0].record()
-
-    def read(step: int) -> int:
-        events[step + 1].synchronize()
-        rows, first = [row for row in values[step].tolist()[:-1] if row[0] > 0], RECORD_HEAD + width + 1
-        chooser.see(shapes[step], [row[first : first + row[0] - 1] for row in rows])
-        if pauses[step] == pauses[step + 1]:
-            chooser.time(shapes[step], places, context, events[step].elapsed_time(events[step + 1]))
-        return sum(row[0] for row in rows)
-
-    for step in range(steps):
-        shape = chooser.next(places, context)
-        while missing := [each for each in (shape, None) if chooser.is_unmeasured(each, places)]:
-            started = time.perf_counter()
-            for each in missing:
-                chooser.time(each, places, context, decoder.time_step(num_active, GREEDY, each))
-            apart_s += time.perf_counter() - started
-            shape = chooser.next(places, context)
-        shapes.append(shape)
-        chooser.steps[shape] += 1
-        decoder.step(num_active, GREEDY, shape)
-        values[step].copy_(record, non_blocking=True)
-        pauses.append(decoder.num_pauses)
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-        if step > 0:
-            tokens += read(step - 1)
-    tokens += read(steps - 1)
     return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
 
 
@@ -337,6 +316,6 @@ def take_turns(
         step_ms = statistics.median(run.step_ms for run in own)
         row = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": accepted * batch / step_ms * 1e3}
         if isinstance(decoder, DrawnDecoder):
-            row["is_length_met"] = abs(accepted / float(decoder.lengths.float().mean()) - 1) <= LENGTH_TOLERANCE
+            row["is_length_met"] = abs(accepted / float(decoder.drawn.float().mean()) - 1) <= LENGTH_TOLERANCE
         found.append(row)
     return found

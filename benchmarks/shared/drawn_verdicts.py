@@ -1,15 +1,16 @@
 """Verdicts drawn instead of computed: for random weights, whose drafts no target would accept.
 
 A step does all its usual work: the tree is drafted and verified, the target chooses its tokens. Only then,
-inside the same graph, one more kernel overwrites some of the choices, so that the walk accepts a path of a drawn length
-that the drafted tree has (`DrawnDecoder`). What is accepted is counted as usual, too.
+inside the same graph, one more kernel overwrites some of the choices, so that the walk accepts a drawn path of the
+drafted tree (`DrawnDecoder`). What is accepted is counted as usual, too.
 
-Lengths are drawn ahead (`draw_lengths`), with a given mean, and taken in turn, each slot beginning elsewhere.
+Drawn ahead, and taken in turn, each slot beginning elsewhere: lengths of paths, with a given mean (`draw_lengths`); or,
+for shapes of trees side by side, the rank of the accepted child at each level (`draw_ranks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ NUM_LENGTHS = 240
 """Lengths drawn ahead; a run of a multiple of as many steps meets the mean to within half a 240th of a token."""
 NUM_PARTS = 4
 """Parts of these that each have nearly the mean, for runs of fewer steps."""
+LATER = 0.2
+"""Chance of each later rank, as a share of the one before it."""
+NUM_RANKS, LEVELS = 4096, 16
+_NONE = 1 << 20
+"""Rank of no child."""
+_SLOT_STRIDE = 37
+"""Slots begin that far apart in what is drawn."""
 
 
 def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
@@ -59,14 +67,19 @@ def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
     return drawn
 
 
-_SLOT_STRIDE = 37
-"""Slots begin that far apart in the table of lengths."""
+def draw_ranks(chance: Callable[[int], float], seed: int = 0) -> Tensor:
+    """Draw int32 [NUM_RANKS, LEVELS]: the accepted child's rank, where rank r has ``chance(level) * LATER ** r``."""
+    levels = torch.tensor([chance(level) for level in range(LEVELS)], dtype=torch.float64)
+    bounds = (levels[:, None] * LATER ** torch.arange(16)).cumsum(1)
+    drawn = torch.rand((NUM_RANKS, LEVELS), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    ranks = (drawn[..., None] >= bounds).sum(-1)
+    return torch.where(ranks < 16, ranks, _NONE).to(torch.int32)
 
 
 @triton.jit
 def _draw_paths_kernel(
-    choice_ptr, trees, length_ptr, turn_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, LENGTHS: tl.constexpr,
-    STRIDE: tl.constexpr, DEEPEST: tl.constexpr,
+    choice_ptr, trees, drawn_ptr, turn_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, DEEPEST: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     if place >= tl.load(trees.active_count):
@@ -74,17 +87,28 @@ def _draw_paths_kernel(
     slot = tl.load(trees.active_slots + place)
     turn = tl.load(turn_ptr + slot)
     tl.store(turn_ptr + slot, turn + 1)
-    wanted = tl.load(length_ptr + (turn + slot * STRIDE) % LENGTHS)
+    drawn = drawn_ptr + (turn + slot * STRIDE) % DRAWN * WIDTH
     node = tl.arange(0, BLOCK)
     inside = node < NODES
     tree = slot.to(tl.int64) * NODES + node
     token = tl.load(trees.draft_tokens + tree, mask=inside, other=-1).to(tl.int32)
     parent = tl.load(trees.parents + tree, mask=inside, other=-2).to(tl.int32)
-    depth = tl.load(trees.positions + tree, mask=inside, other=BLOCK).to(tl.int32)
     choice = tl.load(choice_ptr + place * NODES + node, mask=inside, other=-1)
-    # Deepest first, then the lowest node.
-    rank = tl.where(depth < wanted, depth * BLOCK + (BLOCK - 1 - node), -1)
-    at = BLOCK - 1 - tl.max(rank) % BLOCK
+    # The end of the path.
+    at = 0
+    if WIDTH == 1:
+        # Deepest first, then the lowest node.
+        depth = tl.load(trees.positions + tree, mask=inside, other=BLOCK).to(tl.int32)
+        order = tl.where(depth < tl.load(drawn), depth * BLOCK + (BLOCK - 1 - node), -1)
+        at = BLOCK - 1 - tl.max(order) % BLOCK
+    else:
+        is_sibling = (parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])
+        rank = tl.sum(is_sibling.to(tl.int32), 1)
+        # Once there is no child, BLOCK, which is nobody's parent.
+        child = 0
+        for level in tl.static_range(DEEPEST):
+            child = tl.min(tl.where((parent == child) & (rank == tl.load(drawn + level)), node, BLOCK))
+            at = tl.where(child < BLOCK, child, at)
     own = tl.sum(tl.where(node == at, choice, 0))
     is_child = parent == at
     taken = tl.sum((is_child[:, None] & (token[:, None] == node[None, :])).to(tl.int32), 0)
@@ -99,34 +123,35 @@ def _draw_paths_kernel(
     tl.store(choice_ptr + place * NODES + node, choice, mask=inside)
 
 
-def draw_paths(choices: Tensor, trees: Trees, lengths: Tensor, turns: Tensor) -> None:
-    """Have the walk follow a path of the next drawn length in the tree of every active slot.
+def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor) -> None:
+    """Have the walk follow the path that is drawn next in the tree of every active slot.
 
-    ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``lengths`` int32 [count]; ``turns``
-    int32 [slots]: lengths that a slot has taken. The path ends at the first of the nodes as deep as the drawn length
-    allows: the drafted tokens and the target's own choice there, which stays unless it is a drafted child; then it
-    becomes the smallest id that is none. Trees of at most 16 levels; a program a place.
+    ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``drawn`` int32: lengths [count], or
+    ranks [count, LEVELS]; ``turns`` int32 [slots]: rows of it that a slot has taken. A length ends at the first of the
+    nodes as deep as it allows; ranks end where a node has no such child. The target's own choice at the end stays,
+    unless it is a drafted child; then it becomes the smallest id that is none. Trees of at most 16 levels; a program a
+    place.
     """
     places, nodes = choices.shape
     _draw_paths_kernel[(places,)](
-        choices, trees, lengths, turns, NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)),
-        LENGTHS=len(lengths), STRIDE=_SLOT_STRIDE, DEEPEST=15, num_warps=4,
+        choices, trees, drawn, turns, NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)), DRAWN=len(drawn),
+        WIDTH=drawn[0].numel(), STRIDE=_SLOT_STRIDE, DEEPEST=min(LEVELS, nodes) - 1, num_warps=4,
     )  # fmt: skip
 
 
 class DrawnDecoder(Decoder):
-    """A drafting decoder whose steps accept ``lengths``, in turn, instead of what its target would."""
+    """A drafting decoder whose steps accept ``drawn`` lengths or ranks, in turn, instead of what its target would."""
 
-    def __init__(self, lengths: Sequence[int], *args: Any) -> None:
+    def __init__(self, drawn: Sequence[int] | Tensor, *args: Any) -> None:
         super().__init__(*args)
-        device = self.target.device
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.turns = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
-        """Lengths that each slot has taken."""
+        self.drawn = torch.as_tensor(drawn, dtype=torch.int32, device=self.target.device)
+        self.turns = torch.zeros(self.num_slots, dtype=torch.int32, device=self.target.device)
+        """Rows that each slot has taken."""
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
     ) -> None:
-        """Choose as usual, then draw."""
+        """Choose as usual, then draw, but for plain steps."""
         super().choose(logits, trees, rules, host, choices)
-        draw_paths(choices, trees, self.lengths, self.turns)
+        if choices.shape[1] > 1:
+            draw_paths(choices, trees, self.drawn, self.turns)

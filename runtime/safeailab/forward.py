@@ -24,8 +24,8 @@ from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..target.known import Choice, choose_forward, unfit_head_dim, unfit_modules
 from ..tree import Trees
+from .drafting import captured
 from .reading import kind_of, rotary_of
-from .session import captured
 
 TARGET_BACKENDS = ("auto", "fused", "upstream")
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
@@ -97,8 +97,6 @@ def _unfit_reason(model: Any) -> str | None:
     name = type(base).__name__
     if name not in _BASES:
         return f"{name} is none of {', '.join(_BASES)}"
-    if torch.is_autocast_enabled(next(base.parameters()).device.type):
-        return "torch.autocast is on"
     if taps is not None and (len(taps) < 3 or taps[0] < 0):
         return f"{len(base.model.layers)} layers have no three different ones to tap"
     rotary = _rotary_module(base)
@@ -116,10 +114,6 @@ def _unfit_reason(model: Any) -> str | None:
             return f"{path} is a {type(module).__qualname__} of {file}"
         if found != eps:
             return f"{path}.variance_epsilon is {found}, and its configuration gives {eps}"
-    kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in base.model.layers]
-    for index, each in enumerate(kinds):
-        if each != kinds[0]:
-            return f"layer {index} is made otherwise than the first"
     return unfit_head_dim(base.model.layers[0].self_attn.head_dim) or unfit_modules(base)
 
 

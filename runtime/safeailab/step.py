@@ -36,10 +36,9 @@ from ..step.kernels.choice_kernels import ChoiceRules, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens, no_distribution
 from ..target.watch import Watch
 from ..tree import Trees
-from .drafting import LayerPatch
+from .drafting import LayerPatch, on_buffers
 from .forward import TreeForward, take_forward
 from .rebind import rebind, restore
-from .session import Session, on_buffers
 
 _LOOPS = ("eagenerate", "ea_generate")
 _REPLACED = ("tree_decoding", "evaluate_posterior", "update_inference_inputs")
@@ -83,9 +82,8 @@ class StepPatch:
         self.model, self.layer_patch = model, layer_patch
         for name in _LOOPS:
             _check_loop(type(model), name)
-        session = layer_patch.session
-        self._device = session.head.device
-        self.ops = Ops(session.spec.backend == "triton" or self._device.type == "cuda")
+        self._device = layer_patch.head.device
+        self.ops = Ops(layer_patch.spec.backend == "triton" or self._device.type == "cuda")
         self._asked = target_backend
         self._take_base_model()
         self._tensors: _Tensors | None = None
@@ -131,11 +129,6 @@ class StepPatch:
 
         return loop
 
-    @property
-    def session(self) -> Session:
-        """The sequence being drafted for."""
-        return self.layer_patch.session
-
     def tree_decoding(
         self, model: Any, tree_candidates: Tensor, past_key_values: Any, tree_position_ids: Tensor, input_ids: Tensor,
         retrieve_indices: Tensor,
@@ -144,17 +137,17 @@ class StepPatch:
 
         The fused forward has no outputs beside these, and reads the tree from the drafter's buffers.
         """
-        session = self.session
+        drafting = self.layer_patch
         with on_buffers(self._device):
             # The next draft's pairs, so that nothing has to grow between the walk and that draft.
-            session.reserve(session.length + session.tree.path_width)
+            drafting.reserve(drafting.length + drafting.tree.path_width)
             tensors = self._current()
             tensors.state.lengths.fill_(input_ids.shape[1])
             if self._target is not None:
                 (data,) = model.past_key_values_data
                 if self._forward is None or self._forward.data is not data:
                     state = tensors.state
-                    self._forward = TreeForward(self._target, data, session.tree, tensors.trees, state.lengths)
+                    self._forward = TreeForward(self._target, data, drafting.tree, tensors.trees, state.lengths)
         if self._forward is not None:
             # What upstream allocated may be a tensor of inference mode.
             with torch.inference_mode(), current(self._device):
@@ -170,10 +163,10 @@ class StepPatch:
 
     def _current(self) -> _Tensors:
         """Return the tensors over the drafter's buffers as they are now."""
-        session = self.session
-        if self._tensors is None or self._tensors.bufs is not session.bufs:
+        drafting = self.layer_patch
+        if self._tensors is None or self._tensors.bufs is not drafting.bufs:
             vocab = self.model.base_model.lm_head.weight.shape[0]
-            self._tensors = _Tensors(session.bufs, session.tree, vocab)
+            self._tensors = _Tensors(drafting.bufs, drafting.tree, vocab)
             self._forward = self._numbers = None
         return self._tensors
 
@@ -194,8 +187,8 @@ class StepPatch:
             self.ops(choose_tokens)(
                 scores.contiguous(), tensors.trees, rules, tensors.choice, tensors.choices, tensors.scratch
             )
-            width = self.session.tree.path_width
-            self.ops(walk)(tensors.choices, tensors.trees, width, tensors.state, self.session.drafter.error)
+            width = self.layer_patch.tree.path_width
+            self.ops(walk)(tensors.choices, tensors.trees, width, tensors.state, self.layer_patch.drafter.error)
             # A token that is none must not be drafted from; its record raises when it is read.
             tensors.state.new_tokens.clamp_(min=0)
         return None, None, None
@@ -206,9 +199,9 @@ class StepPatch:
         current_length_data: Tensor, model: Any, hidden_state_new: Tensor, sample_p: None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, None, Tensor]:  # fmt: skip
         """Keep the accepted path and draft the next tree: upstream's eight values."""
-        session, tensors = self.session, self._tensors
+        drafting, tensors = self.layer_patch, self._tensors
         assert tensors is not None
-        state, bufs, drafter = tensors.state, tensors.bufs, session.drafter
+        state, bufs, drafter = tensors.state, tensors.bufs, drafting.drafter
         with on_buffers(self._device):
             # Copies, as the next draft overwrites what they are made from.
             kept = bufs.draft_tokens[0, state.path[0].clamp(min=0).long()]
@@ -217,15 +210,15 @@ class StepPatch:
         with torch.inference_mode(), current(self._device):
             for data in past_key_values_data_list:
                 self.ops(commit_kv)(state, data[0::2], data[1::2])
-            # Of another type than the head's under autocast.
+            # Upstream's own forward gives another type under autocast.
             features = hidden_state_new[0].to(drafter.features.dtype)
-            self.ops(commit_features)(state, features, session.tree.total_tokens, tensors.first_row, drafter.features)
+            self.ops(commit_features)(state, features, drafting.tree.total_tokens, tensors.first_row, drafter.features)
         with on_buffers(self._device):
             tensors.record.copy_(state.record, non_blocking=True)
             done = torch.cuda.Event() if state.record.is_cuda else None
             if done is not None:
                 done.record()
-            session.launch()
+            drafting.launch()
             if done is not None:
                 done.synchronize()
             record = tensors.record.tolist()
@@ -234,7 +227,7 @@ class StepPatch:
             count, _, ended = record[0][:RECORD_HEAD]
             if ended == ENDED_BY_FAULT:
                 raise no_distribution(record[0][RECORD_HEAD + count - 1], 0, new_token + count - 1)
-            session.length += count
+            drafting.length += count
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])
             tokens, paths, mask, positions = (field.clone() for field in tree)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
@@ -25,6 +25,8 @@ from torch.nn.modules import module as module_file
 from ..errors import UnsupportedModelError, check_choice
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FUSED_ON = ("cuda",)
+"""Types of devices on which "auto" is the fused forward."""
 CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 """Methods that a call of a module goes through."""
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
@@ -52,11 +54,8 @@ class Choice:
         return f"{self.name} ({self.reason})"
 
 
-def choose_forward(
-    asked: str, other: str, unfit: Callable[[], str | None], device: torch.device,
-    fused_on: Collection[str] = ("cuda",),
-) -> Choice:  # fmt: skip
-    """Choose between "fused" and ``other``; "auto" takes the fused one on devices of the types ``fused_on``.
+def choose_forward(asked: str, other: str, unfit: Callable[[], str | None], device: torch.device) -> Choice:
+    """Choose between "fused" and ``other``; "auto" takes the fused one on devices of the types `FUSED_ON`.
 
     ``unfit`` says why a model is not fused, as the end of a sentence. Raises `UsageError` for an unknown name,
     `UnsupportedModelError` for "fused" where the model cannot be fused.
@@ -66,7 +65,7 @@ def choose_forward(
         return Choice(other, "asked for")
     reason = unfit()
     if asked == "auto":
-        reason = reason if reason or device.type in fused_on else f"the model is on {device}"
+        reason = reason if reason or device.type in FUSED_ON else f"the model is on {device}"
         return Choice("fused", f"the model is on {device}") if reason is None else Choice(other, reason)
     if reason is not None:
         raise UnsupportedModelError(

@@ -16,7 +16,6 @@ from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,8 +61,6 @@ class Watch:
         plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in plain]
         self._states = _states(tensors)
-        self._place = next((tensor.device.type for tensor in tensors), "cpu")
-        self._mode = autocast_of(self._place)
 
     def has_changed(self) -> bool:
         """Whether anything that a forward depends on has changed; waits for no device."""
@@ -78,7 +75,6 @@ class Watch:
                 or [get(each) for get, each in zip(self._getters, self._attributes, strict=True)] != self._values
                 or list(map(vars, self._configs)) != self._settings
                 or self._read_functions() != self._functions
-                or autocast_of(self._place) != self._mode
             )
         except (KeyError, RuntimeError, TypeError, ValueError):
             # An attribute went, or values of a kind that cannot be compared took the place of others.
@@ -102,11 +98,6 @@ class Watch:
         hooks = (*module_file._global_forward_hooks.values(), *module_file._global_forward_pre_hooks.values())
         attention = [ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) for config in self._configs]
         return [*functions, *files, *hooks, *attention, F.linear, F.scaled_dot_product_attention, F.silu]
-
-
-def autocast_of(place: str) -> tuple[bool, torch.dtype]:
-    """Whether this thread is within ``torch.autocast`` on a kind of device, and in which type."""
-    return torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
 
 
 def is_config(value: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -22,15 +22,15 @@ from transformers.cache_utils import Cache
 
 from ..errors import PairingError, SpeedWarning, UnsupportedModelError, UsageError
 from ..ops import current, side_stream
-from . import attention
+from . import attention, known
+from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .contexts import CacheContext, ShapeProbe
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
 from .known import Choice, choose_forward, is_of_a_known_family, unfit_reason
 from .shared_copy import SharedCopy
-from .watch import Watch, autocast_of
+from .watch import Watch
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _WRAPPED = ("_orig_mod", "base_model", "model")
@@ -48,7 +48,7 @@ class TargetModel(Target):
 
     ``tap_layers``: the features are the hidden states entering these decoder layers (``num_layers`` itself means
     leaving the last one), concatenated; None: the last hidden state after the final norm. ``backend``: "transformers",
-    "fused" or "auto": the fused forward on devices of the types ``fused_on``, where `known.unfit_reason` finds nothing.
+    "fused" or "auto": the fused forward on a GPU where `known.unfit_reason` finds nothing.
 
     Raises `UnsupportedModelError` for a model that cannot verify trees or not with the ``backend`` asked for,
     `PairingError` for tap layers out of range, `UsageError` for an unknown backend.
@@ -59,16 +59,13 @@ class TargetModel(Target):
     backend: Choice
     """The forward that generation uses, and why."""
 
-    def __init__(
-        self, model: nn.Module, tap_layers: Sequence[int] | None, backend: str = "transformers",
-        fused_on: Collection[str] = ("cuda",),
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, backend: str = "transformers") -> None:
         attention.register(self)
         self.model = model
         with _LOCKS_LOCK:
             self._locks = _LOCKS.setdefault(model, (threading.RLock(), threading.Lock()))
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
-        self._asked, self._fused_on = backend, tuple(fused_on)
+        self._asked = backend
         self._warned: set[str] = set()
         self.users: WeakSet[Any] = WeakSet()
         """Holders of caches and graphs of this model, each with a method ``drop``."""
@@ -100,9 +97,8 @@ class TargetModel(Target):
     def hold(self) -> Iterator[None]:
         """Let this thread alone generate with the model; others wait, whichever `TargetModel` over it they use.
 
-        Forwards that are not ours, as of the model's own ``generate`` in another thread, need not wait. Locks are held
-        by ``with`` statements alone, so that no line is left at which an interrupt keeps one. Raises `UsageError` in
-        the thread that holds it already, which would wait forever.
+        Forwards that are not ours need not wait. Locks are held by ``with`` alone, so that no interrupt keeps one.
+        Raises `UsageError` in the thread that holds it already, which would wait forever.
         """
         others, own = self._locks
         with others:
@@ -117,7 +113,7 @@ class TargetModel(Target):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the target for one call and look at it; the caller's autocast counts in the target's forward alone."""
+        """Hold the target for one call and look at it; the caller's autocast has no effect."""
         with self.hold():
             self.look()
             with torch.autocast(self.device.type, enabled=False):
@@ -145,7 +141,6 @@ class TargetModel(Target):
                     "Change it back, or build the model again with from_pretrained."
                 )
         self._sizes = sizes
-        self._autocast = autocast_of(self.device.type)
         self.backend = self._choose_backend()
         with current(self.device):
             if self.backend.name == "fused":
@@ -161,12 +156,8 @@ class TargetModel(Target):
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
-        is_mixed, dtype = self._autocast
-        mixed = f"torch.autocast in {str(dtype).removeprefix('torch.')} is on" if is_mixed else None
-        backend = choose_forward(
-            self._asked, "transformers", lambda: mixed or unfit_reason(self.model), self.device, self._fused_on
-        )
-        could_be = self._asked == "auto" and self.device.type in self._fused_on and is_of_a_known_family(self.model)
+        backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
+        could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and is_of_a_known_family(self.model)
         if could_be and backend.name != "fused" and backend.reason not in self._warned:
             self._warned.add(backend.reason)
             warnings.warn(
@@ -183,9 +174,8 @@ class TargetModel(Target):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "A SpeculativeModel cannot be copied or pickled: the model holds KV caches and graphs. Copy or pickle "
-            "the target and build another with from_pretrained, or share this one's target by with_draft_vocab, "
-            "with_tree or with_drafter."
+            "A SpeculativeModel cannot be copied or pickled, as it holds KV caches and graphs. Build another with "
+            "from_pretrained over a copy of the target, or share the target: with_draft_vocab, with_tree, with_drafter."
         )
 
     @property
@@ -225,9 +215,8 @@ class TargetModel(Target):
         skipped = sorted(set(probe.shapes) - probe.attended)
         if skipped or not probe.attended:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} did not call the registered attention function "
-                f"{attention.ATTENTION_NAME!r} in layer {skipped[0] if skipped else 0}: a forward of its own attends "
-                "otherwise."
+                f"{type(self.model).__name__} attends in layer {skipped[0] if skipped else 0} by a forward of its own, "
+                f"not by the registered function {attention.ATTENTION_NAME!r}."
             )
         return tuple(shape for _, shape in sorted(probe.shapes.items()))
 
@@ -289,11 +278,8 @@ class TargetModel(Target):
         """Run tokens int64 [places, nodes]: logits [places, nodes or rows, vocab], features [places, nodes, width]."""
         assert self._copy is not None, "the fused forward runs"
         name, taps = type(self.model).__name__, self._copy.taps
-        is_mixed, dtype = self._autocast
         taps.clear()
-        # Without the cache of converted weights, which no graph may hold.
-        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=is_mixed, cache_enabled=False)
-        with autocast, torch.inference_mode():
+        with torch.inference_mode():
             output = self._copy.model(
                 input_ids=token_ids, position_ids=positions, past_key_values=_ContextCache(context), use_cache=True,
                 # By index: a number lets some models leave out the other positions' hidden states as well.
@@ -305,13 +291,11 @@ class TargetModel(Target):
                 raise UnsupportedModelError(
                     f"{name} leaves out decoder layer {layer} in a forward over text, and the head reads its input."
                 )
-        expected = (*token_ids.shape, self.hidden_size)
-        for tap in taps.values():
-            if tap.shape != expected:
-                raise UnsupportedModelError(
-                    f"{name} hands hidden states of shape {list(tap.shape)} from layer to layer, where a head reads "
-                    f"{list(expected)}."
-                )
+        expected = [*token_ids.shape, self.hidden_size]
+        if other := [list(tap.shape) for tap in taps.values() if list(tap.shape) != expected]:
+            raise UnsupportedModelError(
+                f"{name} hands hidden states of shape {other[0]} from layer to layer, where a head reads {expected}."
+            )
         features = torch.cat([taps[place] for place in sorted(taps)], -1)
         taps.clear()
         return output.logits.to(self.dtype), features.to(self.dtype)
@@ -368,11 +352,9 @@ def check_supported(model: nn.Module) -> None:
 
 def _problems(model: Any) -> Iterator[str]:
     """Say why a model cannot verify trees, as the rest of a sentence that begins with its class."""
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        yield "spreads batches over devices; pass the model in it (its .module)."
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
-        yield "is not a transformers model; load the target with AutoModelForCausalLM."
+        yield "is not a transformers model; load the target with AutoModelForCausalLM, and pass it unwrapped."
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and any(getattr(each, "is_prompt_learning", False) for each in adapters.values()):
         yield (
@@ -395,22 +377,20 @@ def _problems(model: Any) -> Iterator[str]:
         yield f"is an encoder-decoder model. {can}"
     if model.get_output_embeddings() is None:
         yield f"has no LM head (an encoder, or a bare decoder). {can}"
-    marks = [mark for mark in _RECURRENT_MARKS if getattr(text, mark, None) is not None]
-    if marks or getattr(model, "_is_stateful", False):
-        detail = f" (its configuration has {', '.join(marks)})" if marks else ""
-        yield f"keeps a recurrent state{detail}, which cannot be rolled back to an accepted path. {can}"
+    is_recurrent = any(getattr(text, mark, None) is not None for mark in _RECURRENT_MARKS)
+    if is_recurrent or getattr(model, "_is_stateful", False):
+        yield f"keeps a recurrent state, which cannot be rolled back to an accepted path. {can}"
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         yield (
-            "is quantised dynamically: its activations are scaled by the whole forward, so a token's logits depend on "
-            "what is computed beside it. Load it as it was, or with its weights quantised only."
+            "is quantised dynamically, so a token's logits depend on what is computed beside it. Load it as it was, or "
+            "with its weights quantised only."
         )
     others = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if others:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
-        yield f"uses ALiBi, a bias over row distances. {can}"
-    if not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
-        yield f"has no rotary positions (its configuration has no rope parameters). {can}"
+    is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
+    if is_alibi or not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
+        yield f"has no rotary positions. {can}"
     if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
         yield (
             "uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static scaling "

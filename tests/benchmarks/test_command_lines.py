@@ -8,13 +8,13 @@ import pytest
 import torch
 
 MISTAKES = {
-    "answers": (["--new", "1"], ["--limit", "0"], ["--nodes", "1"], ["--out", "/"]),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--questions", "3"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
     "generate": (
         ["--sizes", "all"], ["--sizes", "0"], ["--sizes=full,-5"], ["--sizes", "full,8191"], ["--steps", "0"],
         ["--rounds", "0"], ["--accepted", "7.1"], ["--accepted", "0.9"],
     ),
+    "shapes": (["--new", "1"], ["--steps", "1"]),
     "step": (["--dims", "gpt"],),
     "trace": (["--dims", "gpt"],),
 }  # fmt: skip

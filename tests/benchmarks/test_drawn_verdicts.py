@@ -1,4 +1,4 @@
-"""Drawn verdicts of benchmarks: lengths, paths in the drafted tree, and whole steps that accept what was drawn."""
+"""Drawn verdicts of benchmarks: lengths, ranks, paths in the drafted tree, and steps that accept what was drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle_slim.runtime.tree import Trees, layout_tree
 from support.raising import raises
 
 from benchmarks.shared import decoding
-from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths, draw_paths
+from benchmarks.shared.drawn_verdicts import LEVELS, NUM_LENGTHS, NUM_RANKS, draw_lengths, draw_paths, draw_ranks
 
 TINY = problem.Dims(64, 96, 4, 2, 16, 90)
 
@@ -37,8 +37,17 @@ def test_lengths_follow_a_law_cut_off() -> None:
         draw_lengths(7.1, 7)
 
 
+def test_ranks_have_the_chances_asked_for() -> None:
+    """At the first level 0.5, 0.1, 0.02 and so on; nothing at the others."""
+    ranks = draw_ranks(lambda level: 0.5 if level == 0 else 0.0)
+    assert ranks.shape == (NUM_RANKS, LEVELS)
+    shares = [(ranks[:, 0] == rank).double().mean().item() for rank in range(3)]
+    assert shares == pytest.approx([0.5, 0.1, 0.02], abs=0.03)
+    assert (ranks[:, 1:] >= 16).all()
+
+
 @pytest.mark.parametrize(
-    ("length", "own", "expected"),
+    ("drawn", "own", "expected"),
     [
         (1, 8, [8, 50, 50, 50, 50, 50, 50]),  # the root's own choice is no child of it
         (1, 2, [0, 50, 50, 50, 50, 50, 50]),  # ... or is one: the smallest id that is none
@@ -46,19 +55,25 @@ def test_lengths_follow_a_law_cut_off() -> None:
         (3, 50, [1, 3, 50, 50, 50, 50, 50]),
         (4, 50, [1, 3, 50, 6, 50, 50, 50]),
         (5, 50, [1, 3, 50, 6, 50, 50, 50]),  # deeper than the tree is
+        ([0, 1], 50, [1, 4, 50, 50, 50, 50, 50]),  # A, then D, which has no children
+        ([1, 0], 50, [2, 50, 5, 50, 50, 50, 50]),  # B, then E
+        ([0, 0, 0], 50, [1, 3, 50, 6, 50, 50, 50]),  # A, C, G
+        ([0, 2, 0], 50, [1, 50, 50, 50, 50, 50, 50]),  # A has two children only
+        ([2, 0], 2, [0, 50, 50, 50, 50, 50, 50]),
     ],
 )
-def test_paths_of_the_example_tree(device: str, length: int, own: int, expected: list[int]) -> None:
+def test_paths_of_the_example_tree(device: str, drawn: int | list[int], own: int, expected: list[int]) -> None:
     """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; slot 1 of two is the only active one."""
     tokens, parents = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
     tree = layout_tree(tokens, parents, path_width=4)
     choices = torch.full((2, 7), 50, dtype=torch.int32)
     choices[0, 0] = own
-    lengths, turns = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([length] * 5, [0, 3]))
+    row = drawn if isinstance(drawn, int) else [*drawn, *[1 << 20] * (LEVELS - len(drawn))]
+    table, turns = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([row] * 5, [0, 3]))
     choices = choices.to(device)
     active, count = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([1, -1], [1]))
     trees = Trees(active, count, *(x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)))
-    draw_paths(choices, trees, lengths, turns)
+    draw_paths(choices, trees, table, turns)
     assert choices.tolist() == [expected, [50] * 7]
     assert turns.tolist() == [0, 4]
 

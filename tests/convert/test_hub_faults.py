@@ -37,13 +37,13 @@ def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 FAULTS = {
-    "silent": (API, Fault(silent=True), "silent"),
-    "dropped": (API, Fault(unanswered=True), "broken"),
+    "silent": (API, Fault(silent=True), "unreachable"),
+    "dropped": (API, Fault(unanswered=True), "unreachable"),
     "busy": (API, Fault(status=503), "busy"),
     "quota": (API, Fault(status=402), "refused"),
     "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
     "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
-    "a file that breaks off": ("config.json", Fault(break_after=1), "broken"),
+    "a file that breaks off": ("config.json", Fault(break_after=1), "unreachable"),
     "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "disk"),
 }
 
@@ -76,7 +76,7 @@ def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
         try:
             our_hub.limit_silence()
             our_hub.keep_limit()
-            with raises_hub_error("silent"):
+            with raises_hub_error("unreachable"):
                 upload_files(tmp_path, ["config.json"], "tester/slim")
             hub.clear_faults()
             upload_files(tmp_path, ["config.json"], "tester/slim")

@@ -342,8 +342,6 @@ CHANGES: dict[str, tuple[Change, str, str]] = {
     "eager attention": (lambda model, _: model.set_attn_implementation("eager"), FUSED, ""),
     "attention of one's own": (other_attention("mine"), REFUSED, ""),
     "sdpa replaced": (other_attention("sdpa"), REFUSED, ""),
-    "autocast": (lambda _, stack: stack.enter_context(torch.autocast("cpu", torch.bfloat16)),
-                 "torch.autocast in bfloat16 is on", ""),
     "another type": (lambda model, _: model.double(), "its weights are torch.float64", REFUSED),
     "more tokens": (lambda model, _: model.resize_token_embeddings(32, mean_resizing=False), FUSED, REFUSED),
 }  # fmt: skip

@@ -1,11 +1,11 @@
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
-from eagle_slim.vocab_tools.show import readable_token, show_vocabulary
+from eagle_slim.vocab_tools.show import VocabularyListing, readable_token, show_vocabulary
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
@@ -47,27 +47,31 @@ def test_sentencepiece_spelling(tmp_path: Path) -> None:
     assert {token: readable_token(tokenizer, tokenizer.vocab[token]) for token in shown} == shown
 
 
-def test_listing(tokenizer: LoadedTokenizer) -> None:
+def column(listing: VocabularyListing, name: str) -> list[Any]:
+    return [token[name] for token in listing.tokens]
+
+
+def test_forced_tokens_the_first_others_and_the_most_frequent_left_out(tokenizer: LoadedTokenizer) -> None:
     counts = token_counts([0] * 300 + list(range(60, 0, -1)))
     vocab = rank_vocabulary(counts, size=300, tokenizer=tokenizer)
     listing = show_vocabulary(vocab, tokenizer, counts, limit=3)
-    assert (listing.size, listing.num_forced, listing.real_tokens) == (300, len(listing.forced), 360)
-    assert [row.token_id for row in listing.held] == [300, 301, 302]
-    assert [row.rank for row in listing.held] == [vocab.num_forced, vocab.num_forced + 1, vocab.num_forced + 2]
-    assert [row.count for row in listing.held] == [60.0, 59.0, 58.0]
+    assert (listing.size, listing.num_forced, listing.real_tokens) == (300, vocab.num_forced, 360)
     first_out = 300 + (300 - vocab.num_forced)
-    assert [row.token_id for row in listing.left_out] == [first_out, first_out + 1, first_out + 2]
-    assert listing.left_out[0].rank is None
-    reasons = {row.text: row.reason for row in listing.forced}
+    assert column(listing, "id")[-6:] == [300, 301, 302, first_out, first_out + 1, first_out + 2]
+    assert column(listing, "rank") == [*range(vocab.num_forced + 3), None, None, None]
+    assert column(listing, "count")[-6:-3] == [60.0, 59.0, 58.0]
+    reasons = dict(zip(column(listing, "token"), column(listing, "forced"), strict=True))
     assert reasons["<|im_end|>"] == "eos, end of turn, chat template"
-    assert json.loads(json.dumps(listing.to_json()))["held"][0]["token_id"] == 300
+    lines = listing.text().splitlines()
+    # Two headings, and all tokens but the single bytes.
+    assert len(lines) == 3 + len(listing.tokens) - 256
     assert "\x1b" not in listing.text()
 
 
 def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
     listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
-    assert [row.token_id for row in listing.left_out] == [2, 3, 4, 6]
-    assert [(row.token_id, row.count) for row in listing.held] == [(0, None), (5, None), (1, None)]
+    assert column(listing, "id") == [0, 5, 1, 2, 3, 4, 6]
+    assert set(column(listing, "count")) == {None}
 
 
 def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:

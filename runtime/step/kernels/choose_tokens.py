@@ -18,8 +18,6 @@ infinite score, or of barred tokens alone, gets `NO_NUMBER` or `ALL_BARRED` in p
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -46,27 +44,23 @@ def choice_scratch(
     change speed, never results. A vocabulary smaller than a part is one part of its own size.
     """
     part = min(part, max(16, triton.next_power_of_2(vocab)))
-    rows, parts = places * nodes, triton.cdiv(vocab, part)
-    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    parts, int32, int64 = triton.cdiv(vocab, part), torch.int32, torch.int64
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(places * nodes, *shape, dtype=dtype, device=device)
+
     return ChoiceScratch(
-        part, torch.empty(rows, parts, dtype=torch.float32, device=device), torch.empty(rows, parts, **int32),
-        torch.empty(rows, **int32), torch.empty(rows, 4, **int64),
-        torch.empty(rows, parts, cut_search.BINS.value, **int32), torch.empty(rows, **int32),
-        torch.empty(rows, parts, **int64), torch.empty(rows, parts, **int32), torch.empty(rows, parts, **int64),
-        torch.empty(rows, parts, **int64),
-        torch.empty(rows, num_words(vocab), **int32), torch.empty(rows, capacity, **int32), torch.empty(rows, **int32),
+        part, best_score=empty(torch.float32, parts), best_id=empty(int32, parts), threshold=empty(int32),
+        interval=empty(int64, 4), counts=empty(int32, parts, cut_search.BINS.value), needed=empty(int32),
+        mass=empty(int64, parts), num_tied=empty(int32, parts), best_mark=empty(int64, parts),
+        best_tied=empty(int64, parts), penalised=empty(int32, triton.cdiv(vocab, WORD_BITS)),
+        listed=empty(int32, capacity), num_listed=empty(int32),
     )  # fmt: skip
-
-
-def num_words(vocab: int) -> int:
-    """Words of 32 bits that hold a bit for each id."""
-    return -(-vocab // WORD_BITS)
 
 
 def token_bits(ids: Tensor, vocab: int) -> Tensor:
     """Set the bits of ids, int64 [count] without repetition needed: int32 [ceil(vocab / 32)] on their device."""
-    marks = torch.zeros(num_words(vocab) * WORD_BITS, dtype=torch.int64, device=ids.device)
+    marks = torch.zeros(triton.cdiv(vocab, WORD_BITS) * WORD_BITS, dtype=torch.int64, device=ids.device)
     marks[ids] = 1
     words = (marks.view(-1, WORD_BITS) << torch.arange(WORD_BITS, device=ids.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
@@ -186,8 +180,8 @@ def choose_tokens(
         )
     parts = triton.cdiv(vocab, part)
     shape = ChoiceShape(
-        **vars(rules), nodes=out.shape[1], vocab=vocab, words=num_words(vocab), part=part, parts=parts,
-        block_parts=triton.next_power_of_2(parts), stream=state.keys.shape[1], capacity=capacity,
+        **vars(rules), nodes=out.shape[1], vocab=vocab, words=triton.cdiv(vocab, WORD_BITS), part=part,
+        parts=parts, block_parts=triton.next_power_of_2(parts), stream=state.keys.shape[1], capacity=capacity,
         few=min(_FEW, capacity),
     )  # fmt: skip
     rows = logits.shape[0]
@@ -214,10 +208,7 @@ def choose_tokens(
 def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
     """Definition of `mark_seen`; waits for the device."""
     for slot in active_slots[: int(active_count)].tolist():
-        for token in tokens[slot].tolist():
-            if token >= 0:
-                bit = token % WORD_BITS
-                seen[slot, token // WORD_BITS] |= -(2**31) if bit == WORD_BITS - 1 else 1 << bit
+        seen[slot] |= token_bits(tokens[slot][tokens[slot] >= 0].long(), seen.shape[1] * WORD_BITS)
 
 
 def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:

@@ -78,7 +78,7 @@ import sys
 from eagle_slim.convert import cli, push_cli, verify_cli
 at_import = {"transformers"} & set(sys.modules)
 cli.convert.main(sys.argv[1:], standalone_mode=False)
-print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
+print(*sorted(at_import | {"torch", "datasets"} & set(sys.modules)))
 """
 
 

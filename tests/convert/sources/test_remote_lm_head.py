@@ -143,7 +143,7 @@ def test_a_connection_that_stays_broken_ends_and_the_next_run_goes_on(
     hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_piece(monkeypatch, 5, lambda: hub.inject(SHARD, Fault(break_after=10)))
-    with raises_hub_error("broken"):
+    with raises_hub_error("unreachable"):
         open_lm_head("org/target")
     hub.clear_faults()
     hub.reset_counts()

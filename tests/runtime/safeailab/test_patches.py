@@ -24,8 +24,9 @@ from eagle_slim.runtime import (
 )
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
-from eagle_slim.runtime.safeailab import forward, session
+from eagle_slim.runtime.safeailab import drafting
 from eagle_slim.runtime.safeailab.step import _kernel_rules, step_of
+from eagle_slim.runtime.target import known
 from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
 from eagle_slim.vocab_tools.errors import TokenizerError
 from support import upstream_stand_in
@@ -175,12 +176,11 @@ def test_a_base_model_that_changes_while_patched_counts_from_the_next_call(name:
     for _ in range(3):
         assert_same_texts(texts(patched, ids * 2), texts(plain, ids * 2))
     assert step_of(patched)._target is first, "what upstream's loops set is no change"
-    choose_forward = forward.choose_forward
     for change in (double_weights, assign_weights, negate_by_hook, lambda _: None):
         for model in models:
             change(model.base_model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "choose_forward", partial(choose_forward, fused_on=("cpu",)))
+            patch.setattr(known, "FUSED_ON", ("cpu",))
             assert_same_texts(texts(patched, ids * 2), texts(plain, ids * 2))
         is_hooked = change not in (double_weights, assign_weights)
         assert step_of(patched).backend.name == ("upstream" if is_hooked else "fused")
@@ -358,7 +358,7 @@ def test_the_tree_may_change_between_drafts(tmp_path: Path) -> None:
 def test_inference_mode_may_come_and_go_and_buffers_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str
 ) -> None:
-    monkeypatch.setattr(session, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(drafting, "_FIRST_CAPACITY", 8)
     model = build("stand-in eagle3", tmp_path)
     wanted, start = (model.eagenerate(prompt(model), max_new_tokens=count) for count in (24, 6))
     with torch.inference_mode():

@@ -20,6 +20,7 @@ from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weigh
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import HeldRow
+from eagle_slim.runtime.target import known
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStandIn, lora
@@ -40,10 +41,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"))
 
 
+@pytest.fixture(autouse=True)
+def _fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "FUSED_ON", ("cpu",))
+
+
 def over(model: Any, head: Path, backend: str = "auto") -> SpeculativeModel:
-    """A model that fuses on a CPU too, where it is free to."""
     opened = open_head(head)
-    target = TargetModel(model, (2, 3, 3), backend, fused_on=("cpu",))
+    target = TargetModel(model, (2, 3, 3), backend)
     weights = load_head_weights(opened, target, choose_draft_ids(opened, None, None))
     return SpeculativeModel(target, Drafter(weights, TreeConfig(depth=2, top_k=2, total_tokens=5)))
 

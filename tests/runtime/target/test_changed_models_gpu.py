@@ -94,16 +94,6 @@ def test_a_held_row_is_compared_without_a_wait() -> None:
     assert flag.tolist() == [1, 0]
 
 
-def test_transformers_runs_under_autocast_from_graphs(tmp_path: Path) -> None:
-    own, model = loaded(tmp_path)
-    with torch.autocast("cuda", torch.bfloat16):
-        output = model.generate(PROMPT, **OPTIONS)
-        agreed = sum(a == b for a, b in zip(output.token_ids[0], own_answer(own), strict=True))
-    assert "torch.autocast in bfloat16 is on" in output.stats.path
-    assert agreed >= 6, "bfloat16 rounds a near-tie otherwise, not most tokens"
-    assert model.generate(PROMPT, **OPTIONS).token_ids[0] == own_answer(own)
-
-
 def test_full_memory_is_told_and_the_next_call_works(tmp_path: Path) -> None:
     own = tiny_target("llama", hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=1 << 30)
     model = SpeculativeModel.from_pretrained(own.cuda(), write_head(tmp_path, hidden=64), drafter="reference")
