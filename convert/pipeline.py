@@ -24,7 +24,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from .artifact import dflash, eagle1, eagle3, provenance
 from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
+from .artifact.format import CARD_NAME, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output
@@ -142,7 +142,7 @@ class Conversion:
             OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
-            written = write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA)
+            written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
                 (folder / name).write_bytes(data)
