@@ -68,7 +68,7 @@ folder, start = pathlib.Path(sys.argv[1]), time.perf_counter()
 ranked = VocabRequest(token_map=folder / "freq.json")
 options = ConvertOptions(int(sys.argv[2]), vocabulary=ranked, target=folder / "target", out=folder / "out")
 (done,) = convert_head(folder / "head", options)
-print(json.dumps([done.draft_vocab, time.perf_counter() - start]))
+print(json.dumps([done.manifest.draft_vocab, time.perf_counter() - start]))
 """
 
 

@@ -122,7 +122,7 @@ def convert(
     for plan in done if dry_run else ():
         plan.check()
     # Several sizes of one head have most of their warnings in common.
-    warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
+    warn(dict.fromkeys(warning for conversion in done for warning in conversion.manifest.warnings))
     if as_json:
         results = [conversion.to_json() for conversion in done]
         emit_json(results if len(results) > 1 else results[0])

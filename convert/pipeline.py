@@ -99,34 +99,25 @@ class Conversion:
     bytes_after: int
 
     @property
-    def draft_vocab(self) -> int:
-        """Rows of the LM head; those of the head before are `head.draft_vocab`."""
-        return self.manifest.draft_vocab
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user."""
-        return self.manifest.warnings
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors, GGUF files apart."""
         return sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """Describe the artifact as `eagle-convert --json` prints it."""
+        manifest = self.manifest
         return {
             "folder": str(self.folder),
-            "kind": self.manifest.kind,
-            "draft_vocab": self.draft_vocab,
-            "target_vocab": self.manifest.target_vocab,
-            "num_forced": self.manifest.num_forced,
-            "rows": {"before": self.head.draft_vocab, "after": self.draft_vocab},
+            "kind": manifest.kind,
+            "draft_vocab": manifest.draft_vocab,
+            "target_vocab": manifest.target_vocab,
+            "num_forced": manifest.num_forced,
+            "rows": {"before": self.head.draft_vocab, "after": manifest.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
             "size_bytes": self.size_bytes,
-            "never_counted": self.manifest.num_uncounted,
-            "coverage": self.manifest.coverage_summary or None,
-            "warnings": list(self.warnings),
+            "never_counted": manifest.num_uncounted,
+            "coverage": manifest.coverage_summary or None,
+            "warnings": list(manifest.warnings),
         }
 
     def check(self) -> None:

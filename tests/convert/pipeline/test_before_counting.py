@@ -120,7 +120,7 @@ class TestDoubts:
 
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
-        assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
+        assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
 
     @pytest.mark.parametrize(
         "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
