@@ -62,7 +62,7 @@ def count_tokens(
         tokenizer_library: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
             `tokenizers` on a probe of the corpus.
         chat_template: Jinja source in place of the tokenizer's own template.
-        seed: decides what is sampled, shuffled and held out.
+        seed: decides what is sampled and held out.
         held_out: share of each source's documents that is held out, by a hash of their text.
         on_error: "stop" at a record that cannot be read, or "skip" it and count how many were skipped.
         progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
@@ -79,13 +79,13 @@ def count_tokens(
         raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
-    opened = _open_all(sources, seed)
+    opened = _open_all(sources)
     has_chat = any(source.kind == "chat" for source in opened)
     if chat_template is not None and not has_chat:
         raise UsageError("--chat-template was given, but no source holds chats.")
     encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
     chat = chat_spec(tokenizer) if has_chat else None
-    read = tuple(replace(source, files=(), order=(), table=None) for source in opened)
+    read = tuple(replace(source, files=(), table=None) for source in opened)
     plan = CountPlan(encoder, chat, read, on_error == "skip", seed, held_out)
     library, reason = choose_library(tokenizer_library, encoder, _probe_texts(plan, opened))
     if tokenizer_library == "auto":
@@ -113,14 +113,14 @@ def count_tokens(
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 
 
-def _open_all(sources: Sequence[CorpusSource], seed: int) -> list[OpenSource]:
+def _open_all(sources: Sequence[CorpusSource]) -> list[OpenSource]:
     if not sources:
         raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
     names = [source.name for source in sources]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
-    return [open_source(source, seed) for source in sources]
+    return [open_source(source) for source in sources]
 
 
 def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
@@ -182,8 +182,8 @@ def _source_counts(
 ) -> SourceCounts:
     source, is_chat = opened.source, opened.kind == "chat"
     held_out = HeldOut.of_documents(total.held_out) if total.held_out else None
-    read = opened.order if limited_in is None else opened.order[: opened.order.index(limited_in) + 1]
-    files = sorted((opened.files[shard] for shard in read if opened.files), key=lambda file: file.name)
+    read = opened.files if limited_in is None else opened.files[: limited_in + 1]
+    files = sorted(read, key=lambda file: file.name)
     provenance: dict[str, JSON] = {
         **opened.origin,
         **({"files": [{"name": file.name, "bytes": file.size} for file in files]} if files else {}),
@@ -199,7 +199,6 @@ def _source_counts(
         "max_tokens": source.max_tokens,
         "ended_by_limit": limited_in is not None,
         "sample": source.sample,
-        "shuffle": source.shuffle,
         "seed": plan.seed,
         "tokenizer_library": name_and_version(plan.encoder.library),
         "held_out": {
