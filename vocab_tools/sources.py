@@ -23,7 +23,7 @@ from typing import Any, Literal
 from .chats import messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
-from .hub import keep_limit, plain, trouble_of
+from .hub import causes_of, keep_limit, plain, trouble_of
 from .records import PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
@@ -52,13 +52,10 @@ class CorpusSource:
         location: id of a Hub dataset, or a local file, folder or glob.
         name: how counts and reports call it; empty: made from the location.
         weight: its share when sources are mixed, relative to the others.
-        config: configuration ("subset") of a Hub dataset.
-        split: split of a Hub dataset; None: the only one, or "train".
-        revision: branch, tag or commit of a Hub dataset.
+        config, split, revision: of a Hub dataset; by default the only split, or "train".
         column: the column with the text or the chat; None: found by looking at the first records.
         roles: of chats, what is counted: "assistant" turns with their end-of-turn token, or "all" the rendered text.
-        max_documents: stop after this many documents.
-        max_tokens: stop with the document that reaches this many tokens.
+        max_documents, max_tokens: stop with the document that reaches this number.
         sample: share of the documents to take, drawn by the seed; None: all.
 
     Raises:
@@ -300,12 +297,6 @@ class OpenSource:
         """Whether the blocks of a shard are byte ranges of a local file, and hold no data."""
         return not self.is_remote and self.files[shard].path.lower().endswith((".jsonl", ".ndjson", ".txt"))
 
-    def probe(self, num_blocks: int) -> list[Block]:
-        """Return first blocks of shards spread over the source; of the Hub only one, since each is fetched."""
-        places = range(1 if self.is_remote else num_blocks)
-        shards = sorted({self.num_shards * place // num_blocks for place in places})
-        return [block for shard in shards for block in itertools.islice(self.shard_blocks(shard), 1)]
-
 
 def open_source(source: CorpusSource) -> OpenSource:
     """Open a source: find its files or dataset, and choose the column to read.
@@ -386,10 +377,7 @@ def hub_errors(location: str) -> Iterator[None]:
 
 
 def _readable(location: str, error: Exception) -> EagleSlimError:
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes):
+    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes_of(error)):
         return CorpusError(f"{trouble_of(error, location)}\nLocal files always work.")
     if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
         return UsageError(f"{location}: {plain(error, 1000)}. Name one with ,config=NAME behind the source.")

@@ -194,7 +194,7 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
     source = CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", ["x"])))
     for sources, arguments, words in (
         ([], {}, "Nothing to count"),
-        ([source, source], {}, "Two sources are called 'a'"),
+        ([source, source], {}, "found a, a"),
         ([source], {"chat_template": "{{ messages }}"}, "no source holds chats"),
         ([source], {"held_out": 1.0}, "--held-out"),
     ):
