@@ -242,7 +242,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         raise UsageError.at(head.location, f"{problem}.\nName it with --target.")
     opened = None
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
-        opened = targets.open_target(choice, None, options.offline)
+        opened = targets.open_target(choice.name, None, options.offline)
         targets.check_head_fits(head, opened)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)

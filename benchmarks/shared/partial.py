@@ -40,7 +40,7 @@ class DrawnPartialDecoder(PartialDecoder):
         """Choose as ever, then confirm what was drawn."""
         super().choose(logits, trees, rules, host, choices)
         if choices.shape[1] > 1:
-            self.truncate(self.survivals[self.turn % len(self.survivals)])
+            self.count.clamp_(max=self.survivals[self.turn % len(self.survivals)])
             self.take_as_is(choices)
             self.turn += 1
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from eagle_slim.convert.sources.builtin import embedded_target_folder
-from eagle_slim.convert.vocabulary_choice import Ranking, VocabRequest, make_ranking
+from eagle_slim.convert.vocabulary_choice import VocabRequest, make_ranking
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from numpy.typing import NDArray
 
 from ..errors import NothingToFollowError, UsageError
-from ..loading import OpenedHead
 from ..model import SpeculativeModel
 from .options import CompareOptions
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 PLAIN = "plain"
 _DEFAULT_SIZES = (32768, 16384, 8192, 4096, 2048)
@@ -42,7 +41,7 @@ class Candidate:
     """Most ids that join."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
-    """Depth, top_k and total_tokens."""
+    """Depth, top_k and total_tokens; zeros where each step chooses its tree."""
 
     @classmethod
     def of(cls, model: SpeculativeModel, size: str, head: str) -> Candidate:
@@ -71,125 +70,11 @@ class Candidate:
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
 
-@dataclass(frozen=True)
-class CoverageCurve:
-    """Share of tokens inside a draft vocabulary, against its size: both sequences of one length."""
-
-    name: str
-    sizes: tuple[int, ...]
-    covered: tuple[float, ...]
-
-    @classmethod
-    def of_answers(cls, rank_order: NDArray[np.int64], token_ids: Sequence[int]) -> CoverageCurve:
-        """Measure the share of tokens that is among the first N ids of a ranking, for N from 64 to all of them."""
-        rank = np.full(max(int(rank_order.max()), max(token_ids, default=0)) + 1, len(rank_order), dtype=np.int64)
-        rank[rank_order] = np.arange(len(rank_order))
-        ranks = np.sort(rank[np.asarray(token_ids, dtype=np.int64)])
-        sizes = np.unique(np.geomspace(min(64, len(rank_order)), len(rank_order), 48).round().astype(np.int64))
-        covered = np.searchsorted(ranks, sizes, side="left") / max(len(ranks), 1)
-        return cls("these answers", tuple(sizes.tolist()), tuple(np.round(covered, 6).tolist()))
-
-    @classmethod
-    def of_held_out(cls, coverage: Mapping[str, Any]) -> CoverageCurve:
-        """Take the last source's curve (the mean, where there are several) from the JSON of a `CoverageReport`."""
-        source = coverage["sources"][-1]
-        return cls(f"{source['name']} ({source['part']})", tuple(coverage["sizes"]), tuple(source["coverage"]))
-
-
-@dataclass(frozen=True)
-class RankedHead:
-    """A head of a comparison, and the ranking that its sizes are cut from; None where it is compared whole."""
-
-    name: str
-    model: SpeculativeModel
-    opened: OpenedHead
-    ranking: Ranking | None
-
-    @classmethod
-    def of(cls, name: str, model: SpeculativeModel, options: CompareOptions, say: Say) -> RankedHead:
-        """Rank a head's rows as the options ask, or by its own ranking.
-
-        Raises `UsageError` where the sizes need a ranking and there is none.
-        """
-        opened = model.opened
-        assert opened is not None
-        head, embedded = opened.head, opened.is_embedded
-        request = VocabRequest(counts=tuple(options.counts), token_map=options.token_map)
-        if request.is_default and not embedded and opened.rank_order is None:
-            if tuple(options.sizes or ()) == ("full",):
-                return cls(name, model, opened, None)
-            raise UsageError(
-                f"Head {head.location} has no ranking of its own. Give --counts or --token-map, or convert it first; "
-                "--sizes full needs no ranking."
-            )
-        # A head's own ranking begins with the ids that its tokenizer forced.
-        is_own = request.is_default and not embedded
-        source = None if is_own else embedded_target_folder() if embedded else model.tokenizer_source
-        if source is None and request.counts:
-            raise UsageError(
-                "--counts needs the files of the target's tokenizer, and there are none. Give --token-map."
-            )
-        tokenizer = None if source is None else load_tokenizer(source, offline=opened.offline)
-        ranking = make_ranking(head, request, tokenizer, embedded=embedded, offline=True, count=_never, say=say)
-        return cls(name, model, opened, ranking)
-
-    def sizes(self, wanted: Sequence[Any] | None) -> list[Candidate]:
-        """Return a candidate for each size; sizes that are the same are one. Raises `UsageError` for one too large."""
-        if self.ranking is None:
-            return [self._named(self.model.with_draft_vocab(None))]
-        everything = self.model.draft_vocab
-        if wanted is None:
-            smallest = self.ranking.cut(None).num_forced
-            wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
-        cuts = (None if size in ("full", everything) else self.ranking.cut(int(size)) for size in wanted)
-        models = {model.draft_vocab: model for model in map(self.model.with_draft_vocab, cuts)}
-        return [self._named(model) for model in models.values()]
-
-    def follow(self, cuts: Sequence[Candidate], options: CompareOptions, say: Say) -> list[Candidate]:
-        """Return each size alone and following the prompt, as asked; a size that nothing can join stays alone.
-
-        Raises `UsageError` where nothing can join any of them.
-        """
-        order = None if self.ranking is None else self.ranking.cut(None).target_ids
-        found, refusal = [], None
-        for cut in cuts:
-            own = [cut] if None in options.follow else []
-            if "prompt" in options.follow:
-                try:
-                    model = cut.model.with_follow("prompt", options.follow_rows, order)
-                    own.append(Candidate.of(model, f"{cut.size} + prompt", self.name))
-                except NothingToFollowError as error:
-                    refusal, own = error, [cut]
-                    say(f"{cut.size}: no id is left that could join it; it is compared as it is")
-            found += own
-        if refusal is not None and not any(each.follow for each in found):
-            raise refusal
-        return found
-
-    def curves(self, token_ids: Sequence[int]) -> list[CoverageCurve]:
-        """Return the coverage of tokens, and of held-out text: measured, or else as the manifest records it."""
-        measured, curves = None, []
-        if self.ranking is not None:
-            ranked = self.ranking.cut(None)
-            curves.append(CoverageCurve.of_answers(ranked.target_ids, token_ids))
-            measured = self.ranking.coverage(ranked)
-        recorded = self.opened.coverage if measured is None else measured[0].to_json()
-        return curves if recorded is None else [*curves, CoverageCurve.of_held_out(recorded)]
-
-    def _named(self, model: SpeculativeModel) -> Candidate:
-        target_vocab, size = int(model.target.text_config.vocab_size), f"{model.draft_vocab:,}"
-        if model.draft_vocab == target_vocab:
-            size = f"full ({size})"
-        elif model.draft_vocab == self.model.draft_vocab:
-            size = f"all {size} of {target_vocab:,}"
-        return Candidate.of(model, size, self.name)
-
-
-def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say: Say) -> list[RankedHead]:
-    """Name and rank the heads of a comparison.
+def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions, say: Say) -> list[Candidate]:
+    """List the sizes of each head, alone and following the prompt, with each tree; equal sizes are listed once.
 
     Raises `UsageError` for models that `SpeculativeModel.from_pretrained` did not build, for models of several targets,
-    and for a head given twice.
+    for a head given twice, and for sizes that a head cannot be cut to.
     """
     if not models or any(each.opened is None or each.target.model is not models[0].target.model for each in models):
         raise UsageError(
@@ -201,20 +86,81 @@ def rank_heads(models: Sequence[SpeculativeModel], options: CompareOptions, say:
     names = [Path(location).name for location in locations]
     if len(set(names)) < len(names):
         names = locations
-    return [RankedHead.of(name, model, options, say) for name, model in zip(names, models, strict=True)]
-
-
-def find_candidates(heads: Sequence[RankedHead], options: CompareOptions, say: Say) -> list[Candidate]:
-    """List the sizes of each head, alone and following the prompt, with each tree; equal sizes are listed once."""
     found = []
-    for head in heads:
-        for cut in head.follow(head.sizes(options.sizes), options, say):
-            for tree in options.trees or [head.model.drafter.tree]:
-                shaped = Candidate.of(cut.model.with_tree(tree), cut.size, head.name)
+    for name, model in zip(names, models, strict=True):
+        for cut in _cut(model, name, options, say):
+            for tree in options.trees or [model.drafter.tree]:
+                shaped = Candidate.of(cut.model.with_tree(tree), cut.size, name)
                 shape = f", tree {shaped.tree_words}" if len(options.trees or ()) > 1 else ""
-                prefix = f"{head.name}: " if len(heads) > 1 else ""
+                prefix = f"{name}: " if len(models) > 1 else ""
                 found.append(replace(shaped, label=f"{prefix}{cut.size}{shape}"))
     return found
+
+
+def _cut(model: SpeculativeModel, head: str, options: CompareOptions, say: Say) -> list[Candidate]:
+    """Return each size of a head, alone and following the prompt as asked; a size that nothing can join stays alone.
+
+    Raises `UsageError` where nothing can join any of them.
+    """
+    assert model.opened is not None
+    ranked = _rank(model, options, say)
+    smallest = model.opened.num_forced if ranked is None else ranked.num_forced
+    sizes = options.sizes
+    if sizes is None:
+        sizes = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
+    cuts: list[int | DraftVocab | None] = []
+    for size in sizes:
+        if size in ("full", model.draft_vocab):
+            cuts.append(None)
+        else:
+            cuts.append(int(size) if ranked is None else ranked.prefix(int(size)))
+    found, refusal = [], None
+    for alone in {each.draft_vocab: each for each in map(model.with_draft_vocab, cuts)}.values():
+        size_words = _words(alone.draft_vocab, model)
+        own = [Candidate.of(alone, size_words, head)] if None in options.follow else []
+        if "prompt" in options.follow:
+            try:
+                order = None if ranked is None else ranked.target_ids
+                following = alone.with_follow("prompt", options.follow_rows, order)
+                own.append(Candidate.of(following, f"{size_words} + prompt", head))
+            except NothingToFollowError as error:
+                refusal, own = error, [Candidate.of(alone, size_words, head)]
+                say(f"{size_words}: no id is left that could join it; it is compared as it is")
+        found += own
+    if refusal is not None and not any(each.follow for each in found):
+        raise refusal
+    return found
+
+
+def _words(draft_vocab: int, model: SpeculativeModel) -> str:
+    """Return the size of a draft vocabulary in words, of which ``model`` has the whole."""
+    target_vocab = int(model.target.text_config.vocab_size)
+    if draft_vocab == target_vocab:
+        return f"full ({draft_vocab:,})"
+    return f"all {draft_vocab:,} of {target_vocab:,}" if draft_vocab == model.draft_vocab else f"{draft_vocab:,}"
+
+
+def _rank(model: SpeculativeModel, options: CompareOptions, say: Say) -> DraftVocab | None:
+    """Rank a head's rows by the counts or the token map that are given; None where its own ranking cuts it.
+
+    Raises `UsageError` where the sizes need a ranking and there is none.
+    """
+    opened = model.opened
+    assert opened is not None
+    if not options.counts and options.token_map is None:
+        if not opened.is_embedded and opened.rank_order is None and tuple(options.sizes or ()) != ("full",):
+            raise UsageError(
+                f"Head {opened.head.location} has no ranking of its own. Give --counts or --token-map, or convert it "
+                "first; --sizes full needs no ranking."
+            )
+        return None
+    source, tokenizer = model.tokenizer_source, None
+    if source is not None:
+        tokenizer = load_tokenizer(source, offline=opened.offline)
+    elif options.counts:
+        raise UsageError("--counts needs the files of the target's tokenizer, and there are none. Give --token-map.")
+    request = VocabRequest(counts=tuple(options.counts), token_map=options.token_map)
+    return make_ranking(opened.head, request, tokenizer, embedded=False, offline=True, count=_never, say=say).cut(None)
 
 
 def _never(*_: Any) -> Any:

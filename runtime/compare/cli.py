@@ -38,9 +38,15 @@ def _size(text: str) -> int | str:
     return text if text == "full" else int(text)
 
 
+def _tree(text: str) -> TreeConfig | None:
+    if text == "auto":
+        return None
+    depth, top_k, nodes = map(int, text.split(","))
+    return TreeConfig(depth, top_k, nodes)
+
+
 def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
-    shapes = [None if text == "auto" else TreeConfig(*map(int, text.split(","))) for text in texts]
-    return tuple(dict.fromkeys(shapes)) or None
+    return tuple(dict.fromkeys(map(_tree, texts))) or None
 
 
 @click.command(

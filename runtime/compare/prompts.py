@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines or a JSON list of conversations in the usual forms, or plain text, a prompt per line."""
+"""Prompt files: JSON lines of conversations in the usual forms, or plain text, a prompt per line."""
 
 from __future__ import annotations
 
@@ -28,23 +28,20 @@ class Prompt:
 def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompt file.
 
-    A file named ``.json`` or ``.jsonl``, or one that begins with a brace, is a JSON list or JSON lines of prompts.
-    A prompt is a string, or an object with ``turns`` (list of strings, or one string; MT-bench and Spec-Bench), or
-    ``messages`` (a conversation of roles and contents, answered at its last user message), or ``prompt`` or
-    ``question`` (a string), and optionally ``category``; other keys are ignored. Any other file is plain text, a prompt
-    per line that is not blank. ``limit`` keeps the first prompts only. Raises `PromptFileError`, naming file and line.
+    A file named ``.json`` or ``.jsonl``, or one that begins with a brace, holds JSON lines. Each is an object with
+    ``turns`` (list of strings, or one string; MT-bench and Spec-Bench), or ``messages`` (a conversation of roles and
+    contents, answered at its last user message), or ``prompt`` or ``question`` (a string), and optionally ``category``;
+    other keys are ignored. Any other file is plain text, a prompt per line that is not blank. ``limit`` keeps the first
+    prompts only. Raises `PromptFileError`, naming file and line.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{path}: cannot be read as a prompt file ({error}).") from error
-    lines = {f"line {number}": line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    lines = {f"{path}, line {number}": line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
     if path.suffix in (".json", ".jsonl") or text.lstrip().startswith("{"):
-        values = _read_list(text)
-        if values is None:
-            values = {place: _read_line(line, f"{path}, {place}") for place, line in lines.items()}
-        prompts = [_read_prompt(value, f"{path}, {place}") for place, value in values.items()]
+        prompts = [_read_prompt(line, where) for where, line in lines.items()]
     else:
         prompts = [Prompt((line.strip(),)) for line in lines.values()]
     if not prompts:
@@ -52,25 +49,11 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts[:limit]
 
 
-def _read_list(text: str) -> dict[str, Any] | None:
-    """Return the values of one JSON list by their place; None for any other text."""
+def _read_prompt(line: str, where: str) -> Prompt:
     try:
-        values = json.loads(text)
-    except ValueError:
-        return None
-    return {f"item {number}": value for number, value in enumerate(values, 1)} if isinstance(values, list) else None
-
-
-def _read_line(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise PromptFileError(f"{where}: not a JSON object ({error}).") from error
-
-
-def _read_prompt(value: Any, where: str) -> Prompt:
-    if isinstance(value, str):
-        value = {"prompt": value}
     found = value if isinstance(value, dict) else {}
     key = next((key for key in _KEYS if key in found), None)
     given, opening = found.get(key), tuple[dict[str, str], ...]()

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from .report import ALL, Advice, Row
 from .statistics import Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
-_VERDICTS = {True: "faster", False: "slower", None: "no significant difference"}
+_NO_DIFFERENCE = "no significant difference"
 
 
 def recommend(rows: Sequence[Row]) -> list[Advice]:
-    """Advise for each mode and batch size."""
-    places: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        if row.category == ALL:
-            places.setdefault((row.mode, row.batch), []).append(row)
-    return [_advise(mode, batch, *place) for (mode, batch), place in places.items()]
+    """Advise for each mode and batch size; the rows of each stand together, plain decoding first."""
+    places = groupby((row for row in rows if row.category == ALL), key=lambda row: (row.mode, row.batch))
+    return [_advise(mode, batch, *place) for (mode, batch), place in places]
 
 
 def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     measured = [row for row in rows if row.measured is not None]
     where = mode if batch == 1 else f"{mode}, batch {batch}"
     if not measured:
-        smallest = min((row.candidate for row in rows), key=lambda each: each.draft_bytes)
-        return Advice(
-            mode, batch, f"{where}: no step was measured", smallest.label, smallest.draft_vocab, smallest.follow, False,
-            (), None, ("Every answer ended with its first token. Give more prompts or more new tokens.",),
-        )  # fmt: skip
+        reason = "Every answer ended with its first token. Give more prompts or more new tokens."
+        return Advice(mode, batch, f"{where}: no step was measured", plain.label, 0, False, (), None, (reason,))
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.label: _compare(row, best, max(1, len(measured) - 1)) for row in measured if row is not best}
     close = [row for row in measured if row is best or not _is_slower(others[row.label])]
@@ -39,13 +34,10 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     beats = False if verdicts == {False} else _beats(chosen.speedup) or None
     advised = plain if beats is False else chosen
     is_decided = beats is False or all(row is best or _is_as_fast(others[row.label]) for row in close)
-    reasons = [*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_follow(measured)]
-    if missing := [row.label for row in rows if row.measured is None]:
-        reasons.append(f"Not measured: {'; '.join(missing)}.")
+    reasons = (*_reasons(chosen, best, close, measured, others), *_reasons_to_follow(measured))
     return Advice(
         mode, batch, f"{where}: {_headline(chosen, close, measured, beats)}", advised.label,
-        advised.candidate.draft_vocab, advised.candidate.follow, is_decided, tuple(row.label for row in close), beats,
-        tuple(reasons),
+        advised.candidate.draft_vocab, is_decided, tuple(row.label for row in close), beats, reasons,
     )  # fmt: skip
 
 
@@ -88,7 +80,7 @@ def _beats(speedup: Estimate | None) -> bool | None:
 
 
 def _reasons(
-    chosen: Row, best: Row, close: Sequence[Row], measured: Sequence[Row], others: Mapping[str, Estimate], plain: Row
+    chosen: Row, best: Row, close: Sequence[Row], measured: Sequence[Row], others: Mapping[str, Estimate]
 ) -> list[str]:
     found = chosen.measured
     assert found is not None
@@ -99,13 +91,8 @@ def _reasons(
     ]
     for row in measured:
         if row is not best:
-            how = _VERDICTS[None if row in close else False]
+            how = _NO_DIFFERENCE if row in close else "slower"
             reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
-    if chosen.speedup is not None:
-        reasons.append(
-            f"Plain decoding gives {plain.tokens_per_s:.1f} tokens/s; {chosen.label} runs at "
-            f"{_interval(chosen.speedup)} times that: {_VERDICTS[_beats(chosen.speedup)]}."
-        )
     return reasons
 
 
@@ -117,7 +104,7 @@ def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
         other = alone.get((row.candidate.head, row.candidate.tree, row.candidate.size))
         if other is not None:
             speed = _compare(row, other)
-            verdict = {True: "it pays", False: "it does not pay", None: _VERDICTS[None]}[_beats(speed)]
+            verdict = {True: "it pays", False: "it does not pay", None: _NO_DIFFERENCE}[_beats(speed)]
             reasons.append(
                 f"{row.label}: {row.stats.mean_accepted_length:.2f} tokens per pass where {other.label} has "
                 f"{other.stats.mean_accepted_length:.2f}, at {_interval(speed)} times its speed: {verdict}."

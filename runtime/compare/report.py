@@ -15,15 +15,14 @@ from eagle_slim.convert.atomic import atomic_directory
 from eagle_slim.vocab_tools.coverage import aligned
 
 from ..api.stats import GenerationStats
-from .candidates import PLAIN, Candidate, CoverageCurve
+from .candidates import PLAIN, Candidate
 from .options import MARKER, CompareOptions
 from .statistics import Estimate, Measured, Timings, measure, ratio
 
 ALL = "all"
 _DATA_MARK = "/*DATA*/null"
 _HEADINGS = (
-    "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
-    "host", "passes", "exact",
+    "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "passes", "exact"
 )  # fmt: skip
 _NUM_NAMES = 4
 """Columns of the table that hold names and stand on the left."""
@@ -108,7 +107,6 @@ class Row:
     def cells(self) -> list[str]:
         """Return the row of the table, "-" where nothing was measured."""
         found, stats = self.measured, self.stats
-        times = (found.step_s, found.draft_s, found.verify_s, found.host_s) if found else ()
         return [
             self.label,
             self.mode,
@@ -118,7 +116,7 @@ class Row:
             "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
             _with_range(found.tokens_per_s if found else None, 1),
             _with_range(self.speedup, 2),
-            *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
+            f"{found.step_s * 1e3:.1f}" if found else "-",
             str(stats.num_passes) if self.num_answers else "-",
             "equal" if self.is_exact else f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-",
         ]
@@ -135,8 +133,6 @@ class Advice:
     candidate: str
     """The fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all."""
     draft_vocab: int
-    follow: str | None
-    """"prompt" where ids of the prompt join it."""
     is_decided: bool
     """Whether every other candidate is significantly slower, or shown to be as fast."""
     as_fast: tuple[str, ...]
@@ -152,7 +148,6 @@ class Comparison:
 
     rows: Sequence[Row]
     """The figures of each candidate, mode, batch size and category."""
-    curves: Sequence[CoverageCurve]
     setup: Mapping[str, Any]
     """What was compared, on which device and how."""
     recommendations: Sequence[Advice]
@@ -161,13 +156,6 @@ class Comparison:
     """Every answer, in the order in which they were made."""
     is_complete: bool = True
     """Whether all answers that were planned are in."""
-
-    def find(self, label: str, mode: str, category: str = ALL) -> Row:
-        """Return one row, of the first batch size. Raises KeyError when it is not there."""
-        for row in self.rows:
-            if (row.label, row.mode, row.category) == (label, mode, category):
-                return row
-        raise KeyError((label, mode, category))
 
     def write(self, folder: str | Path, force: bool = False) -> None:
         """Write compare.json and compare.html into a folder, both or none.
@@ -180,12 +168,11 @@ class Comparison:
             (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the answers as plain values: setup, rows, coverage curves, advice."""
+        """Return everything but the answers as plain values: setup, rows, advice."""
         return {
             "setup": self.setup,
             "is_complete": self.is_complete,
             "rows": [row.to_json() for row in self.rows],
-            "coverage": [asdict(curve) for curve in self.curves],
             "recommendations": [asdict(each) for each in self.recommendations],
         }
 

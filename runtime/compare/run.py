@@ -20,11 +20,11 @@ import torch
 from ..api.output import GenerationOutput, difference, first_difference
 from ..errors import PromptError, UsageError
 from ..model import SpeculativeModel
-from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
+from .candidates import PLAIN, Candidate, Say, find_candidates
 from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import ALL, Answer, Comparison, build_rows
+from .report import Answer, Comparison, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -57,16 +57,14 @@ def compare(
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
-    heads = rank_heads(models, options, say)
+    drafted = find_candidates(models, options, say)
     if not prompts:
         raise UsageError("prompts: a comparison takes one or more; got none.")
-    candidates = [Candidate(PLAIN, PLAIN, models[0]), *find_candidates(heads, options, say)]
+    candidates = [Candidate(PLAIN, PLAIN, models[0]), *drafted]
     run = Run(prompts, candidates, options, progress)
     answers = run.answer_all()
-    tokens = [token for each in answers if each.candidate == PLAIN for row in each.token_ids for token in row]
-    curves = heads[0].curves(tokens)
     rows = build_rows(candidates, options, answers)
-    return Comparison(rows, curves, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
+    return Comparison(rows, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
 
 
 def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
@@ -111,21 +109,16 @@ class Run:
         model, drafted, options = self.model, self.candidates[1:], self.options
         device, threads = model.target.device, torch.get_num_threads()
         cpu = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-        trees = (candidate.tree_words for candidate in drafted)
         return {
             "target": (model.opened.target_name if model.opened else None) or type(model.target.model).__name__,
             "heads": list(dict.fromkeys(candidate.head for candidate in drafted)),
-            "target_vocab": int(model.target.text_config.vocab_size),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
             "dtype": str(model.target.dtype).removeprefix("torch."),
             "drafter": model.drafter.name,
             "draft_weights": model.draft_weights,
-            "candidates": [candidate.label for candidate in drafted],
-            "trees": list(dict.fromkeys(trees)),
+            "trees": list(dict.fromkeys(candidate.tree_words for candidate in drafted)),
             "num_prompts": len(self.prompts),
-            "num_turns": sum(len(prompt.turns) for prompt in self.prompts),
             "modes": {mode: options.generation(mode) for mode in options.modes},
-            "batches": list(options.batches),
             "max_new_tokens": options.max_new_tokens,
             "partial_verification": options.partial_verification,
             "repeats": options.repeats,
@@ -167,8 +160,7 @@ class Run:
         """Let every candidate answer a group of prompts, turn by turn."""
         prompts = {place: self.prompts[place] for place in group}
         talks: dict[int, list[dict[str, str]]] = {place: [*prompt.opening] for place, prompt in prompts.items()}
-        # A category of the name "all" is not to be mistaken for the row over all of them.
-        categories = {f"{ALL} (category)" if each.category == ALL else each.category for each in prompts.values()}
+        categories = {prompt.category for prompt in prompts.values()}
         category = categories.pop() if len(categories) == 1 else None
         for turn in range(max(len(prompt.turns) for prompt in prompts.values())):
             asked = [place for place in group if turn < len(prompts[place].turns)]

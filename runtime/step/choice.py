@@ -54,10 +54,6 @@ class HostChoice:
             scores = state.request.process(torch.tensor([past], device=logits.device), scores.clone()[None])[0]
         if fault := find_fault(scores):
             return fault
-        if not self.rules.sampled:
-            # The lowest id among equals, whatever the device.
-            return int((scores == scores.max()).int().argmax())
-        assert state.keys is not None
-        number = len(state.token_ids) + len(walked)
-        key = int(state.keys[number]) if number < len(state.keys) else 0
-        return choose_token(scores.cpu(), self.rules, self.numbers, key)
+        number, keys = len(state.token_ids) + len(walked), state.keys
+        key = int(keys[number]) if keys is not None and number < len(keys) else 0
+        return choose_token(scores.cpu() if self.rules.sampled else scores, self.rules, self.numbers, key)

@@ -54,8 +54,8 @@ class PartialDecoder(Decoder):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=target.device)
 
-        # The extra place absorbs overflow.
-        self._chain, self._count = zeros(self.num_slots, nodes), zeros(self.num_slots)
+        # Of each slot, the tokens ahead and their number; the extra place absorbs overflow.
+        self._chain, self.count = zeros(self.num_slots, nodes), zeros(self.num_slots)
         self._tallies = zeros(2, dtype=torch.int64)
         """Partial passes of all slots, and tokens of chains that full passes did not confirm; since it was zeroed."""
         layers, width = len(target.layer_shapes), target.layer_shapes[0].heads * target.layer_shapes[0].key_dim
@@ -103,7 +103,7 @@ class PartialDecoder(Decoder):
             getattr(own, name).copy_(getattr(state, name))
         ahead.choice = self.choice._replace(num_generated=own.num_generated, seen=ahead.choice.seen)
         ahead.choice.seen.copy_(self.choice.seen)
-        self._count.zero_()
+        self.count.zero_()
         self._chain.zero_()
         for _ in range(self.option.num_steps):
             for phase in ahead.phases(places, rules, ahead.tree):
@@ -120,10 +120,10 @@ class PartialDecoder(Decoder):
         # A token that is none is left to the full pass, which chooses from the same logits.
         accepted = own.record[:-1, 0] - (own.record[:-1, 2] == ENDED_BY_FAULT).int()
         step = torch.arange(own.new_tokens.shape[1], device=accepted.device)
-        at = self._count[:, None] + step
+        at = self.count[:, None] + step
         at = torch.where(step < accepted[:, None], at.clamp(max=most), most)
         self._chain.scatter_(1, at.long(), own.new_tokens)
-        self._count.add_(accepted).clamp_(max=most)
+        self.count.add_(accepted).clamp_(max=most)
         self._tallies[0] += (accepted > 0).sum()
 
     def choose(
@@ -135,15 +135,11 @@ class PartialDecoder(Decoder):
         if is_chain:
             self.take_as_is(choices)
 
-    def truncate(self, most: Tensor) -> None:
-        """Truncate the chain to ``most`` int32 [1] tokens."""
-        self._count.clamp_(max=most)
-
     def take_as_is(self, choices: Tensor) -> None:
         """Overwrite choices int32 [places, nodes] with the chain."""
         slots = self.state.active_slots[: len(choices)].clamp(min=0).long()
         step = torch.arange(choices.shape[1] - 1, device=choices.device)
-        given = step < self._count[slots][:, None]
+        given = step < self.count[slots][:, None]
         choices[:, :-1] = torch.where(given, self._chain[slots, :-1], choices[:, :-1])
 
     def remember(self, state: SlotState, rules: ChoiceRules) -> None:
@@ -153,7 +149,7 @@ class PartialDecoder(Decoder):
         if state is self.entering:
             queries = self._prompt_queries.expand(self.num_slots, -1, -1, -1)
         else:
-            self._tallies[1] += torch.where(accepted > 0, self._count - accepted + 1, 0).clamp(min=0).sum()
+            self._tallies[1] += torch.where(accepted > 0, self.count - accepted + 1, 0).clamp(min=0).sum()
             back = torch.arange(ROWS, device=state.num_new.device)
             node = (state.num_new[:, None] - 1 - back).clamp(min=0)
             place = state.active_inverse.clamp(min=0)[:, None].long()

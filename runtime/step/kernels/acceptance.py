@@ -271,11 +271,9 @@ def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_ro
     ``new_tokens``.
     """
     for slot in torch.nonzero(state.record[:-1, 0]).flatten().tolist():
-        accepted, place = int(state.record[slot, 0]), int(state.active_inverse[slot])
-        last = int(state.num_new[slot])
-        out[slot, last - accepted : last] = features[
-            place * nodes + int(first_row) + state.path[slot, :accepted].long()
-        ]
+        accepted, last = int(state.record[slot, 0]), int(state.num_new[slot])
+        first = int(state.active_inverse[slot]) * nodes + int(first_row)
+        out[slot, last - accepted : last] = features[first + state.path[slot, :accepted].long()]
 
 
 @triton.jit

@@ -5,20 +5,18 @@
     greedy    = lowest i among the largest scores
     sampled   = lowest i with the smallest score distance plus noise of i (`token_noise`), of those that the cuts leave
 
-Distances, noise and the weights that cuts add up are whole numbers, so nothing here depends on the order of additions:
-a row's token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is
-sorted: the cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
+Distances, noise and weights are whole numbers, so their sums do not depend on the order: a row's token is the same in
+any tree, place and batch, and `choose_tokens_ref` gives the same. The cuts of top-k and top-p are found without
+sorting (`cut_search`).
 
-Bytes read: the logits once for greedy, twice for sampled, and two or three times more from the L2 for top-k and
-top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens.
-Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest, count as equal in
-the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below the largest never win. A row with a NaN or an
-infinite score, or of barred tokens alone, gets `NO_NUMBER` or `ALL_BARRED` in place of a token.
+Bytes read: the logits once for greedy, twice for sampled, and two or three times more from the L2 with top-k or top-p
+(more often where a search's list overflows). Scores that differ by less than 2**-24, or than the fp32 spacing of their
+distance from the largest, count as equal in the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below
+the largest never win. A row with a NaN or an infinite score, or of barred tokens alone, gets `NO_NUMBER` or
+`ALL_BARRED` in place of a token.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -46,27 +44,23 @@ def choice_scratch(
     change speed, never results. A vocabulary smaller than a part is one part of its own size.
     """
     part = min(part, max(16, triton.next_power_of_2(vocab)))
-    rows, parts = places * nodes, triton.cdiv(vocab, part)
-    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    parts, int32, int64 = triton.cdiv(vocab, part), torch.int32, torch.int64
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(places * nodes, *shape, dtype=dtype, device=device)
+
     return ChoiceScratch(
-        part, torch.empty(rows, parts, dtype=torch.float32, device=device), torch.empty(rows, parts, **int32),
-        torch.empty(rows, **int32), torch.empty(rows, 4, **int64),
-        torch.empty(rows, parts, cut_search.BINS.value, **int32), torch.empty(rows, **int32),
-        torch.empty(rows, parts, **int64), torch.empty(rows, parts, **int32), torch.empty(rows, parts, **int64),
-        torch.empty(rows, parts, **int64),
-        torch.empty(rows, num_words(vocab), **int32), torch.empty(rows, capacity, **int32), torch.empty(rows, **int32),
+        part, best_score=empty(torch.float32, parts), best_id=empty(int32, parts), threshold=empty(int32),
+        interval=empty(int64, 4), counts=empty(int32, parts, cut_search.BINS.value), needed=empty(int32),
+        mass=empty(int64, parts), num_tied=empty(int32, parts), best_mark=empty(int64, parts),
+        best_tied=empty(int64, parts), penalised=empty(int32, triton.cdiv(vocab, WORD_BITS)),
+        listed=empty(int32, capacity), num_listed=empty(int32),
     )  # fmt: skip
-
-
-def num_words(vocab: int) -> int:
-    """Words of 32 bits that hold a bit for each id."""
-    return -(-vocab // WORD_BITS)
 
 
 def token_bits(ids: Tensor, vocab: int) -> Tensor:
     """Set the bits of ids, int64 [count] without repetition needed: int32 [ceil(vocab / 32)] on their device."""
-    marks = torch.zeros(num_words(vocab) * WORD_BITS, dtype=torch.int64, device=ids.device)
+    marks = torch.zeros(triton.cdiv(vocab, WORD_BITS) * WORD_BITS, dtype=torch.int64, device=ids.device)
     marks[ids] = 1
     words = (marks.view(-1, WORD_BITS) << torch.arange(WORD_BITS, device=ids.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
@@ -126,15 +120,12 @@ def find_fault(scores: Tensor) -> int:
 
 def no_distribution(fault: int, prompt: int, position: int) -> LogitsError:
     """Return the error for a new token of a prompt, counted from 0, that could not be chosen."""
-    where = f"New token {position} of prompt {prompt} cannot be chosen"
-    if fault == kernels.ALL_BARRED.value:
-        return LogitsError(
-            f"{where}: every token is barred by suppress_tokens, bad_words_ids, min_new_tokens or a logits processor."
-        )
-    return LogitsError(
-        f"{where}: its logits hold a NaN or an infinite value. Look for such values in the target's weights and in "
-        "what logits processors return; float16 weights may overflow where bfloat16 does not."
+    reason = (
+        "every token is barred by suppress_tokens, bad_words_ids, min_new_tokens or a logits processor"
+        if fault == kernels.ALL_BARRED.value
+        else "its logits hold a NaN or an infinite value, as weights of the target or a logits processor may give them"
     )
+    return LogitsError(f"New token {position} of prompt {prompt} cannot be chosen: {reason}.")
 
 
 def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) -> int:
@@ -186,8 +177,8 @@ def choose_tokens(
         )
     parts = triton.cdiv(vocab, part)
     shape = ChoiceShape(
-        **vars(rules), nodes=out.shape[1], vocab=vocab, words=num_words(vocab), part=part, parts=parts,
-        block_parts=triton.next_power_of_2(parts), stream=state.keys.shape[1], capacity=capacity,
+        **vars(rules), nodes=out.shape[1], vocab=vocab, words=triton.cdiv(vocab, WORD_BITS), part=part,
+        parts=parts, block_parts=triton.next_power_of_2(parts), stream=state.keys.shape[1], capacity=capacity,
         few=min(_FEW, capacity),
     )  # fmt: skip
     rows = logits.shape[0]
@@ -214,10 +205,7 @@ def choose_tokens(
 def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
     """Definition of `mark_seen`; waits for the device."""
     for slot in active_slots[: int(active_count)].tolist():
-        for token in tokens[slot].tolist():
-            if token >= 0:
-                bit = token % WORD_BITS
-                seen[slot, token // WORD_BITS] |= -(2**31) if bit == WORD_BITS - 1 else 1 << bit
+        seen[slot] |= token_bits(tokens[slot][tokens[slot] >= 0].long(), seen.shape[1] * WORD_BITS)
 
 
 def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:

@@ -26,14 +26,6 @@ def test_plain_text(tmp_path: Path) -> None:
     assert load_prompts(path) == [Prompt(("Why is the sky blue?",)), Prompt(("[1, 2] is a list",))]
 
 
-def test_a_json_list(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps([{"turns": ["One?"], "category": "a"}, {"turns": "Two?"}], indent=1))
-    assert load_prompts(path) == [Prompt(("One?",), "a"), Prompt(("Two?",))]
-    path.write_text(json.dumps(["One?", "Two \U0001f600?"]))
-    assert load_prompts(path) == [Prompt(("One?",)), Prompt(("Two \U0001f600?",))]
-
-
 @pytest.mark.parametrize("line", ['["Why is the sky blue?"]', "[1]"], ids=len)
 def test_text_that_looks_like_a_list(tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.txt"
@@ -49,8 +41,8 @@ def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("", "no prompt"), ("[]", "no prompt"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2"), ("null", "line 1"),
-     ('{"turns": ["a"]}\nplain', "line 2"), ('[{"turns": ["a"]}, 3]', "item 2"), ('{"turns": []}', "line 1"),
+    [("", "no prompt"), ("[]", "line 1"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2"), ("null", "line 1"),
+     ('{"turns": ["a"]}\nplain', "line 2"), ('{"turns": []}', "line 1"),
      ('{"turns": [" "]}', "line 1"), ('{"messages": []}', "line 1"), ('{"messages": "Hi"}', "line 1"),
      ('{"messages": [{"role": "system", "content": "x"}]}', "line 1"), ('{"prompt": ["Hi"]}', "line 1"),
      ('{"messages": [{"role": "user", "content": null}]}', "line 1"), ('{"text": "Hi"}', "line 1")],
@@ -80,6 +72,4 @@ def test_conversations_prompts_and_questions(tmp_path: Path) -> None:
         Prompt(("Why?",)), Prompt(("How?",)),
     ]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, lines)))
-    assert load_prompts(path) == expected
-    path.write_text(json.dumps(lines))
     assert load_prompts(path) == expected

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.errors import LogitsError
+from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.decoders import KeptRows, capacity_for, match_slots
 from eagle_slim.runtime.step.plan import CallRules
-from support.tiny_models import random_prompts, tiny_target, write_head
+from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -65,6 +68,57 @@ def test_more_ends_than_the_device_has_places_for(tmp_path: Path) -> None:
     assert len(ends) > 8
     assert output.token_ids == [answer[: first + 1]]
     assert output.results[0].finish_reason == "eos"
+
+
+@pytest.mark.parametrize("chooser", ["host", "device"])
+def test_logits_that_are_no_distribution_are_told(tmp_path: Path, request: pytest.FixtureRequest, chooser: str) -> None:
+    if chooser == "device":
+        request.getfixturevalue("by_twins")
+    model, prompts = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **TREE), [[4, 5], [6]]
+    sampled = {"temperature": 1.0, "seed": 1}
+    for options in ({}, sampled):
+        with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: every token is barred"):
+            model.generate(prompts, suppress_tokens=list(range(VOCAB)), **options)
+    with torch.no_grad():
+        model.target.model.lm_head.weight[3, 0] = float("nan")
+    for options in ({}, sampled, {**sampled, "top_k": 3, "top_p": 0.9}, {"speculative": False}):
+        with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: its logits hold a NaN"):
+            model.generate(prompts, **options)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_token_that_cannot_be_chosen_is_told_by_its_place_in_the_answer(tmp_path: Path, value: float) -> None:
+    """What is drafted beyond an answer's end may be anything."""
+    prompts = random_prompts([1, 9])
+
+    def spoil(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores if input_ids.shape[1] != len(prompts[1]) + 6 else torch.full_like(scores, value)
+
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **TREE)
+    options: dict[str, Any] = {"logits_processor": [spoil], "ignore_eos": True}
+    for speculative in (True, False):
+        with pytest.raises(LogitsError, match="New token 6 of prompt 1 cannot be chosen"):
+            model.generate(prompts, max_new_tokens=8, speculative=speculative, **options)
+    assert len(model.generate(prompts[1], max_new_tokens=6, **options).token_ids[0]) == 6
+
+
+@pytest.mark.parametrize("mode", ["exact", "lossy"])
+def test_logits_that_are_no_distribution_are_told_where_steps_run_ahead(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token whose embedding is no number comes late in the answer, and steps run ahead over it."""
+    target = tiny_target("llama", max_position_embeddings=1024)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path, max_position_embeddings=1024), **TREE)
+    small = partial(PartialVerification, num_blocks=2, num_steps=2, num_tokens=7, min_length=0)
+    monkeypatch.setattr("eagle_slim.runtime.step.plan.PartialVerification", small)
+    prompt, options = random_prompts([12]), {"max_new_tokens": 14, "partial_verification": mode, "ignore_eos": True}
+    answer = model.generate(prompt, **options)
+    assert answer.stats.num_partial_passes > 0
+    late = next(token for token in answer.token_ids[0][6:] if token not in {*prompt[0], *answer.token_ids[0][:2]})
+    with torch.no_grad():
+        target.model.embed_tokens.weight[late] = float("nan")
+    with pytest.raises(LogitsError, match="its logits hold a NaN"):
+        model.generate(prompt, **options)
 
 
 @pytest.mark.parametrize("backend", ["fused", "transformers"])

@@ -93,28 +93,19 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
     model = build(tmp_path)
     prompts = random_prompts([3, 5])
     padded, mask = [[0, 0, *prompts[0]], prompts[1]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
-    expected = [tuple(prompt) for prompt in prompts]
     encoded = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-    for given, keep in (
-        (prompts, None),
-        ([np.array(prompt) for prompt in prompts], None),
-        ([torch.tensor(prompt) for prompt in prompts], None),
-        (padded, mask),
-        (np.array(padded), np.array(mask)),
-        (torch.tensor(padded), mask),
-        (transformers.BatchEncoding(encoded), None),
-        ({"input_ids": padded, "attention_mask": mask}, None),
-    ):
+    for given, keep, expected in (
+        (prompts, None, prompts), ([np.array(prompt) for prompt in prompts], None, prompts),
+        ([torch.tensor(prompt) for prompt in prompts], None, prompts), (padded, mask, prompts),
+        (np.array(padded), np.array(mask), prompts), (torch.tensor(padded), mask, prompts),
+        (transformers.BatchEncoding(encoded), None, prompts),
+        ({"input_ids": padded, "attention_mask": mask}, None, prompts), (prompts[0], None, prompts[:1]),
+        (np.array(prompts[0]), None, prompts[:1]), (list(np.array(prompts[0])), None, prompts[:1]),
+        (torch.tensor(padded[0]), torch.tensor(mask[0]), prompts[:1]),
+        (torch.tensor([padded[0]]), torch.tensor(mask[0]), prompts[:1]),
+    ):  # fmt: skip
         found = model.generate(given, attention_mask=keep, max_new_tokens=0)
-        assert [tuple(result.prompt_ids) for result in found.results] == expected, given
-    for one, keep in (
-        (prompts[0], None),
-        (np.array(prompts[0]), None),
-        (list(np.array(prompts[0])), None),
-        (torch.tensor(padded[0]), torch.tensor(mask[0])),
-        (torch.tensor([padded[0]]), torch.tensor(mask[0])),
-    ):
-        assert model.generate(one, attention_mask=keep, max_new_tokens=0).results[0].prompt_ids == prompts[0], one
+        assert [list(result.prompt_ids) for result in found.results] == expected, given
 
 
 def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
