@@ -24,9 +24,7 @@ from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
 NUM_LENGTHS = 240
-"""Lengths drawn ahead; a run of a multiple of as many steps meets the mean to within half a 240th of a token."""
-NUM_PARTS = 4
-"""Parts of these that each have nearly the mean, for runs of fewer steps."""
+"""Lengths drawn ahead; runs of a multiple of as many steps together meet the mean to within half a 240th of a token."""
 LATER = 0.2
 """Chance of each later rank, as a share of the one before it."""
 NUM_RANKS, LEVELS = 4096, 16
@@ -57,13 +55,8 @@ def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
         middle = (low + high) / 2
         is_below = int(at_middles(middle).sum()) < round(mean * NUM_LENGTHS)
         low, high = (middle, high) if is_below else (low, middle)
-    # Dealt out to and fro, so that every part has nearly the mean.
-    dealt = [*range(NUM_PARTS), *reversed(range(NUM_PARTS))]
-    generator = torch.Generator().manual_seed(seed)
-    drawn: list[int] = []
-    for part in range(NUM_PARTS):
-        own = [length for place, length in enumerate(at_middles(high).tolist()) if dealt[place % len(dealt)] == part]
-        drawn += [own[place] for place in torch.randperm(len(own), generator=generator).tolist()]
+    order = torch.randperm(NUM_LENGTHS, generator=torch.Generator().manual_seed(seed))
+    drawn: list[int] = at_middles(high)[order].tolist()
     return drawn
 
 

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def pool(model: Any) -> Any:
     import numpy as np
 
-    from benchmarks.shared.questions import Pool
+    from benchmarks.exact import Pool
 
     text = np.random.default_rng(0).integers(3, 340, 250).tolist()
     return Pool(model, [model.encode_chat("hello"), model.encode_chat("good day")], text, 0, 32, new_tokens=9)
