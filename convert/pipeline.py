@@ -141,7 +141,7 @@ class Conversion:
             if self.gguf is not None:
                 from .artifact.gguf import write_gguf
 
-                files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.draft_vocab}")
+                files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.manifest.draft_vocab}")
             found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
