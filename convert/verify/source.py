@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
 
-from ..artifact.manifest import Manifest
-from ..artifact.provenance import folder_beside, open_original
+from ..artifact.provenance import open_original
 from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..rows.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
+from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
 from ..rows.target import open_target_lm_head
 from ..sources import target as targets
-from ..sources.target import Target, TargetChoice
-from .parts import Parts, SkipCheck, join, refuse
+from ..sources.target import Target
+from .rules import Parts, SkipCheck, join, refuse
 
 
 @dataclass
@@ -75,7 +73,11 @@ class SourceChecks:
             lm_head = own_lm_head(source)
         else:
             source = self.parts.head
-            lm_head = self._target_lm_head(source)
+            if self._target is None:
+                raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
+            with self._skipped_unless_named("the target's LM head", "--target", self.target_name):
+                lm_head = open_target_lm_head(self._target.source, offline=self._only_cache)
+            lm_head = fitting(lm_head, source, self._target.name)
         gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.pieces():
@@ -87,25 +89,16 @@ class SourceChecks:
         how = "rounded from" if gathered.rounded else "bit-identical to"
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
 
-    def _target_lm_head(self, head: DraftHead) -> LmHead:
-        if self._target is None:
-            raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
-        with self._skipped_unless_named("the target's LM head", "--target", self.target_name):
-            opened = open_target_lm_head(self._target.source, offline=self._only_cache)
-        return fitting(opened, head, self._target.name)
-
     def target(self) -> str:
         """Widths, vocabulary and tap layers fit the target."""
-        manifest = self.parts.manifest
-        choice = self._target_choice(manifest)
-        revision = manifest.target.get("revision") if choice.reason == "recorded" else None
+        recorded, name, revision = self.parts.manifest.target, self.target_name, None
+        if name is None and not recorded.get("wheel"):
+            name, revision = recorded.get("repo_id"), recorded.get("revision")
+            if name is None:
+                was = "was a local folder" if "name" in recorded else "is not recorded"
+                raise SkipCheck(f"the target {was}; name it with --target")
         with self._skipped_unless_named("the target", "--target", self.target_name):
-            self._target = targets.open_target(choice, revision, self._only_cache)
-        if choice.reason == "beside" and any(
-            self._target.config.get(key, size) != size for key, size in manifest.target.items() if isinstance(size, int)
-        ):
-            self._target = None
-            raise SkipCheck(f"{choice.name} is of another size than the target was; name that with --target")
+            self._target = targets.open_target(name, revision, self._only_cache)
         targets.check_head_fits(self.parts.head, self._target)
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
@@ -141,31 +134,8 @@ class SourceChecks:
 
     @cached_property
     def _source_head(self) -> DraftHead:
-        manifest = self.parts.manifest
         with self._skipped_unless_named("the source head", "--head", self.head_name):
-            found = open_original(manifest, self.head_name or self._at_hand(manifest.head), self.offline)
+            found = open_original(self.parts.manifest, self.head_name, self.offline)
         if found is None:
-            raise SkipCheck("the source head was a local folder, which is not beside it; name it with --head")
+            raise SkipCheck("the source head was a local folder; name it with --head")
         return found
-
-    def _at_hand(self, recorded: Mapping[str, Any]) -> str | None:
-        """Find a local head or target of the recorded name and file sizes beside the artifact."""
-        found = folder_beside(self.parts.folder, recorded)
-        if found is None:
-            return None
-        sizes = {file["name"]: file["size_bytes"] for file in recorded.get("files", ())}
-        inside = found / (recorded.get("subfolder") or "")
-        are_there = all((inside / name).is_file() and (inside / name).stat().st_size == sizes[name] for name in sizes)
-        return str(found) if are_there else None
-
-    def _target_choice(self, manifest: Manifest) -> TargetChoice:
-        if self.target_name is not None:
-            return TargetChoice(self.target_name, "given")
-        if manifest.target.get("wheel"):
-            return TargetChoice(None, "built in")
-        if (name := manifest.target.get("repo_id")) is not None:
-            return TargetChoice(name, "recorded")
-        if (name := self._at_hand(manifest.target)) is not None:
-            return TargetChoice(name, "beside")
-        was = "was a local folder, which is not beside it" if "name" in manifest.target else "is not recorded"
-        raise SkipCheck(f"the target {was}; name it with --target")

@@ -6,16 +6,17 @@ source is not at hand, is skipped with its reason. FORMAT.md gives the reasons f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from eagle_slim.vocab_tools.errors import EagleSlimError
 
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError
-from .parts import Doubt, Parts, Status, ended, join
-from .rules import CHECKS
+from .rules import CHECKS, Doubt, Parts, SkipCheck, join
 from .source import SourceChecks
 
 
@@ -24,8 +25,20 @@ class Check:
     """One check: its name, how it ended, and its finding or reason."""
 
     name: str
-    status: Status
+    status: Literal["ok", "warning", "failed", "skipped"]
     detail: str
+
+    @classmethod
+    def made(cls, name: str, check: Callable[[], str]) -> Check:
+        """Run a check."""
+        try:
+            return cls(name, "ok", check())
+        except SkipCheck as reason:
+            return cls(name, "skipped", str(reason))
+        except Doubt as doubt:
+            return cls(name, "warning", str(doubt))
+        except EagleSlimError as error:
+            return cls(name, "failed", str(error))
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,8 @@ def verify_artifact(
 ) -> Verification:
     """Check an artifact, and report on every check.
 
-    Its sources are compared where they are built in, named here, in the local Hub cache at the recorded revision, or in
-    a folder beside the artifact that has the recorded name and sizes; nothing else is fetched.
+    Its sources are compared where they are built in, named here, or in the local Hub cache at the recorded revision;
+    nothing else is fetched.
 
     Args:
         folder: the artifact.
@@ -90,7 +103,7 @@ def verify_artifact(
     sources = SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
     checks = {name: partial(check, parts) for name, check in CHECKS.items()} | sources.checks
     checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
-    return Verification(folder, tuple(Check(name, *ended(check)) for name, check in checks.items()))
+    return Verification(folder, tuple(map(Check.made, checks, checks.values())))
 
 
 def _check_engine(parts: Parts, engine: str, version: str | None) -> str:

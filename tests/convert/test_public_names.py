@@ -8,7 +8,7 @@ NAMES = {
     "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError",
     "ConvertOptions", "DraftHead", "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError",
     "SourceError", "UnsupportedHeadError", "Verification", "VocabRequest", "convert_head", "embedded_head",
-    "embedded_target_folder", "export_embedded_target", "open_checkpoint", "open_head", "plan_conversion",
+    "embedded_target_folder", "open_checkpoint", "open_head", "plan_conversion",
     "push_folder", "verify_artifact",
 }  # fmt: skip
 

@@ -16,7 +16,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("engine"):
         missing = [name for name in marker.args if importlib.util.find_spec(name) is None]
         if missing:
-            skip_or_fail(f"needs {', '.join(missing)}: make test-engines")
+            command = "make test-engines-all" if item.get_closest_marker("slow") else "make test-engines"
+            skip_or_fail(f"needs {', '.join(missing)}: {command}")
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.engine("sentencepiece")
 def test_llama_cpps_own_converter_makes_the_same_tensors_and_keys(artifact: Path, tmp_path: Path) -> None:
     import gguf
 

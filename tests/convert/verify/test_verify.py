@@ -200,26 +200,6 @@ def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named
     assert [found.name for found in result.failed] == [check]
 
 
-def test_local_folders_are_found_under_their_names_beside_the_artifact(made, tmp_path):
-    folder = shutil.copytree(made, tmp_path / "work")
-    result = verify_artifact(folder / "slim")
-    assert result.ok
-    assert not [check for check in result.checks if check.status == "skipped"]
-    # Another head of the same name is none.
-    with (folder / "head" / "model.safetensors").open("ab") as file:
-        file.write(b" ")
-    assert verify_artifact(folder / "slim")["tensors of the source head"].status == "skipped"
-    # A target that lent no rows is known by its sizes.
-    own = write_eagle3(folder / "own")
-    convert(own, draft_vocab=320, vocabulary=BY_ID, target=folder / "target", out=folder / "of-own")
-    assert not [check for check in verify_artifact(folder / "of-own").checks if check.status == "skipped"]
-    shutil.rmtree(folder / "target")
-    write_target(folder / "target", hidden=48)
-    assert "of another size" in verify_artifact(folder / "of-own")["target"].detail
-    shutil.rmtree(folder / "target")
-    assert "was a local folder" in verify_artifact(folder / "of-own")["target"].detail
-
-
 def test_faults_of_an_eagle1_artifact(made, tmp_path):
     head = write_eagle1(tmp_path / "head")
     slim = convert(head, draft_vocab=300, vocabulary=BY_ID, target=made / "target", out=tmp_path / "slim").folder
