@@ -332,18 +332,6 @@ def test_pickles_of_other_things(tmp_path: Path, value: Any, words: list[str]) -
         open_checkpoint(tmp_path)
 
 
-def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    values = torch.arange(1000, dtype=torch.int64)
-    torch.save({"a": values}, path)
-    content = bytearray(path.read_bytes())
-    at = content.index(values.numpy().tobytes()) + 4000
-    content[at] ^= 1
-    path.write_bytes(content)
-    with raises_with(CheckpointError, str(path), "pytorch_model/data/0"):
-        open_checkpoint(tmp_path)
-
-
 def test_truncated_bin(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.randn(100)}, path)
