@@ -178,6 +178,8 @@ def test_lm_head_names() -> None:
     assert find_lm_head(["vision.embed_tokens.weight", name], "t") == name
     with raises_with(CheckpointError, "my_head.weight"):
         find_lm_head(["my_head.weight"], "t")
+    with raises_with(CheckpointError, "tie_word_embeddings"):
+        find_lm_head(["model.embed_tokens.weight"], "t", tied=False)
 
 
 @pytest.mark.parametrize(
