@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from eagle_slim.convert.heads.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
-    from transformers import GenerationConfig
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
@@ -69,7 +68,7 @@ class SpeculativeModel:
     def __init__(
         self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None,
         opened: loading.OpenedHead | None = None, tokenizer_source: str | None = None,
-        tokenizer_hash: str | None = None, is_tree_sized: bool = False, drafter_reason: str = "asked for",
+        tokenizer_hash: str | None = None, is_tree_sized: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_source = tokenizer_source
@@ -81,8 +80,6 @@ class SpeculativeModel:
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
-        self.drafter_reason = drafter_reason
-        """Why this drafter."""
         self.is_tree_sized = is_tree_sized
         """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
         self._decoders = Decoders(target, drafter)
@@ -111,7 +108,7 @@ class SpeculativeModel:
                 step, by the times and the acceptance that are measured meanwhile (`step.shapes`): up to 60 nodes,
                 down to plain decoding; before the call, by sizes alone, where rows are not exact. A number is kept.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
-                instructions for it (`target.cpu`). A loaded target's stays as it is.
+                instructions for it (`loading.dtype_on_cpu`). A loaded target's stays as it is.
             device: None is the first GPU, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
@@ -186,10 +183,10 @@ class SpeculativeModel:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
-        built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
+        built = choose_drafter(drafter, weights, tree, draft_weights, order)
         return cls(
             wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_source, tokenizer_hash,
-            total_tokens is None, reason,
+            total_tokens is None,
         )  # fmt: skip
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
@@ -251,17 +248,15 @@ class SpeculativeModel:
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
-        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
+        built = choose_drafter(drafter, weights, own.tree, draft_weights, order)
         if built.packing is not None and own.packing is not None and built.stored_dtype == own.stored_dtype:
             built = replace(built, packing=own.packing)
-        return self._with_drafter(built, self.is_tree_sized, reason)
+        return self._with_drafter(built, self.is_tree_sized)
 
-    def _with_drafter(
-        self, drafter: Drafter, is_tree_sized: bool, drafter_reason: str | None = None
-    ) -> SpeculativeModel:
+    def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
         return SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
-            self.tokenizer_hash, is_tree_sized, drafter_reason or self.drafter_reason,
+            self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -310,10 +305,9 @@ class SpeculativeModel:
         return self.target.model.config
 
     @property
-    def generation_config(self) -> GenerationConfig | None:
+    def generation_config(self) -> Any:
         """Generation configuration of the target; None where it has none."""
-        config: GenerationConfig | None = self.target.generation_config
-        return config
+        return self.target.generation_config
 
     @property
     def draft_vocab(self) -> int:
@@ -472,11 +466,10 @@ def _warn_if_nothing_is_accepted(drafts: int, accepted: int, drafter: Drafter) -
     if drafts < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * drafts:
         return
     warnings.warn(
-        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per "
-        "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
-        "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
-        f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "
-        "that the head was trained on.",
+        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The output is "
+        "exact all the same. Likely causes: the head was trained for another target or version of it; its d2t_form or "
+        f"tap layers are wrong; a draft vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the "
+        "prompts lack the chat template that the head was trained on.",
         AcceptanceWarning,
         stacklevel=3,
     )

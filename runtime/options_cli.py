@@ -99,7 +99,7 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | more
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
-    note(f"target: {model.target.backend}; {model.drafting} ({model.drafter_reason})")
+    note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
     follow = model.drafter.weights.follow
     if follow is not None:
         most = min(follow.most, len(follow.ids))

@@ -28,18 +28,18 @@ _registered: dict[str, dict[str, Any]] = {}
 
 
 def register_triton_backend(
-    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto", overwrite: bool = False
+    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto"
 ) -> None:
     """Register a drafting backend for `frontier_generate`, under any name but "reference".
 
     ``draft``: a `DraftFunction`, or None for the persistent kernel, whose matrices ``draft_weights`` "fp8" stores in
-    FP8. "triton" can be given other options, not another function. Raises `UsageError` for a name that is taken (unless
-    ``overwrite``) or no name at all, what cannot be called, and weights beside a function.
+    FP8. "triton" can be given other options, not another function. Raises `UsageError` for a name that is taken
+    (`unregister_backend`) or no name at all, what cannot be called, and weights beside a function.
     """
     if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
         raise misfit("name", "neither empty nor that of a built-in backend", name)
-    if name in _registered and not overwrite:
-        raise misfit("name", "a new one, or given with overwrite=True", name)
+    if name in _registered:
+        raise misfit("name", "a new one: unregister_backend forgets this one", name)
     check_choice("draft_weights", draft_weights, CHOICES)
     if draft is not None and (not callable(draft) or draft_weights != "auto"):
         raise misfit("draft", "a DraftFunction, or None with draft_weights", type(draft).__name__)

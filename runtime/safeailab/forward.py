@@ -20,7 +20,7 @@ from ..ops import Ops, current
 from ..settings import TreeConfig
 from ..target.cache import ForwardBuffers, KVCache
 from ..target.fused import FusedTarget
-from ..target.kernels.attention import REACH
+from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..target.known import Choice, choose_forward, unfit_head_dim, unfit_modules
 from ..tree import Trees

@@ -6,7 +6,6 @@ SafeAILab/EAGLE name them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,13 +58,11 @@ def kind_of(layer: Any) -> str:
     """
     if hasattr(layer, "midlayer") and hasattr(layer, "lm_head") and hasattr(layer, "norm"):
         return "eagle3"
-    if not hasattr(layer, "layers"):
+    if len(getattr(layer, "layers", ())) != 1:
         raise UnsupportedModelError(
             f"{type(layer).__name__} is of neither kind: expected midlayer, norm and lm_head (EAGLE-3, cnets.Model) or "
-            "layers (EAGLE-1/2, cnets1.Model)."
+            "layers, one of them (EAGLE-1/2, cnets1.Model)."
         )
-    if len(layer.layers) != 1:
-        raise UnsupportedModelError(f"The head has {len(layer.layers)} decoder layers; the drafter runs one.")
     return "eagle"
 
 
@@ -100,7 +97,10 @@ def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWei
     `UnsupportedModelError` for RoPE that changes with length, and as `HeadWeights` for tensors that do not fit.
     """
     layer, kind = model.ea_layer, kind_of(model.ea_layer)
-    block = _block(layer)
+    block, outside = (layer.midlayer, ("fc", "norm")) if kind == "eagle3" else (layer.layers[0], ("fc",))
+    tensors = dict(block.named_parameters())
+    for module in outside:
+        tensors |= {f"{module}.{name}": each for name, each in getattr(layer, module).named_parameters()}
     attention = block.self_attn
     available = trained_ids(model)
     order = np.argsort(available, kind="stable")
@@ -109,7 +109,7 @@ def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWei
     if not np.array_equal(rows, np.arange(len(lm_head))):
         lm_head = lm_head[torch.from_numpy(rows).to(lm_head.device)]
     return HeadWeights(
-        kind=kind, tensors=dict(_tensors(layer, block, kind)), embedding=embedding,
+        kind=kind, tensors={name: each.detach() for name, each in tensors.items()}, embedding=embedding,
         lm_head=lm_head.to(embedding.device, embedding.dtype),
         draft_to_target=torch.from_numpy(available[rows]).to(embedding.device),
         rotary=rotary_of(attention.rotary_emb, embedding.device), hidden=embedding.shape[1],
@@ -120,25 +120,11 @@ def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWei
     )  # fmt: skip
 
 
-def _block(layer: Any) -> Any:
-    return layer.midlayer if kind_of(layer) == "eagle3" else layer.layers[0]
-
-
 def _lm_head(model: Any) -> Tensor:
     """Rows of the LM head that the head drafts with: in EAGLE-1/2 the target's."""
     owner = model.ea_layer if kind_of(model.ea_layer) == "eagle3" else model.base_model
     rows: Tensor = owner.lm_head.weight.detach()
     return rows
-
-
-def _tensors(layer: Any, block: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Name each tensor as `HeadWeights` does."""
-    for name, parameter in block.named_parameters():
-        yield name, parameter.detach()
-    outside = ("fc", "norm") if kind == "eagle3" else ("fc",)
-    for module in outside:
-        for name, parameter in getattr(layer, module).named_parameters():
-            yield f"{module}.{name}", parameter.detach()
 
 
 def rotary_of(module: Any, device: torch.device) -> RotaryEmbedding:

@@ -228,7 +228,7 @@ class StepPatch:
             if ended == ENDED_BY_FAULT:
                 raise no_distribution(record[0][RECORD_HEAD + count - 1], 0, new_token + count - 1)
             drafting.length += count
-            input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
+            input_ids = torch.cat((input_ids, kept[None, :count]), -1)
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])
             tokens, paths, mask, positions = (field.clone() for field in tree)
         with torch.inference_mode():

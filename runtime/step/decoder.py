@@ -35,7 +35,7 @@ from ..launches import count_launches, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import KVCache, Target
-from ..target.kernels.attention import REACH
+from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
 from .checks import Checks, checks_wanted
@@ -319,7 +319,7 @@ class Decoder:
         ``host`` chooses tokens on the host, in the place of the kernels.
         """
         places = self.places_for(num_active)
-        self._make_room(tree)
+        self._make_room(rules, tree)
         self._run_phases(("step", tree, places), rules, self.phases(places, rules, tree, host))
 
     def timed_step(
@@ -327,7 +327,7 @@ class Decoder:
     ) -> Iterator[Phase]:
         """Give the phases of one step, each to be run by the caller in order; arguments as in `step`."""
         places = self.places_for(num_active)
-        self._make_room(tree)
+        self._make_room(rules, tree)
         for phase in self.phases(places, rules, tree, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
@@ -336,13 +336,13 @@ class Decoder:
         is_whole = self.has_graphs and not self.waits and not self.draft_waits
         return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
 
-    def _make_room(self, tree: TreeConfig | None) -> None:
+    def _make_room(self, rules: ChoiceRules, tree: TreeConfig | None) -> None:
         """Have the drafter take waiting pairs before a plain step adds one for which there is no place."""
         if tree is not None:
             self._most_waiting = tree.path_width
         elif self.drafter is not None:
             if self._most_waiting == self.state.new_tokens.shape[1]:
-                self._run_phases(("pairs",), ChoiceRules(), [Phase("pairs", self._take_pairs)])
+                self._run_phases(("pairs",), rules, [Phase("pairs", self._take_pairs)])
                 self._most_waiting = 1
             self._most_waiting += 1
 
@@ -365,15 +365,13 @@ class Decoder:
         run()
         spans = []
         for _ in range(_TIMED):
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
+            torch._foreach_copy_(changed, before)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()
             end.record()
             spans.append((begin, end))
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
+        torch._foreach_copy_(changed, before)
         torch.cuda.synchronize()
         return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
 
@@ -423,6 +421,8 @@ class Decoder:
         for places in BUCKETS:
             for tree in trees if places <= bucket_of(num_active) else ():
                 parts |= _parts(("step", tree, places), self.phases(places, rules, tree))
+        if len(trees) > 1:
+            parts |= _parts(("pairs",), [Phase("pairs", self._take_pairs)])
         for nodes in CHUNKS:
             parts |= _parts(("chunk", nodes), self._chunk_phases(nodes, rules))
         kept = self._graphs_for(rules)

@@ -18,18 +18,17 @@ def take_pairs(drafter: BufferedDrafter, waiting: SlotState, features: Tensor) -
     slots, width = waiting.new_tokens.shape
     step = torch.arange(width, dtype=torch.int32, device=waiting.prefix.device)
     rows = waiting.prefix[:, None] + step
-    last = (waiting.num_new - 1).clamp(min=0)
-    is_before = (step < last[:, None]) & (waiting.active_inverse >= 0)[:, None]
+    # Nothing of a slot that does not run, so that this may be practised while others do.
+    last = torch.where(waiting.active_inverse >= 0, waiting.num_new - 1, 0).clamp(min=0)
+    is_before = step < last[:, None]
     drafter.prefill(
         features.flatten(0, 1), waiting.new_tokens.clamp(min=0).flatten(), torch.where(is_before, rows, 0).flatten(),
         torch.where(is_before, rows, -1).flatten(), torch.arange(slots, dtype=torch.int32, device=step.device),
     )  # fmt: skip
     at = last[:, None].long()
-    newest, feature = (
-        waiting.new_tokens.gather(1, at),
-        features.gather(1, at[..., None].expand(-1, 1, features.shape[2])),
-    )
+    newest = waiting.new_tokens.gather(1, at)
+    feature = features.gather(1, at[..., None].expand(-1, 1, features.shape[2]))
     drafter.bufs.prefix.copy_(waiting.prefix + last)
     drafter.bufs.new_tokens[:, :1] = newest
     drafter.features[:, :1] = feature
-    drafter.bufs.num_new.fill_(1)
+    drafter.bufs.num_new.copy_(waiting.num_new - last)

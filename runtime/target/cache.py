@@ -97,13 +97,6 @@ class Target(ABC):
         """The decoder's configuration."""
         return self.model.config.get_text_config()
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether a layer attends within a sliding window."""
-        kinds = getattr(self.text_config, "layer_types", None)
-        window = getattr(self.text_config, "sliding_window", None)
-        return window is not None if kinds is None else "sliding_attention" in kinds
-
     @abstractmethod
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them.

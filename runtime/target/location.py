@@ -68,12 +68,10 @@ def is_draft_head(folder: Path) -> bool:
     """Whether a folder holds a draft head: an artifact, or a configuration that names an EAGLE class."""
     if (folder / MANIFEST_NAME).is_file():
         return True
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    names = config.get("architectures") if isinstance(config, dict) else None
-    return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return "eagle" in str(names).lower()
+    return False
 
 
 def _is_cached() -> bool:

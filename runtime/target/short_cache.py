@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache, Target
-from .kernels.attention import BLOCK
+from .kernels.attention_kernels import BLOCK
 
 RECENT = 4
 """Whole blocks before the last row that are always there."""
@@ -34,7 +34,9 @@ def unfit_reason(target: Target) -> str | None:
     shapes = set(target.layer_shapes)
     if len(shapes) > 1 or not all(shape.is_direct for shape in shapes):
         return "its layers' keys and values are of different shapes, or cached in a compressed form"
-    if target.has_windows:
+    kinds = getattr(target.text_config, "layer_types", None)
+    has_window = getattr(target.text_config, "sliding_window", None) is not None
+    if has_window if kinds is None else "sliding_attention" in kinds:
         return "layers with a sliding window read few keys already"
     return None
 

@@ -16,7 +16,7 @@ import torch
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels.attention import REACH
+from eagle_slim.runtime.target.kernels.attention_kernels import REACH
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.tree import Trees
 from support.tiny_models import tiny_target

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from . import attention_kernels as kernels
-from .attention_kernels import BLOCK, MAIN_ROWS, REACH, TAIL_ROWS
+from .attention_kernels import MAIN_ROWS, TAIL_ROWS
 from .machine import gpu_name, num_processors, overlapping
 
 
@@ -217,7 +217,3 @@ def tree_attention(
         SHAPE=shape, WALKS=tiles.walks, ROWS=TAIL_ROWS, IN_TILE=in_tile, SINKS=sinks is not None, OVERLAP=overlaps,
         num_warps=tiles.tail_warps, **options,
     )  # fmt: skip
-
-
-__all__ = ["BLOCK", "REACH", "AttentionRows", "AttentionScratch", "AttentionTiles", "attention_tiles", "num_splits",
-           "tree_attention", "tree_attention_ref"]  # fmt: skip

@@ -42,19 +42,21 @@ def prefetch(pointers):
     )  # fmt: skip
 
 
+@cache
 def major_capability(device: torch.device) -> int:
-    """The first number of a GPU's compute capability; 9 where there is no GPU."""
-    return _properties(device)[0] if device.type == "cuda" else 9
+    """Return the first number of a GPU's compute capability; 9 where there is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
+@cache
 def num_processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; those of an H200 where there is no GPU."""
-    return _properties(device)[1] if device.type == "cuda" else 132
+    """Return the multiprocessors of a GPU; those of an H200 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache
 def gpu_name(device: torch.device) -> str:
-    """The name of a GPU; empty where there is none."""
+    """Return the name of a GPU; empty where there is none."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
@@ -67,9 +69,3 @@ def overlapping(device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Whether kernels overlap there, and the options of a launch that does."""
     overlaps = device.type == "cuda" and major_capability(device) >= 9
     return overlaps, NO_FUSION | ({"launch_pdl": True} if overlaps else {})
-
-
-@cache
-def _properties(device: torch.device) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import product_kernels as kernels
-from .machine import major_capability, num_processors, overlapping, programs_wait
+from .machine import NO_FUSION, major_capability, num_processors, overlapping, programs_wait
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
 
 SUMS_VERSION = 3
@@ -217,12 +217,11 @@ def embed(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tens
     """Run `embed_ref` as one launch."""
     count, hidden = rows.residual.shape
     block = 16
-    overlaps, options = overlapping(table.device)
-    # It follows kernels that do not let it begin early, and which it must wait for.
-    options = {name: value for name, value in options.items() if name != "launch_pdl"}
+    # Without ``launch_pdl``: it follows kernels that do not let it begin early, and which it must wait for.
+    overlaps, _ = overlapping(table.device)
     kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](
         table, tokens, norm.gain, norm.shrink, count, *rows, *_tap(rows, tap), SIZE=hidden, BLOCK_ROWS=block,
-        TAP=tap is not None, OVERLAP=overlaps, num_warps=1, **options,
+        TAP=tap is not None, OVERLAP=overlaps, num_warps=1, **NO_FUSION,
     )  # fmt: skip
 
 

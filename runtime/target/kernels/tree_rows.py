@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...tree import Trees
-from .attention import REACH, AttentionRows
+from .attention import AttentionRows
+from .attention_kernels import REACH
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class TestNeverCounted:
         assert f"never counted         {missing}" in out
         assert f"{missing} of the 320 ids never occur in the counted text" in err
         assert Artifact.load(tmp_path / "o").manifest.num_uncounted == missing
-        assert f"forced ones apart: {missing}" in (tmp_path / "o" / "README.md").read_text()
+        assert f"{missing} of the 320 ids never occur" in (tmp_path / "o" / "README.md").read_text()
         check = verify_artifact(tmp_path / "o")["ranks"]
         assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
 
@@ -120,7 +120,7 @@ class TestDoubts:
 
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
-        assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
+        assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
 
     @pytest.mark.parametrize(
         "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]

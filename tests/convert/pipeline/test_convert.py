@@ -87,7 +87,7 @@ def test_own_full_head(tmp_path, container, dtype):
         assert file.metadata() == {"format": "pt"}
     assert Artifact.load(done.folder).manifest.rank_order_ids.tolist() == RANKED[:8]
     assert torch.load(done.folder / "freq_8.pt", weights_only=True) == RANKED[:8]
-    assert (done.head.draft_vocab, done.draft_vocab) == (VOCAB, 8)
+    assert (done.head.draft_vocab, done.manifest.draft_vocab) == (VOCAB, 8)
     assert done.bytes_before - done.bytes_after == (VOCAB - 8) * HIDDEN * dtype.itemsize
     assert verify_artifact(done.folder, head=head).ok
 
@@ -164,7 +164,7 @@ def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
     head = write_eagle3(tmp_path / "head", ids=old)
     done = convert(head, draft_vocab=302, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert target_ids(written(done.folder)).tolist() == old.tolist()
-    assert any("belong to no token" in warning for warning in done.warnings)
+    assert any("belong to no token" in warning for warning in done.manifest.warnings)
     assert verify_artifact(done.folder, head=head, target=target).ok
 
 
@@ -173,7 +173,7 @@ def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
     head = write_eagle3(tmp_path / "head", ids=old)
     done = convert(head, draft_vocab=240, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert 2 not in target_ids(written(done.folder))
-    assert any("never trained" in warning for warning in done.warnings)
+    assert any("never trained" in warning for warning in done.manifest.warnings)
     assert 2 in done.manifest.vocabulary["forced_but_untrained"]
     assert verify_artifact(done.folder, head=head, target=target).ok
 
@@ -243,7 +243,7 @@ def test_an_embedding_that_was_trained_is_kept(tmp_path):
     assert torch.equal(written(done.folder)["embed_tokens.weight"], tensors["embed_tokens.weight"])
     assert config_of(done.folder)["embed_requires_grad"] is True
     assert verify_artifact(done.folder, head=head).ok
-    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.manifest.warnings)
     del tensors["embed_tokens.weight"]
     without = open_head(write_eagle3(tmp_path / "without", tensors=tensors, embed_requires_grad=True))
     assert any("the file has none" in warning for warning in without.warnings)
@@ -278,7 +278,7 @@ def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, w
         assert torch.equal(found[name], tensors[name])
     config = config_of(done.folder)
     assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
-    assert any("SGLang" in warning and "norms of q and k" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "norms of q and k" in warning for warning in done.manifest.warnings)
     card = (done.folder / "README.md").read_text()
     assert "vllm serve" in card
     assert "sglang.launch_server" not in card
@@ -365,7 +365,7 @@ def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
     assert output.dtype == torch.bfloat16
     assert config_of(done.folder)["attention_bias"] is True
     assert verify_artifact(done.folder, head=head).ok
-    assert any("SGLang" in warning and "biases" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "biases" in warning for warning in done.manifest.warnings)
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
@@ -398,7 +398,7 @@ def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said
     assert torch.equal(found["layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN, dtype=torch.bfloat16))
     assert all(config[flag] is True for flag in ("attention_bias", "qkv_bias", "mlp_bias"))
     assert verify_artifact(done.folder, head=head, target=target).ok
-    assert any("SGLang" in warning and "MLP are not loaded" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "MLP are not loaded" in warning for warning in done.manifest.warnings)
 
 
 def test_eagle1_keeps_its_own_bias_and_norms(tmp_path):
@@ -408,7 +408,7 @@ def test_eagle1_keeps_its_own_bias_and_norms(tmp_path):
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert all(torch.equal(written(done.folder)[name], tensor) for name, tensor in own.items())
     for words in ("fc.bias is dropped", "raise ValueError with an EAGLE-1/2 head"):
-        assert any(words in warning for warning in done.warnings)
+        assert any(words in warning for warning in done.manifest.warnings)
     with raises(UsageError, option="--for"):
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
@@ -433,7 +433,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert verify_artifact(large.folder, head=head, target=target).ok
 
     found = convert(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
-    assert found.draft_vocab == 320
+    assert found.manifest.draft_vocab == 320
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
 
 
@@ -445,7 +445,7 @@ def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(t
         target=target, out=tmp_path / "out",
     )  # fmt: skip
     assert done.manifest.coverage["draft_vocab"] == 310
-    lost = [warning for warning in done.warnings if "which need no corpus" in warning]
+    lost = [warning for warning in done.manifest.warnings if "which need no corpus" in warning]
     assert len(lost) == 1
     assert "less than the 100.00% of the first 310 ids" in lost[0]
 
@@ -576,7 +576,7 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
         assert (alone.folder / name).read_bytes() == (helped.folder / name).read_bytes()
     assert alone.manifest.num_forced == direct.manifest.num_forced > 0
     assert alone.manifest.tokenizer["hash"] == direct.manifest.tokenizer["hash"]
-    assert not any("tokenizer" in warning for warning in alone.warnings)
+    assert not any("tokenizer" in warning for warning in alone.manifest.warnings)
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with pytest.raises(UsageError, match=r"200.*259"):
         convert(first.folder, draft_vocab=200, out=tmp_path / "less")
@@ -603,7 +603,7 @@ def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, t
     assert again.manifest.target == named
     assert again.manifest.tokenizer == first.manifest.tokenizer
     assert again.manifest.rank_order_ids.tolist() == first.manifest.rank_order_ids[:280].tolist()
-    assert not any("not at hand" in warning for warning in again.warnings)
+    assert not any("not at hand" in warning for warning in again.manifest.warnings)
     # What is forced besides is looked for without the target, too; added tokens are not.
     last = int(first.manifest.rank_order_ids[-1])
     more = VocabRequest(force_ids=(last,))
@@ -624,7 +624,7 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
     (target / "chat_template.jinja").unlink(missing_ok=True)
     head = write_eagle3(home / "head", lm_head=False)
     done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-    assert any("target has no chat template" in warning for warning in done.warnings)
+    assert any("target has no chat template" in warning for warning in done.manifest.warnings)
     # A folder that the head names itself, and that is not opened.
     named = write_eagle3(home / "named", spelling="speculators")
     config = json.loads((named / "config.json").read_text())

@@ -46,7 +46,8 @@ def test_names_and_functions_are_checked(drafts: list[None]) -> None:
     runtime.register_triton_backend()
     with raises(UsageError, option="name"):
         runtime.register_triton_backend(draft_weights="fp8")
-    runtime.register_triton_backend(draft_weights="fp8", overwrite=True)
+    runtime.unregister_backend("triton")
+    runtime.register_triton_backend(draft_weights="fp8")
     assert runtime.registered_backends() == ("reference", "triton", "mine")
     with raises(UsageError, option="backend"):
         frontier_generate(object(), [1], backend="other")

@@ -14,7 +14,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.target.cache import KVCache
-from eagle_slim.runtime.target.kernels.attention import BLOCK
+from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
 from support.tiny_models import VOCAB, tiny_target, write_head
 from torch import Tensor

@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step import plan, shapes
+from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
+from eagle_slim.runtime.step.waiting import take_pairs
+from support.drafting import random_head
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = TreeConfig(3, 4, 24)
+INPUTS = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 PROMPTS = random_prompts([5, 9, 3, 14])
 
 
@@ -86,6 +92,25 @@ def test_drafts_after_plain_steps_are_those_without_them(tmp_path: Path, monkeyp
     shared = always.keys() & rarely.keys()
     assert shared
     assert {at: always[at] for at in shared} == {at: rarely[at] for at in shared}
+
+
+def test_waiting_pairs_of_slots_that_do_not_run_stay() -> None:
+    """Three slots with 3, 1 and 4 tokens that the drafter has not taken; the last does not run."""
+    drafter = Drafter(random_head(target_vocab=90, draft_vocab=40), CHAIN).on_slots(3, 64)
+    state = SlotState.allocate(3, 1, "cpu", 16, **{name: getattr(drafter.bufs, name) for name in INPUTS})
+    state.active_inverse.copy_(torch.tensor([0, 1, -1]))
+    state.prefix.copy_(torch.tensor([5, 7, 2]))
+    state.num_new.copy_(torch.tensor([3, 1, 4]))
+    state.new_tokens[:, :4] = torch.tensor([[11, 12, 13, -1], [21, -1, -1, -1], [31, 32, 33, 34]])
+    drafter.features.copy_(torch.arange(16.0)[None, :, None].expand_as(drafter.features))
+    drafter.bufs.keys.fill_(-9)
+    take_pairs(drafter, state, drafter.features)
+    assert state.prefix.tolist() == [7, 7, 2]
+    assert state.num_new.tolist() == [1, 1, 4]
+    assert state.new_tokens[:, 0].tolist() == [13, 21, 31]
+    assert drafter.features[:, 0, 0].tolist() == [2, 0, 0]
+    written = [row for row in range(12) if bool((drafter.bufs.keys[:, :, row] != -9).any())]
+    assert written == [5, 6]
 
 
 def chooser(times: dict[TreeConfig | None, float], learned: Acceptance | None = None) -> ShapeChooser:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, loading
 from eagle_slim.runtime.errors import SpeedWarning
-from eagle_slim.runtime.target import cpu
 from support.tiny_models import SIZES, write_pair
 
 
@@ -22,22 +21,22 @@ from support.tiny_models import SIZES, write_pair
 def test_sixteen_bits_only_where_the_processor_multiplies_in_them(
     monkeypatch: pytest.MonkeyPatch, stored: str | None, instructions: str, dtype: torch.dtype | str
 ) -> None:
-    monkeypatch.setattr(cpu, "cpu_instructions", lambda: frozenset(instructions.split()))
+    monkeypatch.setattr(loading, "cpu_instructions", lambda: frozenset(instructions.split()))
     config = transformers.LlamaConfig(**SIZES)
     config.dtype = None if stored is None else getattr(torch, stored)
-    assert cpu.dtype_on_cpu(config) == dtype
+    assert loading.dtype_on_cpu(config) == dtype
 
 
 def test_a_model_is_loaded_in_it_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = write_pair(tmp_path)
     transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(target)
-    monkeypatch.setattr(cpu, "cpu_instructions", frozenset)
+    monkeypatch.setattr(loading, "cpu_instructions", frozenset)
     model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu")
     assert model.dtype == model.drafter.weights.dtype == torch.float32
     told = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu", dtype="bfloat16")
     assert told.dtype == torch.bfloat16
     needed = 4 * sum(weight.numel() for weight in model.target.model.parameters())
-    monkeypatch.setattr(cpu, "free_memory_bytes", lambda: needed)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: needed)
     with pytest.warns(SpeedWarning, match="the target stays in bfloat16"):
         kept = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu")
     assert kept.dtype == torch.bfloat16
@@ -45,10 +44,10 @@ def test_a_model_is_loaded_in_it_where_it_fits(tmp_path: Path, monkeypatch: pyte
 
 def test_free_memory_is_that_of_the_control_group_where_it_is_less(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   4000 kB\n")
-    assert cpu.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
+    assert loading.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
-    assert cpu.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
+    assert loading.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000\nfile 5000\n")
-    assert cpu.free_memory_bytes(tmp_path, tmp_path) == 2_000_000
-    assert cpu.free_memory_bytes() > 0
+    assert loading.free_memory_bytes(tmp_path, tmp_path) == 2_000_000
+    assert loading.free_memory_bytes() > 0
