@@ -6,7 +6,7 @@ Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with 
 weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
 
     bf16, fp8           the persistent kernel, weights in bf16 and in e4m3, replayed from a CUDA graph
-    B                   `baseline.TorchDraft` (cuBLAS, SDPA, torch.topk; fc and tree build too), one CUDA graph
+    B                   `TorchDraft` (cuBLAS, SDPA, torch.topk; fc and tree build too), one CUDA graph
     A                   the same, eager
     floor               bytes of weights and KV that must be read, over the copy bandwidth measured here
 
@@ -18,6 +18,7 @@ Exit status 1: a draft was wrong.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,9 +26,13 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.drafter.packing import SharedPacking
+from eagle_slim.runtime.drafter.rope import apply_rotary
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     draft_and_replay,
@@ -40,8 +45,9 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS, random_head, rando
 from eagle_slim.runtime.drafter.tuning.timing import capture, interleave
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.tree import Candidates, build_tree, join_levels
+from torch import Tensor
 
-from benchmarks.shared.baseline import TorchDraft
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import compile_ahead, draft_bytes, level_bytes
 from benchmarks.shared.timing import copy_bytes_per_s, machine
@@ -90,37 +96,111 @@ def all_rows() -> list[Row]:
     return list(dict.fromkeys(wanted))
 
 
-class Problems:
-    """Random heads and their packings, kept while rows are of one model."""
+class TorchDraft:
+    """One draft with PyTorch's own operations, over fixed prefixes; `run` never waits, so a CUDA graph can hold it.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.device, self.dtype = device, dtype
-        self._model = ""
-        self._heads: dict[int, HeadWeights] = {}
-        self._packings: dict[tuple[int, str], SharedPacking] = {}
+    This is what a careful engineer can do without writing a kernel: everything stays on the device, shapes are fixed,
+    the extend pass goes past attention with one row only, query heads of one kv head share a row block so that SDPA
+    needs no repeated keys, and the tree is built by `tree.build_tree`. EAGLE-3 only.
+    """
 
-    def head(self, row: Row) -> HeadWeights:
-        """The head of a row; 0 rows are all of them."""
-        if row.model != self._model:
-            self._heads.clear()
-            self._packings.clear()
-            self._model, self._heads[0] = row.model, random_head(MODELS[row.model], self.device, self.dtype)
-        if row.draft_vocab not in self._heads:
-            self._heads[row.draft_vocab] = self._heads[0].of_rows(slice(row.draft_vocab))
-        return self._heads[row.draft_vocab]
+    def __init__(self, cfg: DrafterConfig, head: HeadWeights, bufs: Buffers, features: Tensor) -> None:
+        self.cfg, self.head, self.w = cfg, head, head.tensors
+        self.features = features
+        self.new = int(bufs.num_new[0])
+        self.prefix = int(bufs.prefix[0])
+        assert (bufs.num_new == self.new).all(), "one length for all slots"
+        assert (bufs.prefix == self.prefix).all(), "one length for all slots"
+        self.tokens = bufs.new_tokens[:, : self.new].long()
+        self.keys, self.values = bufs.keys.clone(), bufs.values.clone()
+        projections = [self.w[f"self_attn.{x}_proj.weight"] for x in "qkv"]
+        self.qkv_weight = torch.cat(projections)
+        self.gate_up = torch.cat([self.w["mlp.gate_proj.weight"], self.w["mlp.up_proj.weight"]])
+        positions = torch.arange(cfg.max_positions, device=features.device)
+        self.cos, self.sin = head.rotary.at(positions)
+        self.candidates: Candidates | None = None
+        """Candidates of the last draft, for `agreement.replay`."""
 
-    def drafter(self, row: Row, weights: str) -> BufferedDrafter:
-        """A drafter whose buffers hold the step of a row; packed weights are shared by rows of one vocabulary."""
-        head, key = self.head(row), (row.draft_vocab, weights)
-        if key not in self._packings:
-            self._packings[key] = SharedPacking(head, weight_dtype=self._stored(weights))
-        drafter = Drafter(head, row.tree, "triton", self._packings[key])
-        found = drafter.on_slots(row.batch, max(row.prefix, CAPACITY))
-        found.features.copy_(random_step(found.cfg, row.prefix, NUM_NEW, found.bufs))
-        return found
+    def run(self) -> tuple[Tensor, ...]:
+        """Draft; returns the fields of `tree.DraftTree`."""
+        cfg, top_k, slots = self.cfg, self.cfg.top_k, self.cfg.num_slots
+        past = self.prefix + self.new
+        hidden = F.linear(self.features[:, : self.new], self.w["fc.weight"])
+        rows = slice(self.prefix, past)
+        seen = torch.ones(slots, 1, past, dtype=torch.bool, device=hidden.device)
+        hidden = self.layer(hidden, self.tokens, rows, self.cos[rows], self.sin[rows], seen, last_only=True)
+        scores, tokens = self.children(hidden)
+        scores, tokens = scores[:, 0], tokens[:, 0]
+        level_scores, level_tokens, frontiers = [scores], [tokens], []
+        frontier = torch.arange(top_k, device=hidden.device).expand(slots, top_k)
+        hidden = hidden.expand(-1, top_k, -1)
+        own = torch.eye(top_k, dtype=torch.bool, device=hidden.device).expand(slots, -1, -1)
+        ancestors = own
+        seen = seen.expand(-1, top_k, -1)
+        for level in range(1, cfg.depth + 1):
+            frontiers.append(frontier)
+            rows = slice(past + (level - 1) * top_k, past + level * top_k)
+            at = past - 1 + level
+            cos, sin = (table[at].expand(top_k, -1) for table in (self.cos, self.sin))
+            hidden = self.layer(hidden, tokens, rows, cos, sin, torch.cat((seen, ancestors), -1))
+            log_probs, children = self.children(hidden)
+            child_scores = (scores[..., None] + log_probs).flatten(1)
+            children = children.flatten(1)
+            level_scores.append(child_scores)
+            level_tokens.append(children)
+            scores, frontier = torch.topk(child_scores, top_k)
+            parent = frontier // top_k
+            tokens = children.gather(1, frontier)
+            hidden = hidden.gather(1, parent[..., None].expand_as(hidden))
+            ancestors = torch.cat((ancestors.gather(1, parent[..., None].expand_as(ancestors)), own), 2)
+        self.candidates = join_levels(level_tokens, level_scores, frontiers, top_k)
+        tree = build_tree(self.tokens[:, -1], self.candidates, cfg.tree)
+        return tree.draft_tokens, tree.retrieve_indices, tree.tree_mask, tree.tree_position_ids
 
-    def _stored(self, weights: str) -> torch.dtype:
-        return self.dtype if weights == "bf16" else WEIGHTS[weights]
+    def layer(
+        self, hidden: Tensor, tokens: Tensor, rows: slice, cos: Tensor, sin: Tensor, mask: Tensor,
+        last_only: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run the decoder layer on [slots, nodes, hidden]; ``mask`` bool [slots, queries, keys]."""
+        cfg, w = self.cfg, self.w
+        embedded = F.rms_norm(self.head.embedding[tokens], (cfg.hidden,), w["input_layernorm.weight"], cfg.norm_eps)
+        normed = F.rms_norm(hidden, (cfg.hidden,), w["hidden_norm.weight"], cfg.norm_eps)
+        inputs = torch.cat((embedded, normed), -1)
+        fused = F.linear(inputs, self.qkv_weight).unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
+        query, key, value = fused.split([cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads], 1)
+        self.keys[:, :, rows] = apply_rotary(key, cos[None], sin[None])
+        self.values[:, :, rows] = value
+        query = apply_rotary(query, cos[None], sin[None])
+        if last_only:
+            query, hidden = query[:, :, -1:], hidden[:, -1:]
+        group = cfg.num_heads // cfg.num_kv_heads
+        nodes = query.shape[2]
+        grouped = query.unflatten(1, (cfg.num_kv_heads, group)).flatten(2, 3)
+        mask = mask[:, None].repeat(1, 1, group, 1)
+        keys, values = (cache[:, :, : rows.stop] for cache in (self.keys, self.values))
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        attended = attended.unflatten(2, (group, nodes)).permute(0, 3, 1, 2, 4).flatten(2)
+        hidden = hidden + F.linear(attended, w["self_attn.o_proj.weight"])
+        normed = F.rms_norm(hidden, (cfg.hidden,), w["post_attention_layernorm.weight"], cfg.norm_eps)
+        gate, up = F.linear(normed, self.gate_up).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+
+    def children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids of each node's best children: [slots, nodes, top_k]."""
+        normed = F.rms_norm(hidden, (self.cfg.hidden,), self.w["norm.weight"], self.cfg.norm_eps)
+        logits = F.linear(normed, self.head.lm_head)
+        best, rows = torch.topk(logits, self.cfg.top_k)
+        lse = torch.logsumexp(logits.float(), -1, keepdim=True)
+        return best.float() - lse, self.head.draft_to_target[rows]
+
+
+def drafter_of(head: HeadWeights, row: Row, weights: str) -> BufferedDrafter:
+    """Build a drafter whose buffers hold the step of a row; ``head`` is over the whole vocabulary."""
+    head = head.of_rows(slice(row.draft_vocab))
+    packing = SharedPacking(head, weight_dtype=head.dtype if weights == "bf16" else WEIGHTS[weights])
+    drafter = Drafter(head, row.tree, "triton", packing).on_slots(row.batch, max(row.prefix, CAPACITY))
+    drafter.features.copy_(random_step(drafter.cfg, row.prefix, NUM_NEW, drafter.bufs))
+    return drafter
 
 
 def supported_weights(device: torch.device) -> list[str]:
@@ -130,14 +210,14 @@ def supported_weights(device: torch.device) -> list[str]:
 
 
 @torch.no_grad()
-def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record: Record = capture) -> dict[str, Any]:
+def measure(head: HeadWeights, row: Row, bandwidth: float, rounds: int, record: Record = capture) -> dict[str, Any]:
     """Check and time one row; ``faults`` in the result say why a row was not timed. ``record`` makes a graph."""
     checks: dict[str, str] = {}
     faults: list[str] = []
     runs: dict[str, Callable[[], object]] = {}
     floors: dict[str, float] = {}
-    for name in supported_weights(problems.device):
-        drafter = problems.drafter(row, name)
+    for name in supported_weights(head.device):
+        drafter = drafter_of(head, row, name)
         bufs = drafter.bufs
         agreement = draft_and_replay(drafter.cfg, drafter.features, drafter.weights, bufs)
         checks[name] = str(agreement)
@@ -154,13 +234,13 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
         floors[name] = draft_bytes(drafter.cfg, [row.prefix] * row.batch) / bandwidth * 1e6
 
-    drafter = problems.drafter(row, "bf16")
-    cfg, bufs, head = drafter.cfg, drafter.bufs, drafter.head
-    step, baseline = Step.of(drafter.features, bufs), TorchDraft(cfg, head, bufs, drafter.features)
+    drafter = drafter_of(head, row, "bf16")
+    cfg, bufs = drafter.cfg, drafter.bufs
+    step, baseline = Step.of(drafter.features, bufs), TorchDraft(cfg, drafter.head, bufs, drafter.features)
     baseline.run()
     assert baseline.candidates is not None
     agreement = replay(
-        exact_head(head, cfg), cfg.tree, step, baseline.candidates, None, baseline.keys, baseline.values,
+        exact_head(drafter.head, cfg), cfg.tree, step, baseline.candidates, None, baseline.keys, baseline.values,
         atol=log_prob_atol(cfg), exact_ties=False,
     )  # fmt: skip
     checks["baseline"] = str(agreement)
@@ -171,7 +251,7 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     }  # fmt: skip
     if not faults:
         timed = {**runs, "B": record(baseline.run), "A": baseline.run}
-        times = {name: sorted(samples) for name, samples in interleave(timed, problems.device, rounds).items()}
+        times = {name: sorted(samples) for name, samples in interleave(timed, head.device, rounds).items()}
         tenth = rounds // 10
         measured["times"] = {
             name: {"median_us": median(each), "low_us": each[tenth], "high_us": each[-1 - tenth]}
@@ -191,8 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--rounds", type=int, default=20, help="samples per variant")
     args = command.parse_args(argv)
     chosen = [rows[name] for name in command.chosen(args)]
-    problems = Problems(command.gpu())
-    device = problems.device
+    device = command.gpu()
     result: dict[str, Any] = {"machine": machine(device)}
     weights = [WEIGHTS[name] for name in supported_weights(device)]
     for model in dict.fromkeys(row.model for row in chosen):
@@ -200,10 +279,12 @@ def main(argv: list[str] | None = None) -> None:
         compile_ahead(model, shapes, device, weights, CAPACITY)
     result["copy_bytes_per_s"] = bandwidth = copy_bytes_per_s(device)
     result |= {"top_k": TOP_K, "total_tokens": TOTAL_TOKENS, "num_new": NUM_NEW, "rounds": args.rounds, "rows": []}
-    for row in chosen:
-        result["rows"].append(measure(problems, row, bandwidth, args.rounds))
-        show(result["rows"][-1])
-        write(result, args.out)
+    for model, of_model in itertools.groupby(chosen, key=lambda row: row.model):
+        head = random_head(MODELS[model], device, torch.bfloat16)
+        for row in of_model:
+            result["rows"].append(measure(head, row, bandwidth, args.rounds))
+            show(result["rows"][-1])
+            write(result, args.out)
     if any(row["faults"] for row in result["rows"]):
         sys.exit(1)
 

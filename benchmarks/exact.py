@@ -24,13 +24,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.output import first_difference
+from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import BUCKETS
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
@@ -38,23 +40,101 @@ from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChoose
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import compile_ahead
 from benchmarks.shared.quality import TOLERANCE, measure_quality
-from benchmarks.shared.questions import (
-    MOST_DIFFERENCES,
-    RULES,
-    SHORT,
-    TREES,
-    Pool,
-    Question,
-    generate,
-    read_chats,
-    read_text,
-)
 from benchmarks.shared.timing import machine
 
+ROOT = Path(__file__).parents[1]
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "stop strings": {"ignore_eos": True, "stop": ["\n\n\n", " because"]},
+    "top_p": {"temperature": 0.7, "top_p": 0.9},
+    "top_k": {"temperature": 1.0, "top_k": 40, "ignore_eos": True},
+    "penalties": {"repetition_penalty": 1.1, "min_new_tokens": 20, "suppress_tokens": [198]},
+}
+TREES = (
+    TreeConfig(5, 10, 60), TreeConfig(5, 10, 16), TreeConfig(5, 1, 6), TreeConfig(3, 10, 5), TreeConfig(7, 10, 128),
+)  # fmt: skip
+NEW = 192
+"""Most new tokens of an answer."""
+SHORT = 700
+"""Tokens of a prompt that is not long."""
+MOST_DIFFERENCES = 10
+"""Answers that a result tells of, where more of them are wrong."""
 CALLS = ((1, SHORT), (16, SHORT), (0, 2100), (24, 2100), (20, 8192), (1, 8192))
 """Of an episode: how many questions, 0 for 2 to 15 of them, and how long a prompt may be, which lets the cache grow."""
+NUM_QUESTIONS = 96
+"""Each is decoded plainly once."""
 BROKEN_OFF = 0.25
 """Share of the calls that follow one which ended early."""
+
+
+class Question(NamedTuple):
+    """Prompt, rules and seed, which fix an answer; ``kind``: where the prompt comes from."""
+
+    kind: str
+    prompt: tuple[int, ...]
+    rules: str
+    seed: int
+
+
+class Pool:
+    """Questions by rules, and the answers of plain decoding of each alone."""
+
+    def __init__(self, model: SpeculativeModel, chats: Sequence[Sequence[int]], text: Sequence[int], seed: int,
+                 count: int, new_tokens: int = NEW) -> None:  # fmt: skip
+        self.model, self.new_tokens = model.with_tree(model.drafter.tree), new_tokens
+        self._answers: dict[Question, list[int]] = {}
+        rng, longest = random.Random(seed), (model.max_model_len or 8192) - 1
+        ends = [m + beside for size in (64, 256, 512) for m in range(size, longest, size) for beside in (-1, 0, 1)]
+        ends = [1, 2, 3, *(end for end in ends if end <= min(longest, len(text)))]
+        short = [end for end in ends if end <= SHORT]
+        self.questions: dict[str, list[Question]] = {rules: [] for rules in RULES}
+        for number in range(count):
+            kind, end = ("chat", "text", "random", "long")[number % 4], rng.choice(short)
+            if kind == "chat":
+                prompt = list(rng.choice(chats))
+            elif kind == "random":
+                prompt = [rng.randrange(model.target.vocab_size) for _ in range(end)]
+            else:
+                # All of them begin alike, so that one may take over another's rows.
+                prompt = list(text[: rng.choice(ends) if kind == "long" else end])
+            rules = list(RULES)[number // 4 % len(RULES)]
+            self.questions[rules].append(Question(kind, tuple(prompt), rules, rng.randrange(1 << 31)))
+
+    def draw(self, rng: random.Random, count: int, longest: int) -> list[Question]:
+        """Draw questions of the same rules, perhaps one twice; no prompt is longer than ``longest``."""
+        fitting = [[q for q in each if len(q.prompt) <= longest] for each in self.questions.values()]
+        return rng.choices(rng.choice([each for each in fitting if each]), k=count)
+
+    def next_turn(self, question: Question, rng: random.Random) -> Question:
+        """Continue a question by its answer, or a part of it, and more text."""
+        answer = self.answer(question)
+        cut = answer[: rng.randint(len(answer) // 2, len(answer))]
+        prompt = (*question.prompt, *cut, *question.prompt[: rng.randint(1, 70)])
+        return question._replace(kind="next turn", prompt=prompt[: (self.model.max_model_len or 8192) - 1])
+
+    def answer(self, question: Question) -> list[int]:
+        """Decode a question alone and plainly: `new_tokens`, or fewer up to its end."""
+        if question not in self._answers:
+            self._answers[question] = generate(self.model, [question], self.new_tokens, speculative=False).token_ids[0]
+        return self._answers[question]
+
+
+def generate(model: SpeculativeModel, questions: Sequence[Question], new_tokens: int, **options: Any) -> Any:
+    """Answer questions of the same rules in one call."""
+    prompts, seeds = [list(q.prompt) for q in questions], [q.seed for q in questions]
+    return model.generate(prompts, seed=seeds, max_new_tokens=new_tokens, **RULES[questions[0].rules], **options)
+
+
+def read_text(folder: Path = ROOT) -> str:
+    """The pages of this repository, one after the other: real text that every clone carries."""
+    pages = sorted([*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("convert/*.md")])
+    return "\n\n".join(page.read_text("utf-8") for page in pages)
+
+
+def read_chats(model: SpeculativeModel) -> list[list[int]]:
+    """The prompts of the examples, each begun as a chat."""
+    prompts = [p for path in sorted((ROOT / "examples").glob("*prompts.jsonl")) for p in load_prompts(path)]
+    return [model.encode_chat(prompt.turns[0]) for prompt in prompts]
 
 
 class BreakingStreamer:
@@ -130,18 +210,14 @@ class Fuzz:
         """Return all variants, or that of one episode."""
         return self.variants if episode is None else [self.variants[(episode + 5 * self.seed) % len(self.variants)]]
 
-    def run(self, is_over: Callable[[], bool], episode: int | None = None) -> None:
-        """Run episodes from the first on until it is over, or one of them whole."""
-        if episode is not None:
-            self.run_episode(episode)
-            return
-        for number in itertools.count():
+    def run(self, is_over: Callable[[], bool], episodes: Iterable[int]) -> None:
+        """Run the calls of episodes until it is over."""
+        for number in episodes:
             if is_over():
                 break
-            self.run_episode(number, is_over)
+            self._run_episode(number, is_over)
 
-    def run_episode(self, number: int, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Run the calls of one episode."""
+    def _run_episode(self, number: int, is_over: Callable[[], bool]) -> None:
         rng = random.Random(f"{self.seed}/{number}")
         (variant,) = self.coming(number)
         base = self.models[variant.rows]
@@ -196,12 +272,8 @@ class Fuzz:
             self.differing += 1
             self.counts.update({f"{kind}: answers that differ": 1 for kind in kinds})
             if len(self.differences) < MOST_DIFFERENCES:
-                beside = [{"kind": q.kind, "prompt_tokens": len(q.prompt), "seed": q.seed} for q in questions]
-                self.differences.append({
-                    **where, **options, "place": place, **question._asdict(), "options": RULES[question.rules],
-                    "token": first, "plain": own[first : first + 1], "found": found[first : first + 1],
-                    "beside": beside,
-                })  # fmt: skip
+                tokens = {"token": first, "plain": own[first : first + 1], "found": found[first : first + 1]}
+                self.differences.append({**where, **options, "place": place, **question._asdict(), **tokens})
 
     def result(self) -> dict[str, Any]:
         """Return the compared tokens by kind of case; each kind is of all tokens."""
@@ -224,9 +296,7 @@ def main(argv: list[str] | None = None) -> None:
     command = Command("exact", __doc__)
     command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after comparing this many")
     command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, compilation apart")
-    command.add_argument("--questions", type=whole_from(16), default=96, help="each is decoded plainly once")
     command.add_argument("--sizes", default="full,4096", help="draft vocabularies")
-    command.add_argument("--random-trees", type=whole_from(0), default=1, help="trees of random shapes beside the rest")
     command.add_argument("--seed", type=whole_from(0), default=0)
     command.add_argument("--changing", action="store_true", help="only calls whose every step has another shape")
     command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
@@ -244,10 +314,9 @@ def main(argv: list[str] | None = None) -> None:
         write(result, args.out)
         show(result["quality"])
         sys.exit(0 if result["is_good"] else f"worse than transformers by more than {TOLERANCE - 1:.0%}")
-    rng = random.Random(args.seed)
-    trees = [*TREES, *(random_tree(rng) for _ in range(args.random_trees))]
+    trees = [*TREES, random_tree(random.Random(args.seed))]
     models = {s: model if s == "full" else model.with_draft_vocab(int(s)) for s in args.sizes.split(",")}
-    pool = Pool(model, read_chats(model), text, args.seed, args.questions)
+    pool = Pool(model, read_chats(model), text, args.seed, NUM_QUESTIONS)
     fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)
     compile_ahead(
         "smollm2-135m",
@@ -259,13 +328,13 @@ def main(argv: list[str] | None = None) -> None:
     def is_over() -> bool:
         took_s = time.perf_counter() - start
         write(result | {"seconds": took_s} | fuzz.result(), args.out)
-        return bool(fuzz.tokens >= args.tokens or took_s >= args.seconds)
+        return args.episode is None and bool(fuzz.tokens >= args.tokens or took_s >= args.seconds)
 
-    fuzz.run(is_over, args.episode)
+    fuzz.run(is_over, itertools.count() if args.episode is None else [args.episode])
     is_over()
     show({name: value for name, value in fuzz.result().items() if name != "differences"})
     for difference in fuzz.differences:
-        print({name: value for name, value in difference.items() if name not in ("prompt", "beside")}, flush=True)
+        show({name: value for name, value in difference.items() if name != "prompt"})
     sys.exit(0 if fuzz.tokens and not fuzz.differing else 1)
 
 

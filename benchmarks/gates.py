@@ -7,20 +7,21 @@ Micro gates: the phases of a step (draft, verify, accept, commit) and tree atten
 and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
 for attention, the logits for accept, the accepted rows read and written for commit. The copy is replayed in turn with
 the operation, so clocks and neighbours touch both. Ratios are for comparison only: a copy in a graph moves less than
-the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
+the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22). A gate is green while its ratio is at most the one committed
+for this device plus its tolerance.
 
 All must be green three times in a row; then the full gates run: drafting over plain decoding, and steps that run ahead
-over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). What is green, and when, is
-`gate_rules`; every threshold stands in ``gates.json``.
+over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). One is green from its threshold of
+tokens/s on, and only if the stated length was really accepted. Every threshold stands in ``gates.json``.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
-from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, write
 from benchmarks.shared.decoding import (
@@ -39,77 +39,78 @@ from benchmarks.shared.decoding import (
     compile_ahead,
     draft_bytes,
     filled_phases,
+    measure_ahead,
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
-from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
-from benchmarks.shared.partial import measure as measure_partial
 from benchmarks.shared.timing import machine, time_queued_us
 
+THRESHOLDS = Path(__file__).parent / "gates.json"
 TOP_K = 10
+"""Of the micro gates' tree."""
 SAMPLES = 9
 STEPS, TURNS = NUM_LENGTHS // 4, 4
-Run = Callable[[], object]
-
-
-class Micro:
-    """The operations of the micro gates over one decoder, and one round of their ratios."""
-
-    @torch.inference_mode()
-    def __init__(self, gates: MicroGates, model: RandomModel, samples: int = SAMPLES) -> None:
-        self.gates, self.samples = gates, samples
-        self.device = model.target.device
-        longest = max([gates.prefix, *gates.prefixes])
-        # The walk is timed by repeating it, and each time moves on.
-        room = (samples + 2) * _TIMES["accept"] * MAX_NEW_TOKENS
-        cache = model.new_cache(1, longest + gates.nodes + room)
-        tree = TreeConfig(gates.depth, TOP_K, gates.nodes)
-        self.decoder = model.drawn_decoder(cache, tree, gates.draft_vocab, [gates.accepted_length])
-        as_graph = capture if self.device.type == "cuda" else lambda run: run
-        # Attention is over the tree of a first draft; the cache is read from memory.
-        for phase in filled_phases(self.decoder, 1, gates.prefix):
-            phase.run()
-        self.attentions = {
-            f"attention at {prefix}": as_graph(attention_of_layers(self.decoder, prefix)) for prefix in gates.prefixes
-        }
-        num_bytes = phase_bytes(gates, model, self.decoder)
-        num_bytes |= {f"attention at {prefix}": model.kv_bytes(prefix) for prefix in gates.prefixes}
-        self.copies = {name: as_graph(copy_of(size, self.device)) for name, size in num_bytes.items()}
-
-    @torch.inference_mode()
-    def ratios(self) -> dict[str, float]:
-        """Each operation's time over the copy's: medians of interleaved samples."""
-        found = {}
-        for phase in filled_phases(self.decoder, 1, self.gates.prefix):
-            phase.run()
-            found[phase.name] = self._ratio(phase.name, phase.run, _TIMES[phase.name])
-        return found | {name: self._ratio(name, run, _TIMES["attention"]) for name, run in self.attentions.items()}
-
-    def _ratio(self, name: str, run: Run, times: int) -> float:
-        pairs = [
-            (time_queued_us(run, self.device, times), time_queued_us(self.copies[name], self.device, times))
-            for _ in range(self.samples)
-        ]
-        own, copied = zip(*pairs, strict=True)
-        return float(statistics.median(own) / statistics.median(copied))
-
-
-def phase_bytes(gates: MicroGates, model: RandomModel, decoder: Decoder) -> dict[str, int]:
-    """Bytes that each phase must move."""
-    assert isinstance(decoder.drafter, BufferedDrafter)
-    element = model.target.dtype.itemsize
-    features = gates.accepted_length * model.target.feature_width * element
-    return {
-        "draft": draft_bytes(decoder.drafter.cfg, [gates.prefix]),
-        "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
-        "accept": gates.nodes * model.dims.vocab * element,
-        "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),
-    }
-
-
 _TIMES = {"draft": 4, "verify": 2, "accept": 20, "commit": 20, "attention": 4}
 """Repetitions in a row of one sample: enough that a launch's own time does not count."""
 _LARGEST_COPY = 1 << 30
+Run = Callable[[], object]
+Values = dict[str, Any]
+
+
+def tree_of(gate: Values) -> TreeConfig:
+    """Trees that a full gate, or the micro gates, draft."""
+    return TreeConfig(gate["depth"], gate.get("top_k", TOP_K), gate["nodes"])
+
+
+def reference_of(gates: Values, device: str) -> dict[str, float]:
+    """The committed ratios of a device. Raises `UsageError` where some or all are missing."""
+    ratios: dict[str, float] = gates["micro"]["references"].get(device, {}).get("ratios", {})
+    missing = sorted(gates["micro"]["tolerances"].keys() - ratios.keys())
+    if missing:
+        raise UsageError(
+            f"No reference of {', '.join(missing)} for {device}: measure it with --record on a good commit."
+        )
+    return ratios
+
+
+@torch.inference_mode()
+def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> Iterator[dict[str, float]]:
+    """Yield rounds of the micro gates: each operation's time over the copy's, medians of interleaved samples."""
+    device, element = model.target.device, model.target.dtype.itemsize
+    prefix, accepted = micro["prefix"], micro["accepted_length"]
+    prefixes = [int(name.split()[-1]) for name in micro["tolerances"] if name.startswith("attention at ")]
+    # The walk is timed by repeating it, and each time moves on.
+    room = (samples + 2) * _TIMES["accept"] * MAX_NEW_TOKENS
+    cache = model.new_cache(1, max([prefix, *prefixes]) + micro["nodes"] + room)
+    decoder = model.drawn_decoder(cache, tree_of(micro), micro["draft_vocab"], [accepted])
+    as_graph = capture if device.type == "cuda" else lambda run: run
+    # Attention is over the tree of a first draft; the cache is read from memory.
+    for phase in filled_phases(decoder, 1, prefix):
+        phase.run()
+    attentions = {f"attention at {n}": as_graph(attention_of_layers(decoder, n)) for n in prefixes}
+    assert isinstance(decoder.drafter, BufferedDrafter)
+    num_bytes = {
+        "draft": draft_bytes(decoder.drafter.cfg, [prefix]),
+        "verify": model.weight_bytes + model.kv_bytes(prefix),
+        "accept": micro["nodes"] * model.dims.vocab * element,
+        "commit": 2 * (model.kv_bytes(accepted) + accepted * model.target.feature_width * element),
+        **{f"attention at {n}": model.kv_bytes(n) for n in prefixes},
+    }
+    copies = {name: as_graph(copy_of(size, device)) for name, size in num_bytes.items()}
+
+    def ratio(name: str, run: Run, times: int) -> float:
+        turns = [
+            (time_queued_us(run, device, times), time_queued_us(copies[name], device, times)) for _ in range(samples)
+        ]
+        own, copied = zip(*turns, strict=True)
+        return float(statistics.median(own) / statistics.median(copied))
+
+    while True:
+        found = {}
+        for phase in filled_phases(decoder, 1, prefix):
+            phase.run()
+            found[phase.name] = ratio(phase.name, phase.run, _TIMES[phase.name])
+        yield found | {name: ratio(name, run, _TIMES["attention"]) for name, run in attentions.items()}
 
 
 def copy_of(size_bytes: int, device: torch.device) -> Run:
@@ -127,39 +128,78 @@ def copy_of(size_bytes: int, device: torch.device) -> Run:
 
 
 @torch.inference_mode()
-def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS) -> list[dict[str, Any]]:
-    """Run the baseline and drafting in turn, as the benchmarks `generate` and `partial` do, and sum both up."""
-    tree = gate.tree
-    if gate.partial_blocks:
-        option = PartialVerification("exact", gate.partial_blocks)
-        (row,) = measure_partial(
-            model, gate.draft_vocab, tree, gate.sequences, gate.prefix, [option], gate.accepted_length,
-            [gate.survival], steps, turns,
-        )  # fmt: skip
+def measure_full(model: RandomModel, gate: Values, steps: int = STEPS, turns: int = TURNS) -> list[dict[str, Any]]:
+    """Run the baseline and drafting in turn, as the benchmarks `generate` and `partial` do, and sum both up.
+
+    Where a gate has ``partial_blocks``, drafting runs ahead and the baseline does not; ``survival`` is then the chance
+    that a full pass confirms a token once it has confirmed those before it.
+    """
+    tree, sequences, prefix, vocab = tree_of(gate), gate["sequences"], gate["prefix"], gate["draft_vocab"]
+    if gate["partial_blocks"]:
+        option = PartialVerification("exact", gate["partial_blocks"])
+        (row,) = measure_ahead(
+            model, vocab, tree, sequences, prefix, [option], gate["accepted_length"], [gate["survival"]], steps, turns
+        )
         return [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
-    cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)
-    lengths = draw_lengths(gate.accepted_length, tree.path_width)
-    decoders = [model.decoder(cache, None), model.drawn_decoder(cache, tree, gate.draft_vocab, lengths)]
-    return take_turns(decoders, gate.sequences, gate.prefix, steps, turns)
+    cache = model.new_cache(sequences, prefix + steps * tree.path_width + tree.total_tokens + 1)
+    lengths = draw_lengths(gate["accepted_length"], tree.path_width)
+    decoders = [model.decoder(cache, None), model.drawn_decoder(cache, tree, vocab, lengths)]
+    return take_turns(decoders, sequences, prefix, steps, turns)
+
+
+def judge(
+    gates: Values, device: str, rounds: Iterator[Mapping[str, float]],
+    measure: Callable[[Values], Sequence[Mapping[str, Any]]],
+) -> dict[str, Any]:  # fmt: skip
+    """Take micro rounds until enough in a row are green, then run the full gates; ``is_green``: whether all is well.
+
+    ``measure``: the baseline and drafting of a full gate; none runs when ``most_rounds`` have passed before.
+    """
+    reference, tolerances = reference_of(gates, device), gates["micro"]["tolerances"]
+    report: dict[str, Any] = {"micro_rounds": [], "full": []}
+    in_a_row = 0
+    while in_a_row < gates["green_rounds"] and len(report["micro_rounds"]) < gates["most_rounds"]:
+        ratios, verdicts = next(rounds), {}
+        for name, tolerance in tolerances.items():
+            ratio, limit = ratios[name], reference[name] * (1 + tolerance)
+            verdicts[name] = {"ratio": ratio, "reference": reference[name], "limit": limit, "is_green": ratio <= limit}
+            limits = f"reference {reference[name]:.3f}, limit {limit:.3f}"
+            say(f"  {name:20s} {ratio:8.3f} x a copy of its bytes, {limits}", verdicts[name])
+        is_green = all(verdict["is_green"] for verdict in verdicts.values())
+        in_a_row = in_a_row + 1 if is_green else 0
+        report["micro_rounds"].append(verdicts)
+        print(f"round {len(report['micro_rounds'])}: {in_a_row} green in a row", flush=True)
+    report["is_micro_green"] = in_a_row >= gates["green_rounds"]
+    for gate in gates["full"] if report["is_micro_green"] else ():
+        base, drafted = measure(gate)
+        ratio = drafted["tokens_per_s"] / base["tokens_per_s"]
+        is_green = drafted["is_length_met"] and ratio >= gate["threshold"]
+        report["full"].append({**gate, "plain": base, "drafted": drafted, "ratio": ratio, "is_green": is_green})
+        say(f"{gate['name']}: {ratio:.2f} x the baseline (threshold {gate['threshold']})", report["full"][-1])
+    is_green = report["is_micro_green"] and all(verdict["is_green"] for verdict in report["full"])
+    return report | {"is_green": is_green}
+
+
+def say(text: str, verdict: Mapping[str, Any]) -> None:
+    """Print a line about a gate, and whether it is green."""
+    print(f"{text}: {'green' if verdict['is_green'] else 'RED'}", flush=True)
 
 
 def run(
-    gates: Gates, path: Path, model: RandomModel, is_recording: bool = False, samples: int = SAMPLES
+    gates: Values, path: Path, model: RandomModel, is_recording: bool = False, samples: int = SAMPLES
 ) -> dict[str, Any]:
     """Measure and judge; ``is_recording`` first writes this device's references to ``path``.
 
     They are medians of as many rounds as must be green.
     """
-    micro, described = Micro(gates.micro, model, samples), machine(model.target.device)
+    rounds, described = micro_rounds(gates["micro"], model, samples), machine(model.target.device)
     device = str(described["device"])
     if is_recording:
-        rounds = [micro.ratios() for _ in range(gates.green_rounds)]
-        ratios = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-        references = gates.micro.references | {device: {**described, "ratios": ratios}}
-        gates = replace(gates, micro=replace(gates.micro, references=references))
-        gates.save(path)
-    say = partial(print, flush=True)
-    return {"machine": described, **judge(gates, device, micro.ratios, partial(measure_full, model), say)}
+        first = [next(rounds) for _ in range(gates["green_rounds"])]
+        ratios = {name: statistics.median(each[name] for each in first) for name in first[0]}
+        gates["micro"]["references"][device] = {**described, "ratios": ratios}
+        path.write_text(json.dumps(gates, indent=1) + "\n")
+    return {"machine": described, **judge(gates, device, rounds, partial(measure_full, model))}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -167,15 +207,14 @@ def main(argv: list[str] | None = None) -> None:
     command = Command("gates", __doc__)
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
     args = command.parse_args(argv)
-    device, gates = command.gpu(), Gates.load(THRESHOLDS)
+    device, gates = command.gpu(), json.loads(THRESHOLDS.read_text())
+    micro = gates["micro"]
     try:
         if not args.record:
-            gates.reference(str(machine(device)["device"]))
-        micro = gates.micro
-        shapes = [(TreeConfig(micro.depth, TOP_K, micro.nodes), 1, micro.draft_vocab)]
-        shapes += [(gate.tree, gate.sequences, gate.draft_vocab) for gate in gates.full]
-        compile_ahead(micro.model, shapes, device)
-        report = run(gates, THRESHOLDS, RandomModel(gates.micro.model, device), args.record)
+            reference_of(gates, str(machine(device)["device"]))
+        shapes = [(tree_of(gate), gate.get("sequences", 1), gate["draft_vocab"]) for gate in (micro, *gates["full"])]
+        compile_ahead(micro["model"], shapes, device)
+        report = run(gates, THRESHOLDS, RandomModel(micro["model"], device), args.record)
     except (UsageError, DrafterError) as error:
         command.error(str(error))
     write(report, args.out)

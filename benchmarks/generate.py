@@ -98,35 +98,27 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure one row's variants, in turn, over one cache; what was accepted is counted, not assumed.
 
-    ``lengths``: those that are drawn. A run of ``steps`` begins at the prefix again.
+    ``lengths``: those that are drawn. A run of ``steps`` begins at the prefix again. Returns plain decoding, then a row
+    for each size with its gains, as ratios: over plain decoding, the full vocabulary and 32,000 rows.
     """
     room = max(steps, 64) * point.tree.path_width + point.tree.total_tokens + 1
     cache = model.new_cache(point.batch, point.prefix + room)
     decoders = [model.decoder(cache, None), *(model.drawn_decoder(cache, point.tree, n, lengths) for n in sizes)]
-    facts: list[dict[str, Any]] = [{"variant": "plain"}]
-    facts += [{"variant": "drafted", "draft_vocab": rows, "losses": point.losses(rows)} for rows in sizes]
     times = [phase_times(decoder, point.batch, point.prefix) for decoder in decoders]
     found = take_turns(decoders, point.batch, point.prefix, steps, rounds)
     shared = {"row": point.name, **asdict(point), "depth": DEPTH, "top_k": TOP_K, "nodes": point.tree.total_tokens}
-    rows = [shared | fact | time | row for fact, time, row in zip(facts, times, found, strict=True)]
-    return with_gains(rows, model.dims.vocab)
-
-
-def with_gains(rows: list[dict[str, Any]], vocab: int) -> list[dict[str, Any]]:
-    """Add to the rows of one point, the first of which is plain decoding, what they gain, as ratios of tokens/s.
-
-    ``over_plain`` by tokens/s; over the full vocabulary and over 32,000 rows ``gross``, by the steps' times, and net of
-    each loss.
-    """
-    plain, *drafted = rows
-    for row in drafted:
+    plain, *drafted = [shared | time | row for time, row in zip(times, found, strict=True)]
+    plain["variant"] = "plain"
+    for row, rows in zip(drafted, sizes, strict=True):
+        row |= {"variant": "drafted", "draft_vocab": rows, "losses": point.losses(rows)}
         row["over_plain"] = row["tokens_per_s"] / plain["tokens_per_s"]
-        for base in drafted:
-            if base["draft_vocab"] in (vocab, PUBLIC_ROWS) and base["draft_vocab"] > row["draft_vocab"]:
-                gross = base["step_ms"] / row["step_ms"]
-                net = {name: gross * share / base["losses"][name] for name, share in row["losses"].items()}
-                row[f"over_{base['draft_vocab']}"] = {"gross": gross, **net}
-    return rows
+    # Gross by the steps' times, and net of each loss.
+    for row, base in itertools.product(drafted, drafted):
+        if base["draft_vocab"] in (model.dims.vocab, PUBLIC_ROWS) and base["draft_vocab"] > row["draft_vocab"]:
+            gross = base["step_ms"] / row["step_ms"]
+            net = {name: gross * share / base["losses"][name] for name, share in row["losses"].items()}
+            row[f"over_{base['draft_vocab']}"] = {"gross": gross, **net}
+    return [plain, *drafted]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -106,21 +106,17 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, t
     takes that in. A verification is a call of ``tree_decoding``.
     """
     device, drafts, verifies = prompts[0].device, list[float](), list[float]()
-    with contextlib.ExitStack() as stack:
-        if isinstance(patch, EaModelPatch):
-            step, drafting = patch.step, patch.layer
-            stack.enter_context(mock.patch.object(drafting, "launch", timed(drafting.launch, device, drafts)))
-            assert step is not None
-            verify = timed(step.tree_decoding, device, verifies)
-            stack.enter_context(mock.patch.object(step, "tree_decoding", verify))
-            stack.enter_context(patched(patch))
-        else:
-            stack.enter_context(patched(patch))
-            layer, names = model.ea_layer, inspect.unwrap(type(model).ea_generate).__globals__
-            stack.enter_context(mock.patch.object(layer, "topK_genrate", timed(layer.topK_genrate, device, drafts)))
-            verify = timed(names["tree_decoding"], device, verifies)
-            stack.enter_context(mock.patch.dict(names, {"tree_decoding": verify}))
-        generate(model, prompts, new_tokens, temperature)
+
+    def listen(owner: Any, name: str, times: list[float]) -> contextlib.AbstractContextManager[object]:
+        return mock.patch.object(owner, name, timed(getattr(owner, name), device, times))
+
+    if isinstance(patch, EaModelPatch):
+        with listen(patch.layer, "launch", drafts), listen(patch.step, "tree_decoding", verifies), patched(patch):
+            generate(model, prompts, new_tokens, temperature)
+    else:
+        names = inspect.getmodule(inspect.unwrap(type(model).ea_generate))
+        with patched(patch), listen(model.ea_layer, "topK_genrate", drafts), listen(names, "tree_decoding", verifies):
+            generate(model, prompts, new_tokens, temperature)
     return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies)}
 
 
@@ -236,24 +232,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = command.parse_args(argv)
     if args.upstream is None or not (Path(args.upstream) / "eagle" / "model" / "ea_model.py").is_file():
         command.error("--upstream (or EAGLE_SLIM_UPSTREAM) must name a clone of github.com/SafeAILab/EAGLE")
-    if bool(args.base_model) != bool(args.ea_model):
-        command.error("--base-model and --ea-model go together; without both, --dims names a model")
-    if not args.temperature >= 0:
-        command.error(f"--temperature must be at least 0, found {args.temperature}")
-    if args.prompts is not None:
-        try:
-            args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)]
-        except PromptFileError as error:
-            command.error(f"--prompts {error}")
-    if args.base_model and (args.dims or args.draft_vocab or not args.prompt):
-        command.error("a model of your own needs --prompt or --prompts, and takes no --dims, --draft-vocab")
-    if not args.base_model and args.prompt:
-        command.error("--prompt and --prompts are for --base-model: the others have prompts of their own")
     try:
+        args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)] if args.prompts else []
         args.trees = [TreeConfig(depth, args.top_k, n) for depth in args.depths for n in args.total_tokens]
         choose_device(args.device)
-    except UsageError as error:
+    except (PromptFileError, UsageError) as error:
         command.error(str(error))
+    own = args.base_model, args.ea_model, args.prompt
+    if any(own) and (not all(own) or args.dims or args.draft_vocab):
+        command.error(
+            "a model of your own needs --base-model, --ea-model and --prompt or --prompts, and takes no --dims, "
+            "--draft-vocab"
+        )
     args.dims = args.dims or BUILT_IN
     return args
 

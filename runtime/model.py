@@ -25,7 +25,7 @@ from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .api.request import Streamer, start
+from .api.request import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from eagle_slim.convert.heads.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary import DraftVocab
     from numpy.typing import NDArray
-    from transformers import GenerationConfig
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
@@ -69,7 +68,7 @@ class SpeculativeModel:
     def __init__(
         self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None,
         opened: loading.OpenedHead | None = None, tokenizer_source: str | None = None,
-        tokenizer_hash: str | None = None, is_tree_sized: bool = False, drafter_reason: str = "asked for",
+        tokenizer_hash: str | None = None, is_tree_sized: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_source = tokenizer_source
@@ -81,8 +80,6 @@ class SpeculativeModel:
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
-        self.drafter_reason = drafter_reason
-        """Why this drafter."""
         self.is_tree_sized = is_tree_sized
         """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
         self._decoders = Decoders(target, drafter)
@@ -186,10 +183,10 @@ class SpeculativeModel:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
-        built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
+        built = choose_drafter(drafter, weights, tree, draft_weights, order)
         return cls(
             wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_source, tokenizer_hash,
-            total_tokens is None, reason,
+            total_tokens is None,
         )  # fmt: skip
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
@@ -251,17 +248,15 @@ class SpeculativeModel:
         if draft_weights == "auto" and self.draft_weights == "fp8":
             draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
-        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
+        built = choose_drafter(drafter, weights, own.tree, draft_weights, order)
         if built.packing is not None and own.packing is not None and built.stored_dtype == own.stored_dtype:
             built = replace(built, packing=own.packing)
-        return self._with_drafter(built, self.is_tree_sized, reason)
+        return self._with_drafter(built, self.is_tree_sized)
 
-    def _with_drafter(
-        self, drafter: Drafter, is_tree_sized: bool, drafter_reason: str | None = None
-    ) -> SpeculativeModel:
+    def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
         return SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
-            self.tokenizer_hash, is_tree_sized, drafter_reason or self.drafter_reason,
+            self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -310,10 +305,9 @@ class SpeculativeModel:
         return self.target.model.config
 
     @property
-    def generation_config(self) -> GenerationConfig | None:
+    def generation_config(self) -> Any:
         """Generation configuration of the target; None where it has none."""
-        config: GenerationConfig | None = self.target.generation_config
-        return config
+        return self.target.generation_config
 
     @property
     def draft_vocab(self) -> int:
@@ -361,7 +355,7 @@ class SpeculativeModel:
                 stopping_criteria: callables asked for each prompt by itself, without padding, and with None for scores.
                 logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), functions of these alone
                     (`api.sampling`), called on the host.
-                ignore_eos: True lets no id end an answer. inputs: another name for ``input_ids``.
+                ignore_eos: True lets no id end an answer.
                 tokenizer: for text and stop strings, instead of the model's own.
 
         Raises:
@@ -378,10 +372,11 @@ class SpeculativeModel:
                 if len(call.requests) != 1:
                     raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
-            # Also where a measured size turns drafting off for a call: its tokens are still counted.
-            head = self.drafter.weights if speculative else None
-            states = start(call.requests, call.sampling, streamer, head)
-            loop = GenerationLoop(self._decoders, states, plan)
+            for request in call.requests:
+                request.streamer = streamer
+                # Also where a measured size turns drafting off for a call: its tokens are still counted.
+                request.head = self.drafter.weights if speculative else None
+            loop = GenerationLoop(self._decoders, call.requests, plan)
             results, stats = loop.run()
         finally:
             # Whoever reads from the streamer must not wait for ever.
@@ -472,11 +467,10 @@ def _warn_if_nothing_is_accepted(drafts: int, accepted: int, drafter: Drafter) -
     if drafts < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * drafts:
         return
     warnings.warn(
-        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per "
-        "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
-        "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
-        f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "
-        "that the head was trained on.",
+        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The output is "
+        "exact all the same. Likely causes: the head was trained for another target or version of it; its d2t_form or "
+        f"tap layers are wrong; a draft vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the "
+        "prompts lack the chat template that the head was trained on.",
         AcceptanceWarning,
         stacklevel=3,
     )

@@ -76,9 +76,8 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
     path = refuse_existing(out, force)
     merged.save(path)
-    rows = [{"name": s.name, "weight": s.weight, "tokens": s.num_tokens} for s in merged.sources]
     if as_json:
-        emit_json({"out": str(path), "sources": rows, "tokens": merged.num_tokens})
+        emit_json({"out": str(path), "tokens": merged.num_tokens, "sources": merged.account()})
         return
     for source in merged.sources:
         click.echo(f"{printable(source.name)}: {source.num_tokens:,} tokens, weight {source.weight:g}")

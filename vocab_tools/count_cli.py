@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -13,7 +12,6 @@ from .common_cli import EagleCommand, emit_json, force_option, json_option, note
 from .errors import printable
 
 if TYPE_CHECKING:
-    from .counts import TokenCounts
     from .sources import CorpusSource
     from .tokenizer import LoadedTokenizer
 
@@ -29,7 +27,6 @@ KEY is one of these. Amounts may have a unit (10M). Quote globs.
   roles          of chats: assistant, the assistant's turns with their end-of-turn token (default), or all
   max-tokens, max-documents   stop with the document that reaches this many
   sample         share of the documents to take, drawn by the seed
-  shuffle        true reads files and shards in a random order, by the seed
   config, split, revision     of a dataset of the Hub; default split: the only one, or train"""
 
 
@@ -64,18 +61,6 @@ def parse_sources(specs: Sequence[str]) -> list[CorpusSource]:
     return with_unique_names([parse_source(spec) for spec in specs])
 
 
-def _template_in(path: str | None) -> str | None:
-    from .errors import UsageError
-    from .files import regular_file
-
-    if path is None:
-        return None
-    try:
-        return regular_file(path, UsageError, "chat template").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the chat template cannot be read: {error}.") from error
-
-
 @click.command(
     cls=EagleCommand,
     epilog="""\b
@@ -85,92 +70,56 @@ Example:
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @tokenizer_options
-@click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template.")
+@click.option(
+    "--chat-template", type=click.File(encoding="utf-8"), metavar="FILE",
+    help="Jinja file to use instead of the tokenizer's own template.",
+)  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of what is drawn.")
 @click.option(
-    "--held-out",
-    type=float,
-    default=0.01,
-    show_default=True,
-    metavar="F",
+    "--held-out", type=float, default=0.01, show_default=True, metavar="F",
     help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
-)
+)  # fmt: skip
 @click.option(
-    "--on-error",
-    type=click.Choice(["stop", "skip"]),
-    default="stop",
-    show_default=True,
+    "--on-error", type=click.Choice(["stop", "skip"]), default="stop", show_default=True,
     help="On an unreadable record: stop, or skip it and count it as skipped.",
-)
+)  # fmt: skip
 @click.option(
-    "--tokenizer-library",
-    type=click.Choice(["auto", "tokenizers", "fastokens"]),
-    default="auto",
-    show_default=True,
+    "--tokenizer-library", type=click.Choice(["auto", "tokenizers", "fastokens"]), default="auto", show_default=True,
     help="Tokenizer library; auto uses fastokens if it is installed and correct on a probe of the corpus.",
-)
+)  # fmt: skip
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Processes; default: one per core.")
 @click.option(
-    "--run-on",
-    type=click.Choice(["local", "ray"]),
-    default="local",
-    show_default=True,
+    "--run-on", type=click.Choice(["local", "ray"]), default="local", show_default=True,
     help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (extra `ray`).",
-)
+)  # fmt: skip
 @click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @force_option
 @json_option
 def count(
-    sources: tuple[str, ...],
-    tokenizer: str,
-    tokenizer_revision: str | None,
-    offline: bool,
-    chat_template: str | None,
-    out: str,
-    force: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    sources: tuple[str, ...], tokenizer: str, tokenizer_revision: str | None, offline: bool,
+    chat_template: TextIO | None, out: str, force: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
     from .files import refuse_existing
 
-    path = refuse_existing(out, force)
-    if options["run_on"] == "ray":
-        from .ray_workers import require_ray
-
-        require_ray()
-    corpus, template = parse_sources(sources), _template_in(chat_template)
+    path, corpus = refuse_existing(out, force), parse_sources(sources)
     loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
+    template = None if chat_template is None else chat_template.read()
     counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)
     counts.save(path)
-    _report(counts, path, as_json)
+    if as_json:
+        emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
+        return
+    for source in counts.sources:
+        told = source.provenance
+        held_out, skipped = told["held_out"], told["skipped_records"]
+        counted = f"{source.num_tokens:,} tokens of {told['documents']:,} documents"
+        kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
+        skips = f"; records skipped: {skipped:,}" if skipped else ""
+        click.echo(f"{printable(source.name)}: {counted}; {kept}{skips}")
+    click.echo(f"wrote {path}")
 
 
 count.help = f"{inspect.cleandoc(count.help or '')}\n\n{SOURCE_HELP}"
-
-
-def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
-    copied = ("documents", "skipped_records", "tokenizer_library", "held_out")
-    rows = [
-        {
-            "name": source.name,
-            "weight": source.weight,
-            "tokens": source.num_tokens,
-            "distinct_ids": int((source.counts > 0).sum()),
-            **{key: source.provenance[key] for key in copied},
-        }
-        for source in counts.sources
-    ]
-    if as_json:
-        whole = {name: getattr(counts, name) for name in ("vocab_size", "tokenizer_hash")}
-        emit_json({"out": str(path), "tokens": counts.num_tokens, **whole, "sources": rows})
-        return
-    for row in rows:
-        held_out = row["held_out"]
-        skipped = f"; records skipped: {row['skipped_records']:,}" if row["skipped_records"] else ""
-        counted = f"{row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} distinct ids"
-        kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
-        click.echo(f"{printable(row['name'])}: {counted}; {kept}{skipped}")
-    click.echo(f"wrote {path}")

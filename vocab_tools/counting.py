@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ HELD_OUT_SHARE = 0.01
 _SMALL_BYTES = 4 << 20
 _PROBE_BLOCKS = 4
 _PROBE_TEXTS = 400
-_PROBE_CHARS = 400_000
+_PROBE_CHARS = 4000
 _Library = Literal["auto", "tokenizers", "fastokens"]
 
 
@@ -54,19 +55,16 @@ def count_tokens(
     The result depends on the sources, the tokenizer, `chat_template`, `seed`, `held_out` and `on_error` alone.
 
     Args:
-        sources: at least one, of unique names.
-        tokenizer: from `load_tokenizer`.
         workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
-            for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`.
-        run_on: "local", or "ray" for a Ray cluster, where a worker is a task with one CPU; None: one for each CPU.
-        tokenizer_library: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
-            `tokenizers` on a probe of the corpus.
+            for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`. On Ray: tasks.
+        run_on: "local", or "ray" for a Ray cluster.
+        tokenizer_library: "auto" takes `fastokens` where it is installed and gives the ids of `tokenizers` on a probe
+            of the corpus.
         chat_template: Jinja source in place of the tokenizer's own template.
-        seed: decides what is sampled, shuffled and held out.
+        seed: decides what is sampled and held out.
         held_out: share of each source's documents that is held out, by a hash of their text.
-        on_error: "stop" at a record that cannot be read, or "skip" it and count how many were skipped.
-        progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
-            that each block adds.
+        on_error: what a record that cannot be read does: "stop", or "skip" it.
+        progress: show a progress bar on stderr; None: on a terminal; a function gets the tokens that each block adds.
         notify: called with messages for the user, such as skipped records.
 
     Raises:
@@ -79,13 +77,18 @@ def count_tokens(
         raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
-    opened = _open_all(sources, seed)
+    if not sources:
+        raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
+    if len({source.name for source in sources}) < len(sources):
+        names = ", ".join(source.name for source in sources)
+        raise UsageError(f"Source names must be unique; found {names}. Give each a name of its own, as in chat=...")
+    opened = [open_source(source) for source in sources]
     has_chat = any(source.kind == "chat" for source in opened)
     if chat_template is not None and not has_chat:
         raise UsageError("--chat-template was given, but no source holds chats.")
     encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
     chat = chat_spec(tokenizer) if has_chat else None
-    read = tuple(replace(source, files=(), order=(), table=None) for source in opened)
+    read = tuple(replace(source, files=(), table=None) for source in opened)
     plan = CountPlan(encoder, chat, read, on_error == "skip", seed, held_out)
     library, reason = choose_library(tokenizer_library, encoder, _probe_texts(plan, opened))
     if tokenizer_library == "auto":
@@ -113,29 +116,18 @@ def count_tokens(
     return TokenCounts(tuple(counted), tokenizer.tokenizer_hash)
 
 
-def _open_all(sources: Sequence[CorpusSource], seed: int) -> list[OpenSource]:
-    if not sources:
-        raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
-    names = [source.name for source in sources]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise UsageError(f"Two sources are called {repeated!r}. Give each a name of its own, as in chat=...")
-    return [open_source(source, seed) for source in sources]
-
-
-def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[object, str]]:
+def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tuple[str, str]]:
+    """Yield places and texts of blocks spread over the files of each source; of the Hub, of its first block alone."""
     counter = BlockCounter(plan)
     for at, source in enumerate(opened):
-        for block in source.probe(_PROBE_BLOCKS):
-            texts = chars = 0
-            for _, document, _ in counter.documents(at, block):
-                if isinstance(document, BadRecord):
-                    continue
-                for text in [document] if isinstance(document, str) else [piece.text for piece in document]:
+        places = range(1 if source.is_remote else _PROBE_BLOCKS)
+        for shard in sorted({source.num_shards * place // _PROBE_BLOCKS for place in places}):
+            for block in islice(source.shard_blocks(shard), 1):
+                found = (document for _, document, _ in counter.documents(at, block))
+                documents = (document for document in found if not isinstance(document, BadRecord))
+                pieces = ([doc] if isinstance(doc, str) else [piece.text for piece in doc] for doc in documents)
+                for text in islice(chain.from_iterable(pieces), _PROBE_TEXTS):
                     yield f"a text of source {source.source.name}", text[:_PROBE_CHARS]
-                    texts, chars = texts + 1, chars + len(text)
-                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
-                    break
 
 
 def _count_source(
@@ -182,8 +174,8 @@ def _source_counts(
 ) -> SourceCounts:
     source, is_chat = opened.source, opened.kind == "chat"
     held_out = HeldOut.of_documents(total.held_out) if total.held_out else None
-    read = opened.order if limited_in is None else opened.order[: opened.order.index(limited_in) + 1]
-    files = sorted((opened.files[shard] for shard in read if opened.files), key=lambda file: file.name)
+    read = opened.files if limited_in is None else opened.files[: limited_in + 1]
+    files = sorted(read, key=lambda file: file.name)
     provenance: dict[str, JSON] = {
         **opened.origin,
         **({"files": [{"name": file.name, "bytes": file.size} for file in files]} if files else {}),
@@ -199,7 +191,6 @@ def _source_counts(
         "max_tokens": source.max_tokens,
         "ended_by_limit": limited_in is not None,
         "sample": source.sample,
-        "shuffle": source.shuffle,
         "seed": plan.seed,
         "tokenizer_library": name_and_version(plan.encoder.library),
         "held_out": {

@@ -6,9 +6,8 @@ File format (`save`, `load`): one safetensors file with, for source number s in 
     held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, concatenated
     held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
 
-and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, per source name, weight and
-provenance, and a checksum of all this and the tensors. The same counts give the same bytes: nothing in the file is a
-time or a path.
+and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, and for each source its name,
+weight and provenance. The same counts give the same bytes: nothing in the file is a time or a path.
 """
 
 from __future__ import annotations
@@ -142,6 +141,14 @@ class TokenCounts:
         """Tokens counted in all sources."""
         return sum(source.num_tokens for source in self.sources)
 
+    def account(self, weights: Mapping[str, float] | None = None) -> list[dict[str, JSON]]:
+        """Return name, weight, tokens and provenance of every source, JSON-ready; raises as `mixed_weights`."""
+        chosen = self.source_weights(weights)
+        return [
+            {"name": s.name, "weight": chosen[s.name], "tokens": s.num_tokens, "provenance": dict(s.provenance)}
+            for s in self.sources
+        ]
+
     def source_weights(self, weights: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return the weight of every source by its name, in order; see `mixed_weights`."""
         return mixed_weights({source.name: source.weight for source in self.sources}, weights)
@@ -208,7 +215,6 @@ class TokenCounts:
                 for source in self.sources
             ],
         }
-        header["checksum"] = checksum(header, tensors)
         # One metadata entry only: safetensors writes several in no fixed order.
         return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
 
@@ -235,15 +241,6 @@ class TokenCounts:
             # A JSONDecodeError is a ValueError; numpy does not know bfloat16 and raises a TypeError.
             except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
-
-
-def checksum(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> str:
-    """SHA-256 of a header, its own entry "checksum" left out, and of names, dtypes, shapes and bytes of tensors."""
-    plain = {key: value for key, value in header.items() if key != "checksum"}
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {_kind(tensors[name])}".encode() + tensors[name].tobytes())
-    return digest.hexdigest()
 
 
 def is_counts_file(path: str | Path) -> bool:
@@ -372,14 +369,10 @@ def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]])
         raise VocabularyError(
             f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it."
         )
-    if header["checksum"] != checksum(header, tensors):
-        raise VocabularyError(
-            "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again."
-        )
     sources = []
     for position, entry in enumerate(header["sources"]):
-        kept = [tensors.get(f"held_out.{position}.{name}") for name in ("token_ids", "doc_offsets")]
-        held_out = None if kept[0] is None or kept[1] is None else HeldOut(kept[0], kept[1])
+        token_ids = tensors.get(f"held_out.{position}.token_ids")
+        held_out = None if token_ids is None else HeldOut(token_ids, tensors[f"held_out.{position}.doc_offsets"])
         counts = tensors[f"counts.{position}"]
         sources.append(SourceCounts(entry["name"], entry["weight"], counts, held_out, entry["provenance"]))
     return TokenCounts(tuple(sources), header["tokenizer_hash"])

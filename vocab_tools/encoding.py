@@ -166,7 +166,7 @@ def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint3
 
 
 def choose_library(
-    requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[object, str]]
+    requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[str, str]]
 ) -> tuple[TokenizerLibrary, str]:
     """Decide which library encodes the corpus.
 
@@ -198,7 +198,7 @@ def choose_library(
     return "tokenizers", reason
 
 
-def _difference(spec: EncoderSpec, fast: Encode, places: Sequence[object], texts: Sequence[str]) -> str:
+def _difference(spec: EncoderSpec, fast: Encode, places: Sequence[str], texts: Sequence[str]) -> str:
     """Say why an encoder may not stand in for `tokenizers` on these texts; "" where it may."""
     if not any(texts):
         return "found no text in the corpus to compare fastokens with tokenizers on"

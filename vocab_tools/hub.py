@@ -200,7 +200,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
 
     http_error = errors.HfHubHTTPError.__bases__[0]
     known = (http_error, errors.EntryNotFoundError, errors.HFValidationError, errors.OfflineModeIsEnabled)
-    found = [cause for cause in _causes(error) if isinstance(cause, known)] or [error]
+    found = [cause for cause in causes_of(error) if isinstance(cause, known)] or [error]
     # That a file is not in the cache says least: what kept the library from fetching it is behind.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
     said = plain(getattr(cause, "server_message", None) or cause)
@@ -257,7 +257,8 @@ def plain(text: object, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from, what that was raised from, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

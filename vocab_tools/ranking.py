@@ -59,7 +59,7 @@ def rank_vocabulary(
     """
     if size is not None and coverage is not None:
         raise UsageError("A size and --coverage exclude each other: give only one of them.")
-    provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
+    provenance: dict[str, Any] = {"method": "counts", "sources": counts.account(weights)}
     if target_vocab is None:
         target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
     warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
@@ -149,30 +149,6 @@ def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = Non
     given = np.array(list(counts.source_weights(weights).values()), np.float64)
     shares: NDArray[np.float64] = given / given.sum()
     return shares
-
-
-def tokens_for_sizing(
-    counts: TokenCounts, weights: Mapping[str, float] | None = None
-) -> tuple[NDArray[np.float64], Part]:
-    """Return the weighted share of every id in the held-out text, or else in the counted text, float64 [vocab].
-
-    The counted text is taken, as the second value says, where a source with a weight above 0 held nothing out. Sources
-    without a token are left out, as in `TokenCounts.weighted`.
-    """
-    shares = source_shares(counts, weights)
-    held_out = [source.held_out.token_ids if source.held_out else np.zeros(0, np.int32) for source in counts.sources]
-    parts = [np.bincount(token_ids, minlength=counts.vocab_size) for token_ids in held_out]
-    part: Part = "held-out"
-    if any(share > 0 and not tokens.any() for share, tokens in zip(shares, parts, strict=True)):
-        parts, part = [source.counts for source in counts.sources], "counted"
-    shares = shares * [bool(tokens.any()) for tokens in parts]
-    if not shares.any():
-        raise VocabularyError("No source with a weight above 0 holds a token. Count some text first.")
-    mixed = np.zeros(counts.vocab_size, np.float64)
-    for share, tokens in zip(shares / shares.sum(), parts, strict=True):
-        if share > 0:
-            mixed += share * (tokens / tokens.sum())
-    return mixed, part
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,12 +266,25 @@ class _Pool:
 def _size_for_coverage(
     counts: TokenCounts, weights: Mapping[str, float] | None, order: NDArray[np.int64], coverage: float, pool: _Pool
 ) -> tuple[int, dict[str, Any]]:
-    """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
+    """Return the smallest allowed size that covers a share of the held-out tokens, and the account of it.
+
+    The counted text is taken where a source with a weight above 0 held nothing out. Sources without a token are left
+    out, as in `TokenCounts.weighted`.
+    """
     check_coverage(coverage)
-    tokens, part = tokens_for_sizing(counts, weights)
-    held = np.zeros(max(pool.target_vocab, len(tokens)), np.float64)
-    held[: len(tokens)] = tokens
-    reached = np.cumsum(held[order])
+    shares = source_shares(counts, weights)
+    held_out = [source.held_out.token_ids if source.held_out else np.zeros(0, np.int32) for source in counts.sources]
+    length = max(pool.target_vocab, counts.vocab_size)
+    parts, part = [np.bincount(token_ids, minlength=length) for token_ids in held_out], "held-out"
+    if any(share > 0 and not tokens.any() for share, tokens in zip(shares, parts, strict=True)):
+        parts = [np.pad(source.counts, (0, length - counts.vocab_size)) for source in counts.sources]
+        part = "counted"
+    shares = shares * [bool(tokens.any()) for tokens in parts]
+    if not shares.any():
+        raise VocabularyError("No source with a weight above 0 holds a token. Count some text first.")
+    used = [(share, tokens) for share, tokens in zip(shares / shares.sum(), parts, strict=True) if share > 0]
+    mixed = sum((share * (tokens / tokens.sum()) for share, tokens in used), np.zeros(length))
+    reached = np.cumsum(mixed[order])
     # Sums of float64 shares are a few ulps off the exact figure.
     enough = np.flatnonzero(reached >= coverage - 1e-12)
     if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
@@ -354,16 +343,3 @@ def _round_up(size: int) -> int:
 def _some(ids: NDArray[np.int64]) -> str:
     shown = ", ".join(str(token_id) for token_id in ids[:8].tolist())
     return shown + (", ..." if len(ids) > 8 else "")
-
-
-def _describe(counts: TokenCounts, weights: Mapping[str, float] | None) -> list[dict[str, Any]]:
-    shares = counts.source_weights(weights)
-    return [
-        {
-            "name": source.name,
-            "weight": shares[source.name],
-            "tokens": source.num_tokens,
-            "provenance": dict(source.provenance),
-        }
-        for source in counts.sources
-    ]

@@ -3,9 +3,9 @@
 Ray tasks count units of a source. Ray repeats a task whose process or node was lost; a unit has one result however
 often it was begun, so nothing is lost and nothing is counted twice.
 
-    files that can be cut without reading them    unit = blocks of about 64 MB; workers read the files themselves
-    packed files, arrays, Parquet, the Hub        unit = one shard (file), opened and read by the worker
-    sources with a limit                          unit = one block, read here
+    plain files                             unit = blocks of about 64 MB; workers read the files again
+    packed files, arrays, Parquet, the Hub  unit = one shard (file), opened and read by the worker
+    sources with a limit                    unit = one block, read here
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ Unit = tuple[Block, ...] | int
 """A piece of work: blocks that need only be read, or the number of a shard."""
 
 
-def require_ray() -> None:
-    """Raise UsageError where Ray is not installed."""
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
-
-
 @contextmanager
 def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     """Count on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
@@ -48,9 +40,10 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
         UsageError: Ray is not installed.
         EagleSlimError: the cluster cannot be reached.
     """
-    require_ray()
-    import ray
-
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
     is_running = ray.is_initialized()
     if not is_running:
         _start(workers)
@@ -92,11 +85,11 @@ def _start(workers: int | None) -> None:
 
 
 def _units(opened: OpenSource) -> Iterator[Unit]:
-    if opened.source.is_limited:
+    if opened.source.max_documents is not None or opened.source.max_tokens is not None:
         yield from ((block,) for block in opened.blocks())
         return
-    for shard in opened.order:
-        if not opened.is_cheap_to_cut(shard):
+    for shard in range(opened.num_shards):
+        if not opened.is_plain(shard):
             yield shard
             continue
         blocks = opened.shard_blocks(shard)

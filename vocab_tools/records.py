@@ -2,9 +2,8 @@
 
 JSON lines and plain text are read as bytes, and each line is parsed by itself: the builders of `datasets` infer types
 from whole batches (the text "2024-01-01" comes back as a date, chats with and without tool calls do not fit together)
-and drop line breaks. A block of a plain file is a range of bytes that the worker reads. Packed files, arrays, tables
-and files of the Hub are read here, and their blocks carry bytes or rows. Text is cut at the same places in both, so
-that a packed file gives the documents of a plain one.
+and drop line breaks. A block of a plain local file is a range of bytes that the worker reads again; blocks of packed
+files, arrays, tables and files of the Hub carry bytes or rows.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Suffixes of packed files, and Arrow's names of their formats."""
 BLOCK_BYTES = 4 << 20
-MAX_LINE_BYTES = 32 << 20
 TEXT_DOCUMENT_BYTES = 4 << 10
 MAX_PARAGRAPH_BYTES = 64 << 10
 
@@ -56,7 +54,7 @@ class LinesBlock:
         start: its first byte in the (unpacked) file.
         stop: where it ends in a file that the worker reads.
         data: its bytes, where the worker cannot read them.
-        first: number of its first line, from 0; None where nobody has counted lines.
+        first: number of its first line, from 0.
         unit: what `first` counts: "line", or "record" of an array.
     """
 
@@ -65,9 +63,9 @@ class LinesBlock:
     path: str
     is_text: bool
     start: int
-    stop: int = 0
-    data: bytes | None = None
-    first: int | None = None
+    stop: int
+    data: bytes | None
+    first: int
     unit: str = "line"
 
     def records(self, column: str | None) -> Iterator[tuple[int, Any]]:
@@ -85,9 +83,8 @@ class LinesBlock:
         return _texts(data) if self.is_text else _values(data.split(b"\n"), column)
 
     def place(self, number: int) -> str:
-        """Name the file and the line; where nobody has counted lines, this reads the file up to there."""
-        first = _lines_before(self.path, self.start) if self.first is None else self.first
-        return f"{self.path}, {self.unit} {first + number + 1}"
+        """Name the file and the line."""
+        return f"{self.path}, {self.unit} {self.first + number + 1}"
 
 
 @dataclass(frozen=True)
@@ -211,58 +208,18 @@ def cut_text(data: bytes) -> int:
 # Files
 
 
-def plain_blocks(path: str, shard: int, size: int, is_text: bool) -> Iterator[Block]:
-    """Cut a plain file of `size` bytes into ranges without reading it, but for a look at where each ends.
+def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
+    """Read a file of lines or text, or an array, and cut it into blocks; an array is read whole.
 
-    Every multiple of BLOCK_BYTES is moved to the line's end behind it, or for text to the best cut before it.
-    Raises OSError.
-    """
-    start = 0
-    with Path(path).open("rb") as file:
-        for offset in range(BLOCK_BYTES, size + BLOCK_BYTES, BLOCK_BYTES):
-            if offset >= size:
-                stop = size
-            elif is_text:
-                file.seek(max(0, offset - MAX_PARAGRAPH_BYTES))
-                stop = file.tell() + cut_text(file.read(offset - file.tell()))
-            else:
-                file.seek(offset - 1)
-                stop = file.tell() + len(_checked_line(path, file.readline(MAX_LINE_BYTES + 1)))
-            # A line may be longer than a block.
-            if stop > start:
-                yield LinesBlock(shard, stop - start, path, is_text, start, stop)
-                start = stop
-
-
-def _checked_line(path: str, line: bytes) -> bytes:
-    if len(line) > MAX_LINE_BYTES:
-        raise CorpusError(
-            f"{path}: a line is longer than {MAX_LINE_BYTES:,} bytes. Expected one record a line; an array of records "
-            "is read from a file named .json."
-        )
-    return line
-
-
-def _lines_before(path: str, stop: int) -> int:
-    lines = 0
-    with reading(path), Path(path).open("rb") as file:
-        while stop > 0 and (window := file.read(min(stop, BLOCK_BYTES))):
-            lines += window.count(b"\n")
-            stop -= len(window)
-    return lines
-
-
-def stream_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
-    """Read a packed file, one that may be an array, or one of the Hub, and yield blocks that carry their bytes.
-
-    An array is read whole. Raises what the file system, the network or Arrow raises.
+    Raises what the file system, the network or Arrow raises.
     """
     import pyarrow as pa
 
     told = start = first = 0
     held = b""
+    suffix = Path(path).suffix.lower()
+    is_plain = suffix not in PACKED and "://" not in path
     with _open(path) as packed:
-        suffix = Path(path).suffix.lower()
         file = pa.CompressedInputStream(packed, PACKED[suffix]) if suffix in PACKED else packed
         ahead = file.read(BLOCK_BYTES)
         if not is_text and ahead.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
@@ -278,10 +235,10 @@ def stream_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
             elif ahead:
                 stop = held.rfind(b"\n") + 1
             if stop:
-                size = packed.tell() - told
-                yield LinesBlock(shard, size, path, is_text, start, data=held[:stop], first=first)
+                size, data = packed.tell() - told, None if is_plain else held[:stop]
+                yield LinesBlock(shard, size, path, is_text, start, start + stop, data, first)
                 told, start, first = told + size, start + stop, first + held.count(b"\n", 0, stop)
-            held = _checked_line(path, held[stop:])
+            held = held[stop:]
 
 
 def _open(path: str) -> BinaryIO:
@@ -305,7 +262,7 @@ def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Blo
         lines += json.dumps(record).encode() + b"\n"
         if len(lines) >= BLOCK_BYTES or number == len(records):
             share = size * number // len(records) - size * first // len(records)
-            yield LinesBlock(shard, share, path, False, 0, data=bytes(lines), first=first, unit="record")
+            yield LinesBlock(shard, share, path, False, 0, len(lines), bytes(lines), first, "record")
             lines.clear()
             first = number
 

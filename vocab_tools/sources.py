@@ -13,7 +13,6 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from typing import Any, Literal
 from .chats import messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
-from .hub import keep_limit, plain, trouble_of
-from .records import PACKED, BadRecord, Block, parquet_blocks, plain_blocks, reading, rows_blocks, stream_blocks
+from .hub import causes_of, keep_limit, plain, trouble_of
+from .records import PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]
@@ -53,15 +52,11 @@ class CorpusSource:
         location: id of a Hub dataset, or a local file, folder or glob.
         name: how counts and reports call it; empty: made from the location.
         weight: its share when sources are mixed, relative to the others.
-        config: configuration ("subset") of a Hub dataset.
-        split: split of a Hub dataset; None: the only one, or "train".
-        revision: branch, tag or commit of a Hub dataset.
+        config, split, revision: of a Hub dataset; by default the only split, or "train".
         column: the column with the text or the chat; None: found by looking at the first records.
         roles: of chats, what is counted: "assistant" turns with their end-of-turn token, or "all" the rendered text.
-        max_documents: stop after this many documents.
-        max_tokens: stop with the document that reaches this many tokens.
+        max_documents, max_tokens: stop with the document that reaches this number.
         sample: share of the documents to take, drawn by the seed; None: all.
-        shuffle: take the files or shards in an order drawn by the seed.
 
     Raises:
         UsageError: a value is out of range.
@@ -78,7 +73,6 @@ class CorpusSource:
     max_documents: int | None = None
     max_tokens: int | None = None
     sample: float | None = None
-    shuffle: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "location", os.fspath(self.location))
@@ -99,11 +93,6 @@ class CorpusSource:
             if not holds:
                 found = getattr(self, setting)
                 raise UsageError(f"source {self.name}: {setting}: expected {expected}, found {found!r}.")
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it ends with a number of documents or tokens."""
-        return self.max_documents is not None or self.max_tokens is not None
 
 
 def _default_name(location: str) -> str:
@@ -129,13 +118,11 @@ def amount(text: str) -> int:
     return int(number)
 
 
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _CONVERTERS: Mapping[str, Any] = {
     "weight": float,
     "max_documents": amount,
     "max_tokens": amount,
     "sample": float,
-    "shuffle": _TRUTH.__getitem__,
 }
 _KEYS = tuple(item.name for item in fields(CorpusSource) if item.name not in ("location", "name"))
 
@@ -200,11 +187,6 @@ class SourceFile:
         """End of its name, without that of a packed file: one of FORMATS, or "" for another."""
         return _format_of(self.path)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is cut into blocks without being read."""
-        return self.size is not None and self.path.lower().endswith((".jsonl", ".ndjson", ".txt"))
-
 
 def looks_local(location: str) -> bool:
     """Whether a location is a path or a glob rather than the id of a Hub dataset."""
@@ -264,7 +246,6 @@ class OpenSource:
         column: column read; "" for plain text, and for all columns before one is chosen.
         origin: JSON for provenance, without paths or times.
         files: the files to read; none for a table of the Hub.
-        order: the shards (files, or parts of the table), in the order in which they are read.
         table: a table of the Hub, as `datasets` streams it.
     """
 
@@ -273,7 +254,6 @@ class OpenSource:
     column: str
     origin: dict[str, Any]
     files: tuple[SourceFile, ...]
-    order: tuple[int, ...]
     table: Any = field(default=None, repr=False)
 
     @property
@@ -286,9 +266,14 @@ class OpenSource:
         """Whether it is read from the Hub."""
         return "dataset" in self.origin
 
+    @property
+    def num_shards(self) -> int:
+        """Number of files, or of parts of the table."""
+        return len(self.files) if self.table is None else self.table.num_shards
+
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks in the source's order; raises CorpusError."""
-        for shard in self.order:
+        """Yield the blocks of all shards in order; raises CorpusError."""
+        for shard in range(self.num_shards):
             yield from self.shard_blocks(shard)
 
     def shard_blocks(self, shard: int) -> Iterator[Block]:
@@ -296,39 +281,24 @@ class OpenSource:
         location = self.source.location
         with hub_errors(location) if self.is_remote else reading(self.files[shard].path):
             if self.table is None:
-                yield from _file_blocks(self.files[shard], shard, self.column)
+                file = self.files[shard]
+                if file.format == ".parquet":
+                    yield from parquet_blocks(file.path, shard, file.size or 0, self.column)
+                else:
+                    yield from file_blocks(file.path, shard, file.format == ".txt")
                 return
-            stream = self.table.shard(num_shards=self.table.num_shards, index=shard)
+            stream = self.table.shard(num_shards=self.num_shards, index=shard)
             if self.column in (stream.column_names or ()):
                 stream = stream.select_columns([self.column])
             where = f"{location}, split {self.origin['split']}, shard {shard}"
             yield from rows_blocks(stream.with_format("arrow").iter(_BATCH_ROWS), self.column, shard, where)
 
-    def is_cheap_to_cut(self, shard: int) -> bool:
-        """Whether the blocks of a shard are found without reading it; they hold no data then."""
-        return self.table is None and self.files[shard].is_plain
-
-    def probe(self, num_blocks: int) -> list[Block]:
-        """Return blocks spread over the files; of the Hub only the first, since each is fetched."""
-        if self.is_remote:
-            return list(itertools.islice(self.blocks(), 1))
-        shards = sorted({self.order[len(self.order) * step // num_blocks] for step in range(num_blocks)})
-        if len(shards) == 1 and self.is_cheap_to_cut(shards[0]):
-            blocks = list(self.shard_blocks(shards[0]))
-            return [blocks[at] for at in sorted({len(blocks) * step // num_blocks for step in range(num_blocks)})]
-        return [block for shard in shards for block in itertools.islice(self.shard_blocks(shard), 1)]
+    def is_plain(self, shard: int) -> bool:
+        """Whether the blocks of a shard are byte ranges of a local file, and hold no data."""
+        return not self.is_remote and self.files[shard].path.lower().endswith((".jsonl", ".ndjson", ".txt"))
 
 
-def _file_blocks(file: SourceFile, shard: int, column: str) -> Iterator[Block]:
-    is_text = file.format == ".txt"
-    if file.size is not None and file.is_plain:
-        return plain_blocks(file.path, shard, file.size, is_text)
-    if file.size is not None and file.format == ".parquet":
-        return parquet_blocks(file.path, shard, file.size, column)
-    return stream_blocks(file.path, shard, is_text)
-
-
-def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
+def open_source(source: CorpusSource) -> OpenSource:
     """Open a source: find its files or dataset, and choose the column to read.
 
     Raises:
@@ -336,11 +306,6 @@ def open_source(source: CorpusSource, seed: int = 0) -> OpenSource:
         CorpusError: nothing is there, or it cannot be read.
     """
     opened = _open_files(source) if looks_local(source.location) else _open_dataset(source)
-    num_shards = opened.table.num_shards if opened.table is not None else len(opened.files)
-    order = list(range(num_shards))
-    if source.shuffle:
-        random.Random(f"{seed} {source.name}").shuffle(order)
-    opened = replace(opened, order=tuple(order))
     if opened.table is None and all(file.format == ".txt" for file in opened.files):
         if source.column is not None:
             raise UsageError(f"{source.location}: plain text has no columns; leave out column={source.column}.")
@@ -360,7 +325,7 @@ def _open_files(source: CorpusSource) -> OpenSource:
             source.location,
             ".txt files have no columns, the others have. Give them as two sources, each with a glob of its own.",
         )
-    return OpenSource(source, "text", "", {"column": None}, files, ())
+    return OpenSource(source, "text", "", {"column": None}, files)
 
 
 # Datasets of the Hub
@@ -382,12 +347,12 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
             split = _choose_split(location, source.split, list(map(str, data_files)))
             files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in map(str, data_files[split]))
             if all(file.format for file in files):
-                return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files, ())
+                return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
         # The commit, not the branch: what is streamed later is then what was looked at now.
         loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)
         split = _choose_split(location, source.split, list(loaded))
         table = loaded[split].to_iterable_dataset() if offline else loaded[split]
-    return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, (), (), table)
+    return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, (), table)
 
 
 def _choose_split(location: str, split: str | None, present: list[str]) -> str:
@@ -412,10 +377,7 @@ def hub_errors(location: str) -> Iterator[None]:
 
 
 def _readable(location: str, error: Exception) -> EagleSlimError:
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes):
+    if any(type(cause).__module__.partition(".")[0] in _NETWORK for cause in causes_of(error)):
         return CorpusError(f"{trouble_of(error, location)}\nLocal files always work.")
     if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
         return UsageError(f"{location}: {plain(error, 1000)}. Name one with ,config=NAME behind the source.")

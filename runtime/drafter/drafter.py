@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class Drafter:
     tree: TreeConfig
     backend: str | DraftFunction = "reference"
     packing: SharedPacking | None = None
+    reason: str = "asked for"
+    """Why this backend."""
 
     def __post_init__(self) -> None:
         check_tree_fits(self.weights.draft_vocab, self.tree)
@@ -89,7 +91,7 @@ class Drafter:
         packing = self.packing
         if packing is not None and not packing.serves(weights):
             packing = SharedPacking(weights, order, packing.weight_dtype)
-        return Drafter(weights, tree, self.backend, packing)
+        return replace(self, weights=weights, tree=tree, packing=packing)
 
     def allocate_cache(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
         """Allocate keys and values for drafters of trees of this depth and top_k."""
@@ -265,8 +267,8 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
 def choose_drafter(
     drafter: str | DraftFunction, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto",
     order: Tensor | None = None,
-) -> tuple[Drafter, str]:  # fmt: skip
-    """Build the drafter that is asked for, or choose one for "auto"; returns it with the reason.
+) -> Drafter:  # fmt: skip
+    """Build the drafter that is asked for, or choose one for "auto".
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head
     rows best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights`
@@ -276,14 +278,14 @@ def choose_drafter(
     check_drafter(drafter, weights.device)
     check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)
     if drafter == "reference" or callable(drafter):
-        return Drafter(weights, tree, drafter), "asked for"
+        return Drafter(weights, tree, drafter)
     if drafter == "auto" and weights.device.type != "cuda":
-        return Drafter(weights, tree), f"the model is on {weights.device}"
+        return Drafter(weights, tree, reason=f"the model is on {weights.device}")
     packing = SharedPacking(weights, order, torch.float8_e4m3fn if draft_weights == "fp8" else None)
     if drafter == "triton":
-        return Drafter(weights, tree, "triton", packing), "asked for"
+        return Drafter(weights, tree, "triton", packing)
     try:
-        return Drafter(weights, tree, "triton", packing), f"{weights.dtype} on {weights.device}"
+        return Drafter(weights, tree, "triton", packing, f"{weights.dtype} on {weights.device}")
     except (UnsupportedModelError, UsageError) as error:
         if draft_weights == "fp8":
             raise DrafterError(
@@ -296,7 +298,7 @@ def choose_drafter(
             SpeedWarning,
             stacklevel=3,
         )
-        return Drafter(weights, tree), str(error)
+        return Drafter(weights, tree, reason=str(error))
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -141,7 +141,7 @@ class EaModelPatch:
             raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.")
         check_drafter(drafter, model.ea_layer.embed_tokens.weight.device, BACKENDS)
         head = read_head(model, choose_ids(model, **vocabulary))
-        built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
+        built = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
         self.layer = LayerPatch(model.ea_layer, model.base_model.lm_head, built)
         self.step = None if target_backend is None else StepPatch(model, self.layer, target_backend)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,9 +118,8 @@ class Checks:
         if number == 0:
             return
         phase, what, expected, shape, labels = self._rules[int(number) - 1]
-        at, left = "", int(within)
-        for label, size in zip(reversed(labels), reversed(shape), strict=True):
-            at, left = f", {label} {left % size}{at}", left // size
+        indices = np.unravel_index(int(within), shape)
+        at = "".join(f", {label} {index}" for label, index in zip(labels, indices, strict=True))
         raise CheckError(
             f"EAGLE_SLIM_CHECK: after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}. What "
             "follows of this step is undefined."

@@ -9,6 +9,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.drafter.tuning.agreement import Agreement
 from eagle_slim.runtime.drafter.tuning.timing import time_us
+from eagle_slim.runtime.drafter.weights import HeadWeights
 
 from benchmarks import draft
 
@@ -17,8 +18,7 @@ ROW = draft.Row("tiny", 60, 1, 1, 20)
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> draft.Problems:
-    monkeypatch.setitem(problem.MODELS, "tiny", TINY)
+def head(monkeypatch: pytest.MonkeyPatch) -> HeadWeights:
     monkeypatch.setattr(draft, "TOP_K", 4)
     monkeypatch.setattr(draft, "TOTAL_TOKENS", 12)
     monkeypatch.setattr(draft, "CAPACITY", 20)
@@ -28,25 +28,25 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> draft.Problems:
         lambda variants, device, *_, **__: {name: [time_us(run, device)] for name, run in variants.items()},
     )  # fmt: skip
     monkeypatch.setattr(draft, "supported_weights", lambda device: ["bf16"])
-    return draft.Problems(torch.device("cpu"), torch.float16)
+    return problem.random_head(TINY, torch.device("cpu"), torch.float16)
 
 
-def measure(problems: draft.Problems, row: draft.Row = ROW) -> dict[str, Any]:
-    return draft.measure(problems, row, 1e9, 1, lambda run: run)
+def measure(head: HeadWeights) -> dict[str, Any]:
+    return draft.measure(head, ROW, 1e9, 1, lambda run: run)
 
 
-def test_a_row(tiny: draft.Problems) -> None:
-    found = measure(tiny)
+def test_a_row(head: HeadWeights) -> None:
+    found = measure(head)
     assert found["faults"] == []
     assert set(found["times"]) == {"bf16", "A", "B"}
     assert found["bf16_vs_B"] == found["times"]["B"]["median_us"] / found["times"]["bf16"]["median_us"]
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
 
 
-def test_a_wrong_draft_is_not_timed(tiny: draft.Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_draft_is_not_timed(head: HeadWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Agreement(1.0, 1.0, 0.0, 0.1, ("a log-probability is off by 1",))
     monkeypatch.setattr(draft, "draft_and_replay", lambda *_: wrong)
-    found = measure(tiny)
+    found = measure(head)
     assert found["faults"] == ["bf16: a log-probability is off by 1"]
     assert "times" not in found
 

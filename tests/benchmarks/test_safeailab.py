@@ -65,13 +65,12 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
     (tmp_path / "wrong.jsonl").write_text("{}")
     for line, words in (
         (("--upstream", str(tmp_path)), "must name a clone"),
-        (("--base-model", "here"), "go together"),
-        (own, "needs --prompt"),
-        ((*own, "--prompt", "one", "--dims", "tiny"), "takes no --dims"),
-        (("--prompt", "one"), "for --base-model"),
+        (("--base-model", "here", "--prompt", "one"), "--ea-model"),
+        (own, "--prompt"),
+        ((*own, "--prompt", "one", "--dims", "tiny"), "--dims"),
+        (("--prompt", "one"), "--base-model"),
         ((*own, "--prompts", str(tmp_path / "wrong.jsonl")), "wrong.jsonl"),
         (("--new-tokens", "0"), "argument --new-tokens"),
-        (("--temperature", "-1"), "--temperature must be at least 0"),
         (("--device", "cuda:99"), "device = 'cuda:99'"),
         (("--depths", "0"), "depth"),
     ):

@@ -1,6 +1,5 @@
 """TokenCounts: mixing, merging, and the file."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 from support.token_counts import source, token_counts
@@ -124,24 +124,25 @@ def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda tensors, header: header.update(version=3), "format version 3"),
-        (lambda tensors, header: header.update(tokenizer_hash="another"), "another checksum"),
-        (lambda tensors, header: tensors.update({"counts.0": np.array([4, 7])}), "another checksum"),
-        (lambda tensors, header: tensors.pop("held_out.0.token_ids"), "another checksum"),
-        (lambda tensors, header: header.pop("checksum"), "damaged"),
+        (lambda tensors, header: tensors.pop("held_out.0.doc_offsets"), "damaged"),
+        (lambda tensors, header: header.pop("sources"), "damaged"),
     ],
 )
-def test_tampered_files_are_refused(tmp_path: Path, change: Callable[[Any, Any], object], words: str) -> None:
+def test_files_of_another_version_or_without_a_part_are_refused(
+    tmp_path: Path, change: Callable[[Any, Any], object], words: str
+) -> None:
     path = tmp_path / "counts.safetensors"
     token_counts([4, 5], [[0, 1]]).save(path)
     tensors = dict(load_file(path))
-    header = json.loads(_metadata(path))
+    with safe_open(path, "numpy") as file:
+        header = json.loads(file.metadata()["eagle_slim.token_counts"])
     change(tensors, header)
     save_file(tensors, path, {"eagle_slim.token_counts": json.dumps(header)})
     with pytest.raises(VocabularyError, match=f"{path}: .*{words}"):
         TokenCounts.load(path)
 
 
-def test_saved_counts_are_loaded_whole_or_refused(tmp_path: Path) -> None:
+def test_saved_counts_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "counts.safetensors"
     counts = TokenCounts((source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="b")), "h")
     counts.save(path)
@@ -152,17 +153,3 @@ def test_saved_counts_are_loaded_whole_or_refused(tmp_path: Path) -> None:
         assert before.counts.tolist() == after.counts.tolist()
     assert loaded.sources[0].held_out is not None
     assert [document.tolist() for document in loaded.sources[0].held_out.documents] == [[0, 1], []]
-    data = path.read_bytes()
-    for place in range(len(data)):
-        damaged = bytearray(data)
-        damaged[place] ^= 1 << place % 8
-        path.write_bytes(bytes(damaged))
-        with contextlib.suppress(VocabularyError):
-            assert TokenCounts.load(path).to_bytes() == counts.to_bytes(), place
-
-
-def _metadata(path: Path) -> str:
-    from safetensors import safe_open
-
-    with safe_open(path, "numpy") as file:
-        return file.metadata()["eagle_slim.token_counts"]

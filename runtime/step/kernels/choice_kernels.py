@@ -6,8 +6,8 @@
     race       the smallest mark of what the cuts leave (`token_noise`)         one per row and part
     draw       the id of the smallest of all                                    one per row
 
-Greedy needs the second and a reduction of it, `pick`. A part is PART neighbouring ids. Scores are made from the logits
-anew by each: they are read from the L2, and no buffer of theirs grows with nodes times vocabulary.
+Greedy runs `best` and `pick`, a reduction of it. A part is PART neighbouring ids. Each launch makes the scores from the
+logits again, which it reads from the L2: no buffer of scores grows with nodes times vocabulary.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class ChoiceScratch(NamedTuple):
     part: int
     """Neighbouring ids that one program takes: a power of two."""
     best_score: Tensor
-    """float32 [rows, parts], with the lowest id of each, int32 [rows, parts]."""
+    """float32 [rows, parts]: largest score."""
     best_id: Tensor
+    """int32 [rows, parts]: its lowest id."""
     threshold: Tensor
     """int32 [rows]: largest distance that the cuts keep."""
     interval: Tensor
@@ -83,9 +84,9 @@ class ChoiceScratch(NamedTuple):
     num_tied: Tensor
     """int32 [rows, parts]: tokens at the threshold."""
     best_mark: Tensor
-    """int64 [rows, parts]: smallest mark of the tokens that the cuts leave, but for those at top-p's threshold."""
+    """int64 [rows, parts]: smallest mark of the tokens that the cuts leave, without those at top-p's threshold."""
     best_tied: Tensor
-    """int64 [rows, parts]: smallest mark of those, where there are any."""
+    """int64 [rows, parts]: smallest mark of the tokens at top-p's threshold, where there are any."""
     penalised: Tensor
     """int32 [rows, ceil(vocab / 32)]: seen, or on the node's path."""
     listed: Tensor

@@ -5,15 +5,15 @@
     greedy    = lowest i among the largest scores
     sampled   = lowest i with the smallest score distance plus noise of i (`token_noise`), of those that the cuts leave
 
-Distances, noise and the weights that cuts add up are whole numbers, so nothing here depends on the order of additions:
-a row's token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is
-sorted: the cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
+Distances, noise and weights are whole numbers, so their sums do not depend on the order: a row's token is the same in
+any tree, place and batch, and `choose_tokens_ref` gives the same. The cuts of top-k and top-p are found without
+sorting (`cut_search`).
 
-Bytes read: the logits once for greedy, twice for sampled, and two or three times more from the L2 for top-k and
-top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens.
-Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest, count as equal in
-the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below the largest never win. A row with a NaN or an
-infinite score, or of barred tokens alone, gets `NO_NUMBER` or `ALL_BARRED` in place of a token.
+Bytes read: the logits once for greedy, twice for sampled, and two or three times more from the L2 with top-k or top-p
+(more often where a search's list overflows). Scores that differ by less than 2**-24, or than the fp32 spacing of their
+distance from the largest, count as equal in the cuts; of equal ones top-p keeps the last ids. Scores 32 or more below
+the largest never win. A row with a NaN or an infinite score, or of barred tokens alone, gets `NO_NUMBER` or
+`ALL_BARRED` in place of a token.
 """
 
 from __future__ import annotations
@@ -120,15 +120,12 @@ def find_fault(scores: Tensor) -> int:
 
 def no_distribution(fault: int, prompt: int, position: int) -> LogitsError:
     """Return the error for a new token of a prompt, counted from 0, that could not be chosen."""
-    where = f"New token {position} of prompt {prompt} cannot be chosen"
-    if fault == kernels.ALL_BARRED.value:
-        return LogitsError(
-            f"{where}: every token is barred by suppress_tokens, bad_words_ids, min_new_tokens or a logits processor."
-        )
-    return LogitsError(
-        f"{where}: its logits hold a NaN or an infinite value. Look for such values in the target's weights and in "
-        "what logits processors return; float16 weights may overflow where bfloat16 does not."
+    reason = (
+        "every token is barred by suppress_tokens, bad_words_ids, min_new_tokens or a logits processor"
+        if fault == kernels.ALL_BARRED.value
+        else "its logits hold a NaN or an infinite value, as weights of the target or a logits processor may give them"
     )
+    return LogitsError(f"New token {position} of prompt {prompt} cannot be chosen: {reason}.")
 
 
 def choose_token(scores: Tensor, rules: ChoiceRules, numbers: Tensor, key: int) -> int:

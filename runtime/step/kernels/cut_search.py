@@ -5,13 +5,13 @@ goal. It is enclosed in an interval, which each pass over the row narrows with a
 list of the tokens within. The launches in their order:
 
     survey, narrow   numbers of tokens in 64 bins of the interval; a smaller interval from them
-    survey, narrow   again, for rows whose interval holds too many tokens to list them without effort
+    survey, narrow   again, for rows whose interval holds too many tokens to list
     collect          the list, and the weight of all that is nearer
     cut              the search in the list
 
-Surveys and the collecting are spread over rows and parts, so that a single row fills no more than its share of the GPU.
-Numbers of tokens in the bins tell exactly in which one the k-th token lies; weights they bound, as a bin's are known to
-within its width. Everything is added up in whole numbers, and the order of the list is without effect.
+Surveys and collecting run over rows and parts. The numbers of tokens in the bins tell exactly in which bin the k-th
+token lies, and bound the weights, which a bin knows to within its width. Sums are whole numbers, so the order of the
+list has no effect.
 """
 
 import triton

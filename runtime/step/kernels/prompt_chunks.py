@@ -1,9 +1,8 @@
-"""Run a prompt into a slot, chunk by chunk, from what the host uploads once.
+"""Run a prompt, which the host uploads once as a `PromptBox`, into a slot chunk by chunk.
 
-The host writes a `PromptBox`. `begin_prompt` empties the slot, but for rows that the prompt reuses; for every chunk
-`chunk_rows` lays out the next rows, from the slot's length on, and `end_chunk` adds them to the length. The last chunk
-makes the slot ready for `acceptance.walk`, which takes the choice after the prompt's last token as it takes the choice
-after a root: so the walk's own `SlotState` lists the slot only then.
+`begin_prompt` empties the slot, except for rows that the prompt reuses; for every chunk `chunk_rows` lays out the next
+rows, from the slot's length on, and `end_chunk` adds them to the length. The last chunk lists the slot in the
+`SlotState` of `acceptance.walk`, which takes the choice after the prompt's last token as that after a root.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ChunkRows:
     last_row: Tensor
     """int64 [1]: the last row in use."""
     first_row: Tensor
-    """int32 [1]: the same, as `acceptance.commit_features` wants it."""
+    """int32 [1]: the same, for `acceptance.commit_features`."""
 
     @classmethod
     def allocate(cls, nodes: int, lengths: Tensor) -> ChunkRows:

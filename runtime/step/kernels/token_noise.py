@@ -10,13 +10,12 @@ with a probability in proportion to its weight (an exponential race; with the si
 ``distance`` in units of 2**-24 below the largest score (`token_weights`) that is the softmax of the scores, each
 probability to within 5e-7 of itself. Only ids that the cuts leave take part, none from a distance of 32 on.
 
-A key is a number of 64 bits for (seed, place of the answer, position): `api.sampling.noise_keys`. So whether an id
-wins depends on its own score and noise and those of the others, never on sums over a vocabulary: a logit that was
-rounded otherwise changes the token only where two ids nearly tie.
+A key is a number of 64 bits for (seed, place of the answer, position): `api.sampling.noise_keys`. The race sums nothing
+over a vocabulary, so a logit that was rounded differently changes the token only where two ids nearly tie.
 
-All is integer arithmetic but the two logarithms, which are products and sums of float32 in one order, each rounded, as
-IEEE 754 has it. Kernels that call these functions are launched with `NO_FUSION`: a fused product and sum would round
-once. So every device, the interpreter and PyTorch give the same noise to the last bit.
+All is integer arithmetic but the two logarithms: products and sums of float32 in one order, each rounded (IEEE 754).
+Kernels that call these functions are launched with `NO_FUSION`, as a fused product and sum would round once. So every
+device, the interpreter and PyTorch give the same noise to the last bit.
 """
 
 from __future__ import annotations

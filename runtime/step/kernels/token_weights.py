@@ -3,8 +3,8 @@
     distance(score) = floor(2**24 min(largest - score, 32))    int32, 0 the most probable
     weight(distance) = 2**44 exp(-distance / 2**24)            int64, relative error below 2e-8; 0 from 31 on
 
-Whole numbers add up the same in any order. So sums of weights depend on neither blocks nor programs, and equal those of
-PyTorch on any device to the last bit. Below 2**19 tokens they stay within int64.
+Whole numbers add up the same in any order, so sums of weights equal those of PyTorch on any device. Below 2**19 tokens
+they stay within int64.
 """
 
 from __future__ import annotations

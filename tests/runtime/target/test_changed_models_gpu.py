@@ -106,4 +106,4 @@ def test_a_drafter_that_lands_on_the_reference_is_warned_of(tmp_path: Path) -> N
     with pytest.warns(SpeedWarning, match="drafter='reference'"):
         _, model = loaded(tmp_path, hidden_act="relu")
     assert model.drafter.backend == "reference"
-    assert model.with_tree(model.drafter.tree).drafter_reason == model.drafter_reason != "asked for"
+    assert model.with_tree(model.drafter.tree).drafter.reason == model.drafter.reason != "asked for"
