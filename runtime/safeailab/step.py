@@ -38,7 +38,7 @@ from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch, on_buffers
 from .forward import TreeForward, take_forward
-from .rebind import rebind, restore
+from .rebind import rebind
 
 _LOOPS = ("eagenerate", "ea_generate")
 _REPLACED = ("tree_decoding", "evaluate_posterior", "update_inference_inputs")
@@ -53,11 +53,8 @@ class _Tensors:
     def __init__(self, bufs: Buffers, tree: TreeConfig, vocab: int) -> None:
         device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
-        before = {name: tensor.clone() for name, tensor in shared.items()}
-        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1], **shared)
-        # Allocating empties the slots; here one is in the middle of its sequence.
-        for name, tensor in before.items():
-            shared[name].copy_(tensor)
+        # Shared afterwards, as allocating empties the slots: this one is in the middle of its sequence.
+        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1])._replace(**shared)
         self.state.max_generated.fill_(_NO_END)
         self.trees = Trees(
             self.state.active_slots, self.state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids
@@ -101,10 +98,6 @@ class StepPatch:
         """Generate with the step's kernels from now on."""
         loops = {name: self._loop(type(self.model), name) for name in _LOOPS}
         rebind(self.model, {**loops, _STEP: self})
-
-    def remove(self) -> None:
-        """Leave the model as it was before `apply`."""
-        restore(self.model)
 
     def _loop(self, model_class: type, name: str) -> Callable[..., Any]:
         original = getattr(model_class, name)
