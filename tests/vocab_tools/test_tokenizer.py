@@ -204,21 +204,15 @@ def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:
         forced_ids(loaded, extra=[300])
 
 
-def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(*_: object) -> str:
-        raise AssertionError("asked on stdin")
-
-    monkeypatch.setattr("builtins.input", ask)
+def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     mapped = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     ran = tmp_path / "ran"
     folder = write_folder(tmp_path / "t", byte_level_bpe(), **mapped)
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
-    # With a tokenizer.json there is nothing to run.
     assert load_tokenizer(folder).vocab_size == 360
     (folder / "tokenizer.json").unlink()
-    with raises(TokenizerError, option="--tokenizer") as refused:
+    with raises(TokenizerError, option="--tokenizer"):
         load_tokenizer(folder)
-    assert "auto_map" in str(refused.value)
     assert not ran.exists()
 
 
