@@ -136,7 +136,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "smaller than the 259 forced ids"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "OTHER"], "another tokenizer"),
