@@ -75,6 +75,9 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     weighted = TokenCounts.load(tmp_path / "mix").weighted()
     others = held.target_ids[held.num_forced :].tolist()
     assert others == sorted(others, key=lambda i: (-weighted[i], i))
+    shown = run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--counts", tmp_path / "mix")
+    assert "256 of them single bytes" in shown.out
+    assert run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--json").json["size"] == 320
     assert run("export", tmp_path / "v.json", tmp_path / "freq_300.pt", "-n", 300).code == 0
     assert torch.load(tmp_path / "freq_300.pt", weights_only=True) == held.target_ids[:300].tolist()
     assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors").code == 0
@@ -122,15 +125,6 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
     assert "not a multiple of 64" in odd["warnings"][0]
     trained = run("rank", files / "chat.counts", "--candidates", tmp_path / "b", *common, "-o", tmp_path / "d").json
     assert trained["draft_vocab"] == 280
-
-
-def test_show(run, files: Path, tmp_path: Path) -> None:
-    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
-    shown = run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--counts", files / "chat.counts")
-    assert shown.code == 0
-    assert "256 of them single bytes" in shown.out
-    assert "<|im_end|>" in shown.out
-    assert run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--json").json["size"] == 320
 
 
 @pytest.mark.parametrize(
