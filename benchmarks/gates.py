@@ -39,10 +39,10 @@ from benchmarks.shared.decoding import (
     compile_ahead,
     draft_bytes,
     filled_phases,
+    measure_ahead,
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
-from benchmarks.shared.partial import measure as measure_partial
 from benchmarks.shared.timing import machine, time_queued_us
 
 THRESHOLDS = Path(__file__).parent / "gates.json"
@@ -137,7 +137,7 @@ def measure_full(model: RandomModel, gate: Values, steps: int = STEPS, turns: in
     tree, sequences, prefix, vocab = tree_of(gate), gate["sequences"], gate["prefix"], gate["draft_vocab"]
     if gate["partial_blocks"]:
         option = PartialVerification("exact", gate["partial_blocks"])
-        (row,) = measure_partial(
+        (row,) = measure_ahead(
             model, vocab, tree, sequences, prefix, [option], gate["accepted_length"], [gate["survival"]], steps, turns
         )
         return [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]

@@ -15,8 +15,7 @@ from typing import Any
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead
-from benchmarks.shared.partial import measure
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, measure_ahead
 from benchmarks.shared.timing import machine
 
 
@@ -46,8 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     }  # fmt: skip
     for prefix in args.prefixes:
         for tree in trees:
-            for row in measure(model, rows, tree, args.batch, prefix, options, args.accepted, args.survival,
-                               args.steps, args.rounds):  # fmt: skip
+            for row in measure_ahead(model, rows, tree, args.batch, prefix, options, args.accepted,
+                                     args.survival, args.steps, args.rounds):  # fmt: skip
                 show(row)
                 result["rows"].append(row)
                 write(result, args.out)

@@ -232,22 +232,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = command.parse_args(argv)
     if args.upstream is None or not (Path(args.upstream) / "eagle" / "model" / "ea_model.py").is_file():
         command.error("--upstream (or EAGLE_SLIM_UPSTREAM) must name a clone of github.com/SafeAILab/EAGLE")
-    if args.prompts is not None:
-        try:
-            args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)]
-        except PromptFileError as error:
-            command.error(f"--prompts {error}")
+    try:
+        args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)] if args.prompts else []
+        args.trees = [TreeConfig(depth, args.top_k, n) for depth in args.depths for n in args.total_tokens]
+        choose_device(args.device)
+    except (PromptFileError, UsageError) as error:
+        command.error(str(error))
     own = args.base_model, args.ea_model, args.prompt
     if any(own) and (not all(own) or args.dims or args.draft_vocab):
         command.error(
             "a model of your own needs --base-model, --ea-model and --prompt or --prompts, and takes no --dims, "
             "--draft-vocab"
         )
-    try:
-        args.trees = [TreeConfig(depth, args.top_k, n) for depth in args.depths for n in args.total_tokens]
-        choose_device(args.device)
-    except UsageError as error:
-        command.error(str(error))
     args.dims = args.dims or BUILT_IN
     return args
 

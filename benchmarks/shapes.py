@@ -38,7 +38,6 @@ from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, ShapeChooser, first_shape
-from torch import Tensor
 
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import RandomModel, compile_ahead, run_steps
@@ -62,24 +61,17 @@ def name_of(shape: TreeConfig | None) -> str:
     return "plain" if shape is None else f"{shape.depth},{shape.top_k},{shape.total_tokens}"
 
 
-class FirstTokens:
-    """A streamer that notes the seconds from its making to the prompt and to each step's tokens."""
-
-    def __init__(self) -> None:
-        self.started, self.calls_s = time.perf_counter(), list[float]()
-
-    def put(self, value: Tensor) -> None:  # noqa: D102
-        self.calls_s.append(time.perf_counter() - self.started)
-
-    def end(self) -> None: ...  # noqa: D102
-
-
 def first_tokens(device: torch.device) -> list[float]:
     """Load the built-in model and ask it: seconds to the first and to the second token."""
-    streamer = FirstTokens()
+    started, tokens_s = time.perf_counter(), list[float]()
+
+    def note(*_: object) -> bool:
+        tokens_s.append(time.perf_counter() - started)
+        return False
+
     model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device)
-    model.generate(model.encode_chat("Why is the sky blue?"), streamer=streamer, max_new_tokens=8)
-    return streamer.calls_s[1:3]
+    model.generate(model.encode_chat("Why is the sky blue?"), stopping_criteria=[note], max_new_tokens=8)
+    return tokens_s[:2]
 
 
 def measure_first_tokens(device: torch.device) -> dict[str, Any]:

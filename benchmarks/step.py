@@ -11,6 +11,7 @@ the largest tree and of plain steps are timed too. The floor is bytes over the c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,16 +32,6 @@ from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 ROOM = 800
 """Rows for what 100 steps can add to a sequence, and for a tree."""
-
-
-def trees_of(top_ks: Sequence[int], nodes: Sequence[int]) -> list[TreeConfig]:
-    """Trees of depth 5, the largest first, of no more nodes than their ``top_k`` can give."""
-    found = [
-        TreeConfig(5, top_k, min(count, TreeConfig(5, top_k, 2).num_candidates + 1))
-        for count in sorted(nodes, reverse=True)
-        for top_k in top_ks
-    ]
-    return list(dict.fromkeys(found))
 
 
 @torch.inference_mode()
@@ -83,7 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     bandwidth = copy_bytes_per_s(device)
     model = RandomModel(args.dims, device, backend=args.target)
     rows = min(args.draft_vocab, model.dims.vocab)
-    trees = trees_of(args.top_k, args.nodes)
+    # The largest first, and none of more nodes than its top_k can give.
+    asked = itertools.product(sorted(args.nodes, reverse=True), args.top_k)
+    trees = [TreeConfig(5, k, min(nodes, TreeConfig(5, k, 2).num_candidates + 1)) for nodes, k in asked]
+    trees = list(dict.fromkeys(trees))
     compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in args.batch], device)
     result: dict[str, Any] = {
         "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,

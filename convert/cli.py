@@ -1,4 +1,4 @@
-"""eagle-convert: parses, calls `plan_conversion`, writes what it returned or only checks it, and prints it."""
+"""eagle-convert: parses, calls `convert_head`, or plans and checks for a dry run, and prints what it returned."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def convert(
     from eagle_slim.vocab_tools.counting import count_tokens
 
     from .options import ConvertOptions
-    from .pipeline import plan_conversion
+    from .pipeline import convert_head, plan_conversion
     from .vocabulary_choice import VocabRequest
 
     request = VocabRequest(
@@ -117,16 +117,12 @@ def convert(
         force_ids=options.pop("force_ids"),
     )
     given = ConvertOptions(vocabulary=request, flavour=flavour or "default", **options)  # type: ignore[arg-type]  # checked by click
-    done = []
-    for plan in plan_conversion(head, given, count=partial(count_tokens, notify=note, progress=progress), say=note):
-        if dry_run:
-            plan.check()
-            done.append(plan)
-        else:
-            note(f"writing {plan.folder}")
-            done.append(plan.write(given.force))
+    run = plan_conversion if dry_run else convert_head
+    done = run(head, given, count=partial(count_tokens, notify=note, progress=progress), say=note)
+    for plan in done if dry_run else ():
+        plan.check()
     # Several sizes of one head have most of their warnings in common.
-    warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
+    warn(dict.fromkeys(warning for conversion in done for warning in conversion.manifest.warnings))
     if as_json:
         results = [conversion.to_json() for conversion in done]
         emit_json(results if len(results) > 1 else results[0])

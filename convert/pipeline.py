@@ -24,7 +24,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from .artifact import dflash, eagle1, eagle3, provenance
 from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, METADATA, freq_bytes, freq_name
+from .artifact.format import CARD_NAME, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output
@@ -99,34 +99,25 @@ class Conversion:
     bytes_after: int
 
     @property
-    def draft_vocab(self) -> int:
-        """Rows of the LM head; those of the head before are `head.draft_vocab`."""
-        return self.manifest.draft_vocab
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the user."""
-        return self.manifest.warnings
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors, GGUF files apart."""
         return sum(plan.size_bytes for plan in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """Describe the artifact as `eagle-convert --json` prints it."""
+        manifest = self.manifest
         return {
             "folder": str(self.folder),
-            "kind": self.manifest.kind,
-            "draft_vocab": self.draft_vocab,
-            "target_vocab": self.manifest.target_vocab,
-            "num_forced": self.manifest.num_forced,
-            "rows": {"before": self.head.draft_vocab, "after": self.draft_vocab},
+            "kind": manifest.kind,
+            "draft_vocab": manifest.draft_vocab,
+            "target_vocab": manifest.target_vocab,
+            "num_forced": manifest.num_forced,
+            "rows": {"before": self.head.draft_vocab, "after": manifest.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
             "size_bytes": self.size_bytes,
-            "never_counted": self.manifest.num_uncounted,
-            "coverage": self.manifest.coverage_summary or None,
-            "warnings": list(self.warnings),
+            "never_counted": manifest.num_uncounted,
+            "coverage": manifest.coverage_summary or None,
+            "warnings": list(manifest.warnings),
         }
 
     def check(self) -> None:
@@ -142,7 +133,7 @@ class Conversion:
             OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
-            written = write_safetensors(folder / WEIGHTS_NAME, self.tensors, METADATA)
+            written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
                 (folder / name).write_bytes(data)
@@ -150,7 +141,7 @@ class Conversion:
             if self.gguf is not None:
                 from .artifact.gguf import write_gguf
 
-                files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.draft_vocab}")
+                files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.manifest.draft_vocab}")
             found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)

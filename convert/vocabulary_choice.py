@@ -27,11 +27,13 @@ from .errors import MismatchError
 from .heads.draft_head import DraftHead
 from .sources.builtin import embedded_counts_with_held_out, load_embedded_counts
 
-DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
-DEFAULT_MAX_TOKENS = 10_000_000
-DEFAULT_DATASET_NOTE = (
-    f"{DEFAULT_DATASET} (MIT licence, split train_sft, assistant turns only, the first {DEFAULT_MAX_TOKENS:,} tokens)"
+_DEFAULT_CORPUS = CorpusSource(
+    "HuggingFaceH4/ultrachat_200k", split="train_sft", column="messages", roles="assistant", max_tokens=10_000_000
 )
+_DEFAULT_CORPUS_NOTE = (
+    f"{_DEFAULT_CORPUS.location} (MIT licence, split train_sft, assistant turns only, the first 10,000,000 tokens)"
+)
+"""Chats that are counted for a named head when no vocabulary is given."""
 
 _SHOWN_SIZES = (4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -99,7 +101,7 @@ class Ranking:
     measured: tuple[TokenCounts, str] | None = None
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
-        """Cut a vocabulary of a size, or the smallest that covers a share of the text; of all ids for None and None."""
+        """Cut a vocabulary of a size, or the smallest that covers a share of the text; without either, of all ids."""
         if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
             # The counts hold nothing out: the size is found where the text to be covered made no ranking.
             sized = self._cut(self.measured[0], None, coverage)
@@ -214,10 +216,10 @@ def make_ranking(
         sources = request.corpus
         if not sources and offline:
             advice = "Give --counts, --token-map, --order or a local --dataset."
-            raise UsageError(f"--offline forbids the default vocabulary, counts of {DEFAULT_DATASET_NOTE}.\n{advice}")
+            raise UsageError(f"--offline forbids the default vocabulary, counts of {_DEFAULT_CORPUS_NOTE}.\n{advice}")
         if not sources:
-            sources = (default_corpus(),)
-            say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
+            sources = (_DEFAULT_CORPUS,)
+            say(f"vocabulary: no corpus was named; counting {_DEFAULT_CORPUS_NOTE}")
         mixed_weights({source.name: source.weight for source in sources}, request.weights)
         by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None), tokenizer)
         for size in sizes:
@@ -233,10 +235,3 @@ def make_ranking(
 def ranked_manifest(head: DraftHead) -> Manifest | None:
     """Return the manifest of a head that is an artifact with ranks already, or None."""
     return head.manifest if head.manifest is not None and head.manifest.rank_order_ids is not None else None
-
-
-def default_corpus() -> CorpusSource:
-    """Return the chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
-    return CorpusSource(
-        DEFAULT_DATASET, split="train_sft", column="messages", roles="assistant", max_tokens=DEFAULT_MAX_TOKENS
-    )

@@ -36,7 +36,7 @@ from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
 
-from benchmarks.shared.drawn_verdicts import DrawnDecoder
+from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us
 
 LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36}
@@ -319,3 +319,31 @@ def take_turns(
             row["is_length_met"] = abs(accepted / float(decoder.drawn.float().mean()) - 1) <= LENGTH_TOLERANCE
         found.append(row)
     return found
+
+
+@torch.inference_mode()
+def measure_ahead(
+    model: RandomModel, draft_vocab: int, tree: TreeConfig, batch: int, prefix: int,
+    options: Sequence[PartialVerification], accepted: float, chances: Sequence[float], steps: int, rounds: int,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Measure a row for every option and chance: ``steps`` with full passes, as many that run ahead, and their ratio.
+
+    The ratio is that of tokens/s. A step that runs ahead holds ``num_steps`` trees, so fewer of them are run.
+    """
+    room = tree.total_tokens + (steps + 2) * max(option.num_tokens + 1 for option in options)
+    cache = model.new_cache(batch, prefix + room)
+    lengths = draw_lengths(accepted, tree.path_width)
+    full = model.drawn_decoder(cache, tree, draft_vocab, lengths)
+    base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
+    for option in options:
+        drawn = [survivals(chance, option.num_tokens) for chance in chances]
+        ahead = model.drawn_decoder(
+            cache, tree, draft_vocab, lengths, drawn[0], kind=DrawnPartialDecoder, option=option
+        )
+        for chance, own in zip(chances, drawn, strict=True):
+            ahead.survivals.copy_(torch.tensor(own))
+            numbers = [steps, max(1, steps // option.num_steps)]
+            before, now = take_turns([full, ahead], batch, prefix, numbers, rounds)
+            yield base | {"blocks": option.num_blocks, "steps_ahead": option.num_steps, "survival": chance,
+                          "full": before, "ahead": now,
+                          "ratio": now["tokens_per_s"] / before["tokens_per_s"]}  # fmt: skip

@@ -10,6 +10,7 @@ for shapes of trees side by side, the rank of the accepted child at each level (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.step.choice import HostChoice
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
+from eagle_slim.runtime.step.run_ahead import PartialDecoder
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
@@ -28,6 +30,7 @@ NUM_LENGTHS = 240
 LATER = 0.2
 """Chance of each later rank, as a share of the one before it."""
 NUM_RANKS, LEVELS = 4096, 16
+NUM_SURVIVALS = 256
 _NONE = 1 << 20
 """Rank of no child."""
 _SLOT_STRIDE = 37
@@ -148,3 +151,39 @@ class DrawnDecoder(Decoder):
         super().choose(logits, trees, rules, host, choices)
         if choices.shape[1] > 1:
             draw_paths(choices, trees, self.drawn, self.turns)
+
+
+class DrawnPartialDecoder(PartialDecoder):
+    """Runs ahead by drawn lengths, of which full passes confirm as many tokens as ``survivals``, in turn."""
+
+    def __init__(self, lengths: Sequence[int], survivals: Sequence[int], *args: Any) -> None:
+        self._lengths = lengths
+        super().__init__(*args)
+        self.survivals = torch.tensor(survivals, dtype=torch.int32, device=self.target.device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+
+    def new_ahead(self, *args: Any) -> Decoder:
+        """Run ahead by the drawn lengths."""
+        return DrawnDecoder(self._lengths, *args)
+
+    def choose(
+        self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
+    ) -> None:  # fmt: skip
+        """Choose as ever, then confirm what was drawn."""
+        super().choose(logits, trees, rules, host, choices)
+        if choices.shape[1] > 1:
+            self.count.clamp_(max=self.survivals[self.turn % len(self.survivals)])
+            self.take_as_is(choices)
+            self.turn += 1
+
+
+def survivals(chance: float, most: int) -> list[int]:
+    """`NUM_SURVIVALS` numbers of tokens before the first that is not confirmed, ``most`` at most.
+
+    In the order of van der Corput's sequence, so that a short run of them has their mean, too.
+    """
+    if chance >= 1:
+        return [most] * NUM_SURVIVALS
+    bits = NUM_SURVIVALS.bit_length() - 1
+    places = [(int(f"{place:0{bits}b}"[::-1], 2) + 0.5) / NUM_SURVIVALS for place in range(NUM_SURVIVALS)]
+    return [min(most, int(math.log(place) / math.log(chance))) for place in places]

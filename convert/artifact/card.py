@@ -19,8 +19,7 @@ def model_card(
     """Write the text of README.md.
 
     Args:
-        manifest: of the artifact.
-        title: name of the artifact.
+        manifest: of the artifact, whose name is `title`.
         rows_before: rows of the LM head that was cut.
         bytes_before, bytes_after: weights that one draft step reads, LM head included.
         licence: the head's licence as the Hub spells it, or None where its files do not say.
@@ -140,8 +139,6 @@ def _making(manifest: Manifest) -> str:
         lines.append(f"- LM-head rows: the {rows['from']}'s `{rows['tensor']}`, {kept}")
     if manifest.vocabulary is not None:
         lines.append(f"- ranking: {_ranking(manifest.vocabulary)}")
-        if manifest.num_uncounted is not None:
-            lines.append(f"- ids that the counted text does not hold, forced ones apart: {manifest.num_uncounted:,}")
         lines.append(f"- {manifest.num_forced} ids whatever their rank (end of turn, chat markers, single bytes)")
     lines.append("\n`eagle_slim.json` lists every id in rank order and the checksums that `eagle-verify` compares.\n")
     return "\n".join(lines)

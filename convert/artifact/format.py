@@ -23,8 +23,6 @@ from ..sources.source import ResolvedSource, open_head_source
 from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 
 CARD_NAME = "README.md"
-METADATA = {"format": "pt"}
-"""Metadata of the weights file, which loaders check."""
 
 
 @dataclass(frozen=True)

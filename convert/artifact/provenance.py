@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
@@ -99,34 +98,14 @@ def describe_reads(
 
 
 def open_original(manifest: Manifest, given: str | None = None, offline: bool = True) -> DraftHead | None:
-    """Open the head that an artifact was made from, read as it was then.
+    """Open the head that an artifact was made from, read as it was then; None where it was a folder and none is given.
 
-    Args:
-        manifest: of the artifact.
-        given: folder or repository of the head; None for the built-in one, or for the recorded repository at the
-            recorded revision, in the Hub's cache.
-        offline: fetch nothing for `given` either.
-
-    Returns:
-        None where the head was a local folder and none is given.
+    `given` is a folder or repository, of which nothing is fetched with `offline`. Without it, the head is the built-in
+    one, or what the Hub's cache holds of the recorded repository at the recorded revision.
     """
-    subfolder = manifest.head.get("subfolder")
-    reading: dict[str, Any] = {
-        "d2t_form": manifest.head.get("d2t_form", "auto"),
-        "tap_layers": manifest.tap_layers or None,
-    }
-    if given is not None:
-        return open_head(open_head_source(given, offline=offline, subfolder=subfolder), **reading)
-    name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
-    if name is not None:
-        return open_head(open_head_source(name, revision, offline=True, subfolder=subfolder), **reading)
-    return open_head(None, **reading) if manifest.head.get("name") == EMBEDDED_HEAD_NAME else None
-
-
-def folder_beside(artifact: Path, recorded: Mapping[str, Any]) -> Path | None:
-    """Return the folder beside an artifact that has the name which the manifest records of a local head or target."""
-    name = recorded.get("name")
-    if recorded.get("repo_id") is not None or not isinstance(name, str):
+    recorded = manifest.head
+    name, revision = (recorded.get("repo_id"), recorded.get("revision")) if given is None else (given, None)
+    if name is None and recorded.get("name") != EMBEDDED_HEAD_NAME:
         return None
-    found = artifact.resolve().parent / name
-    return found if found.is_dir() and found != artifact.resolve() else None
+    source = open_head_source(name, revision, offline or given is None, recorded.get("subfolder"))
+    return open_head(source, d2t_form=recorded.get("d2t_form", "auto"), tap_layers=manifest.tap_layers or None)

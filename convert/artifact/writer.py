@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,20 +55,18 @@ def zeros_plan(name: str, dtype: str, size: int) -> TensorPlan:
     return TensorPlan(name, dtype, (size,), raw.size, lambda: iter([raw]))
 
 
-def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping[str, str]) -> dict[str, Any]:
+def write_safetensors(path: Path, plans: Sequence[TensorPlan]) -> dict[str, Any]:
     """Write `plans` to a new file `path`, flushed to the disk, and return its entry of the manifest.
 
     `size_bytes`; `header_sha256`, of the bytes before the first tensor's data; `tensors`, the SHA-256 of each by name.
-
     Each tensor is hashed in the mapped file by another thread while those after it are written.
 
-    Raises:
-        ValueError: a plan yielded another number of bytes than it declared.
-        OSError: the disk refused.
+    Raises ValueError where a plan yields another number of bytes than it declared.
     """
     order = list(LONG_NAMES)
     plans = sorted(plans, key=lambda plan: (-order.index(plan.dtype), plan.name))
-    header = header_bytes(plans, metadata)
+    # Loaders check this metadata.
+    header = header_bytes(plans, {"format": "pt"})
     hashing = {}
     with path.open("xb") as file, ThreadPoolExecutor(2) as pool:
         file.write(header)

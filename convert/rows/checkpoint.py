@@ -52,10 +52,7 @@ class Checkpoint:
     def expect(self, header_sha256: str, tensors: Mapping[str, str]) -> None:
         """Hold the one safetensors file against checksums: its header now, each tensor before it is first taken.
 
-        `tensors` has the SHA-256 of each by name.
-
-        Raises:
-            CheckpointError: the header is not that one; later, from whatever reads a tensor, that its bytes are not.
+        `tensors` has the SHA-256 of each by name. Raises CheckpointError, now or later, where one differs.
         """
         (file,) = self.files
         with file.path.open("rb") as opened:
@@ -77,29 +74,18 @@ class Checkpoint:
     def file_of(self, name: str) -> WeightsFile:
         """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
         if name not in self._file_of:
-            held = f"it holds {len(self._file_of)}: {shorten(sorted(self._file_of)[:12], 400)}"
-            raise CheckpointError.at(self.where, f"no tensor {shorten(name)}; {held}.")
+            held = shorten(sorted(self._file_of)[:12], 400)
+            raise CheckpointError.at(self.where, f"no tensor {shorten(name)}; it holds {held}.")
         return self._file_of[name]
 
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
         return self.file_of(name).tensors[name]
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor; CheckpointError for the packed 4 and 6-bit types."""
-        import torch
-
-        found = self.info(name).dtype
-        if found not in LONG_NAMES:
-            problem = f"dtype {found} is packed below one byte.\nUse a checkpoint in bf16, fp16, fp32 or 8 bits."
-            raise CheckpointError.at(f"{self.where}: tensor {shorten(name)}", problem)
-        return getattr(torch, LONG_NAMES[found])  # type: ignore[no-any-return]
-
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype.
+        """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype of `dtypes.LONG_NAMES`.
 
-        Raises:
-            CheckpointError: no such tensor, or of a packed dtype.
+        Raises CheckpointError where there is none of that name.
         """
         return self._tensor(name, self.array(name).copy(), self.info(name).shape)
 
@@ -151,7 +137,8 @@ class Checkpoint:
     def _tensor(self, name: str, array: Bytes, shape: tuple[int, ...]) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(array.reshape(-1)).view(self.dtype(name)).reshape(shape)
+        dtype: torch.dtype = getattr(torch, LONG_NAMES[self.info(name).dtype])
+        return torch.from_numpy(array.reshape(-1)).view(dtype).reshape(shape)
 
 
 @dataclass
@@ -214,31 +201,26 @@ class SourceRows:
         return f"{self.where}: {self.name}: {token}"
 
 
-def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Checkpoint:
-    """Open the weights in a folder, or one file of weights.
+def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> Checkpoint:
+    """Open the weights in a folder as `save_pretrained` writes it; `paths.choose_weights` chooses the file.
 
     Args:
-        path: a folder as `save_pretrained` writes it (`paths.choose_weights` chooses the file), or a file.
+        folder: of the weights.
         only: names of the tensors that will be wanted; shards that hold none of them need not be there. All, if None.
 
     Raises:
         CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
     """
-    path = Path(path)
-    if path.is_file():
-        return Checkpoint.of(_open(path))
-    if not path.is_dir():
-        raise CheckpointError.at(path, "no such folder or file.\nExpected a checkpoint.")
-    chosen = choose_weights(list_names(path), str(path))
+    folder = Path(folder)
+    chosen = choose_weights(list_names(folder), str(folder))
     if not chosen.endswith(".index.json"):
-        return Checkpoint.of(_open(path / chosen), str(path))
-    shard_of = {name: shard for name, shard in read_index(path / chosen).items() if only is None or name in only}
-    shards = {shard: _open(path / shard) for shard in dict.fromkeys(shard_of.values())}
+        return Checkpoint.of(_open(folder / chosen), str(folder))
+    shard_of = {name: shard for name, shard in read_index(folder / chosen).items() if only is None or name in only}
+    shards = {shard: _open(folder / shard) for shard in dict.fromkeys(shard_of.values())}
     for name, shard in shard_of.items():
         if name not in shards[shard].tensors:
-            problem = f"says that {shard} holds {shorten(name)}, but it does not.\nThey come from different versions"
-            raise damaged(path / chosen, problem)
-    return Checkpoint(str(path), {name: shards[shard] for name, shard in shard_of.items()})
+            raise damaged(folder / chosen, f"says that {shard} holds {shorten(name)}, but it does not")
+    return Checkpoint(str(folder), {name: shards[shard] for name, shard in shard_of.items()})
 
 
 def _open(path: Path) -> WeightsFile:

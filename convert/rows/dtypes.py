@@ -55,8 +55,11 @@ def first_nonfinite_row(raw: NDArray[np.uint8], dtype: str) -> int | None:
 def rounded(raw: NDArray[np.uint8], dtype: str, wanted: str) -> NDArray[np.uint8]:
     """Round finite numbers [rows, row_bytes] of one of `FLOATS` to another, to nearest even; too large is infinity."""
     flat = np.ascontiguousarray(raw).reshape(-1)
-    single = flat.view(np.float16 if dtype == "F16" else np.float32) if dtype != "BF16" else _widened(flat)
-    single = single.astype(np.float32, copy=False)
+    if dtype == "BF16":
+        # It is the upper half of fp32.
+        single = (flat.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        single = flat.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False)
     result: NDArray[Any] = single
     if wanted == "F16":
         with np.errstate(over="ignore"):
@@ -66,8 +69,3 @@ def rounded(raw: NDArray[np.uint8], dtype: str, wanted: str) -> NDArray[np.uint8
         nearest = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         result = (nearest >> np.uint32(16)).astype(np.uint16)
     return result.view(np.uint8).reshape(len(raw), -1)
-
-
-def _widened(flat: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Convert bf16 to fp32, whose upper half it is."""
-    return (flat.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)

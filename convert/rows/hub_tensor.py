@@ -1,13 +1,11 @@
 """One tensor of a safetensors file of the Hub, fetched by byte ranges and kept as a small safetensors file.
 
 Only the header of the file and the bytes of the tensor travel, in pieces that are kept as they come, so that a run that
-was stopped goes on where it was.
+was stopped goes on where it was. The cache, `HF_HOME/assets/eagle-slim/tensors/REPO`, holds for each commit:
 
-The cache folder of one content (`HF_HOME/assets/eagle-slim/tensors/REPO/ETAG`) holds for each tensor:
-
-    NAME.safetensors    the whole
-    NAME.partial        its first bytes, header included, until all have come
-    NAME.lock           held with flock(2) while a process fetches
+    COMMIT.safetensors    the whole
+    COMMIT.partial        its first bytes, header included, until all have come
+    COMMIT.lock           held with flock(2) while a process fetches
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote
 
 from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained
 
@@ -33,25 +30,24 @@ _FIRST_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository at one commit and with one ETag."""
+    """A file of a repository at one commit."""
 
     label: str
     repo_id: str
     url: str
-    etag: str
     size_bytes: int
 
     @classmethod
     def open(cls, repo_id: str, commit: str, name: str, label: str) -> HubFile:
-        """Ask for size and ETag of file `name`; SourceError where it cannot be had."""
+        """Ask for the size of file `name`; SourceError where it cannot be had."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(repo_id, name, revision=commit)
         with explained(repo_id, commit):
             metadata = get_hf_file_metadata(url, library_name=LIBRARY_NAME)
-            if metadata.size is None or metadata.etag is None:
-                raise ValueError("the answer about a file names no size and no ETag")
-        return cls(label, repo_id, url, metadata.etag, metadata.size)
+            if metadata.size is None:
+                raise ValueError("the answer about a file names no size")
+        return cls(label, repo_id, url, metadata.size)
 
     def read(self, start: int, end: int) -> bytes:
         """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
@@ -87,22 +83,17 @@ class HubFile:
             return SafetensorsFile(Path(empty.name), self.label)
 
 
-def cached_tensor(repo_id: str, etag: str, tensor: str) -> Path:
-    """Return where the small file of a tensor is kept, or would be."""
-    return cache_folder(repo_id) / quote(etag, safe="").replace(".", "%2E") / f"{quote(tensor, safe='')}.safetensors"
-
-
-def cache_folder(repo_id: str) -> Path:
-    """Return our own folder in huggingface_hub's cache of derived files (HF_HOME/assets, or HF_ASSETS_CACHE)."""
+def cached_tensor(repo_id: str, commit: str) -> Path:
+    """Return where the tensor of a commit is kept, or would be: in huggingface_hub's cache of derived files."""
     from huggingface_hub import cached_assets_path, constants
 
     name = repo_id.replace("/", "--")
-    return cached_assets_path(LIBRARY_NAME, "tensors", name, assets_dir=constants.HF_ASSETS_CACHE)
+    folder = cached_assets_path(LIBRARY_NAME, "tensors", name, assets_dir=constants.HF_ASSETS_CACHE)
+    return folder / f"{commit}.safetensors"
 
 
-def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str) -> None:
-    """Fetch a tensor of a remote file into the cache, if it is not there, whole by its own header."""
-    whole = cached_tensor(file.repo_id, file.etag, tensor)
+def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str, whole: Path, metadata: dict[str, str]) -> None:
+    """Fetch a tensor of a remote file to the path `whole`, with metadata in its header, if it is not there."""
     with explained(file.repo_id):
         whole.parent.mkdir(parents=True, exist_ok=True)
         with whole.with_suffix(".lock").open("ab") as lock:
@@ -110,21 +101,20 @@ def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str) -> None:
             with suppress(CheckpointError):
                 SafetensorsFile(whole)
                 return
-            partial = whole.with_suffix(".partial")
-            with partial.open("a+b") as opened:
-                _complete(file, header.tensors[tensor], header.offset(tensor), opened)
-            os.replace(partial, whole)
+            info = header.tensors[tensor]
+            with whole.with_suffix(".partial").open("a+b") as partial:
+                _complete(file, info, header.offset(tensor), header_bytes([info], metadata), partial)
+            os.replace(partial.name, whole)
 
 
-def _complete(file: HubFile, info: TensorInfo, offset: int, partial: BinaryIO) -> None:
-    """Fetch what a small file lacks; begin anew where it does not begin as it should."""
+def _complete(file: HubFile, info: TensorInfo, offset: int, prefix: bytes, partial: BinaryIO) -> None:
+    """Fetch what a small file lacks; begin anew where it does not begin with `prefix`."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, not in __all__
 
-    prefix = header_bytes([info], {"etag": file.etag})
     total = len(prefix) + info.size_bytes
     done = partial.seek(0, os.SEEK_END)
     partial.seek(0)
-    if not len(prefix) <= done <= total or partial.read(len(prefix)) != prefix:
+    if partial.read(len(prefix)) != prefix:
         partial.truncate(0)
         done = partial.write(prefix)
     # In huggingface_hub's style, so that its switches hold.

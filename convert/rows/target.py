@@ -7,13 +7,10 @@ SGLang and transformers 4 load such a target. transformers 5 takes the stored on
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-from eagle_slim.vocab_tools.files import write_file
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 
 from ..errors import CheckpointError
@@ -21,7 +18,7 @@ from ..files import read_object
 from ..sources.source import ResolvedSource
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS
-from .hub_tensor import HubFile, cache_folder, cached_tensor, fetch_tensor
+from .hub_tensor import HubFile, cached_tensor, fetch_tensor
 from .lm_head import LmHead
 from .paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
 from .safetensors_file import SafetensorsFile, shorten
@@ -63,17 +60,16 @@ def ties_embedding(folder: Path) -> bool | None:
         config = read_object(folder / "config.json", CheckpointError, str(folder))
     except CheckpointError:
         return None
-    parts = (config, config.get("text_config"))
-    said = [part[_TIE] for part in parts if isinstance(part, dict) and part.get(_TIE) is not None]
-    return next((value for value in (True, False) if said and all(found is value for found in said)), None)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    said = {part[_TIE] for part in parts if isinstance(part.get(_TIE), bool)}
+    return said.pop() if len(said) == 1 else None
 
 
 def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead:
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
-    From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the bytes of this
-    tensor are fetched (`hub_tensor`); of a repository that has only `pytorch_model.bin`, the whole file or shard, after
-    a notice. With `offline`, nothing is.
+    From a folder or the Hub's cache it is read in place. Otherwise the bytes of this tensor are fetched (`hub_tensor`);
+    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is.
 
     Raises:
         SourceError: as `target_files`; or the server ignores byte ranges.
@@ -81,8 +77,10 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     """
     if target.repo_id is None:
         return open_local_lm_head(target.folder, target.label)
-    if (cached := _cached(target)) is not None:
-        return cached
+    with contextlib.suppress(CheckpointError):
+        return open_local_lm_head(target.folder, target.label)
+    with contextlib.suppress(CheckpointError):
+        return _fetched(target)
     if offline or is_offline():
         raise not_cached(target.label, "its LM head")
     return _fetch(target)
@@ -90,13 +88,11 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
 
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
     """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
-    chosen = choose_weights(list_names(folder), str(folder))
+    chosen, only = choose_weights(list_names(folder), str(folder)), None
     if chosen.endswith(".index.json"):
-        name = find_lm_head(read_index(folder / chosen), label, ties_embedding(folder))
-        checkpoint = open_checkpoint(folder, {name})
-    else:
-        checkpoint = open_checkpoint(folder)
-        name = find_lm_head(checkpoint.names, label, ties_embedding(folder))
+        only = {find_lm_head(read_index(folder / chosen), label, ties_embedding(folder))}
+    checkpoint = open_checkpoint(folder, only)
+    name = find_lm_head(checkpoint.names, label, ties_embedding(folder))
     return _checked(LmHead(checkpoint, name, label, "target", checkpoint.file_of(name).path.name))
 
 
@@ -128,29 +124,12 @@ def _fetch(target: ResolvedSource) -> LmHead:
     if name not in header.tensors:
         problem = f"the index says that {chosen} holds {name}, but it does not.\nGive another --revision."
         raise CheckpointError.at(target.label, problem)
-    fetch_tensor(file, header, name)
-    note = {"etag": file.etag, "file": chosen, "tensor": name}
-    write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
-    return _noted(target, note)
+    fetch_tensor(file, header, name, cached_tensor(snapshot.repo_id, snapshot.commit), {"file": chosen})
+    return _fetched(target)
 
 
-def _cached(target: ResolvedSource) -> LmHead | None:
-    """Return the LM head from the caches, or None; touches no network."""
-    with contextlib.suppress(CheckpointError):
-        return open_local_lm_head(target.folder, target.label)
-    try:
-        return _noted(target, json.loads(_commit_note(target).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
-        return None
-
-
-def _noted(target: ResolvedSource, note: Mapping[str, Any]) -> LmHead:
-    """Open the LM head that was fetched, as it was noted then."""
-    file = SafetensorsFile(cached_tensor(target.snapshot.repo_id, note["etag"], note["tensor"]))
-    checkpoint = Checkpoint.of(file, target.label)
-    return _checked(LmHead(checkpoint, note["tensor"], target.label, "target", note["file"]))
-
-
-def _commit_note(target: ResolvedSource) -> Path:
-    """Return the file that says what was fetched of a commit, for the way without a connection."""
-    return cache_folder(target.snapshot.repo_id) / f"{target.snapshot.commit}.json"
+def _fetched(target: ResolvedSource) -> LmHead:
+    """Open the LM head that was fetched of this commit; CheckpointError where none was."""
+    file = SafetensorsFile(cached_tensor(target.snapshot.repo_id, target.snapshot.commit))
+    (name,) = file.tensors
+    return _checked(LmHead(Checkpoint.of(file, target.label), name, target.label, "target", file.metadata["file"]))

@@ -161,7 +161,7 @@ def embedded_target_folder() -> Path:
             text = json.dumps(json.loads(_tokenizer(fields).to_str()), indent=2, ensure_ascii=False)
             (folder / "tokenizer.json").write_text(f"{text}\n", encoding="utf-8")
             plans = [_plan(tensor, fields) for tensor in reader.tensors]
-            write_safetensors(folder / "model.safetensors", plans, {"format": "pt"})
+            write_safetensors(folder / "model.safetensors", plans)
     except OutputError as error:
         raise OutputError(
             "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "

@@ -1,4 +1,4 @@
-"""A tiny model that whole calls are made of."""
+"""A tiny model that whole calls are made of, and a random one of dimensions named tiny."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def pool(model: Any) -> Any:
 
     text = np.random.default_rng(0).integers(3, 340, 250).tolist()
     return Pool(model, [model.encode_chat("hello"), model.encode_chat("good day")], text, 0, 32, new_tokens=9)
+
+
+@pytest.fixture
+def random_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    import torch
+    from eagle_slim.runtime.drafter.tuning import problem
+
+    from benchmarks.shared import decoding
+
+    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
+    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
+    return decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 
 from benchmarks import gates as command
 from benchmarks.gates import THRESHOLDS, judge, reference_of
-from benchmarks.shared import decoding, partial
+from benchmarks.shared import decoding
 
 Values = dict[str, Any]
 SHAPE = {"draft_vocab": 60, "depth": 2, "nodes": 16}
@@ -90,24 +89,24 @@ def test_the_file_of_thresholds() -> None:
     assert all(measured.fullmatch(name) and 0 < share < 1 for name, share in micro["tolerances"].items())
 
 
-def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_end_to_end(
+    random_model: decoding.RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """References are recorded, then met; with references of nothing every round is red."""
-    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
-    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
     monkeypatch.setattr(command, "TOP_K", 4)
     monkeypatch.setattr(command, "_TIMES", dict.fromkeys(command._TIMES, 1))
     # Two tokens a pass, however few the passes.
-    for module in (command, partial):
+    for module in (command, decoding):
         monkeypatch.setattr(module, "draw_lengths", lambda mean, longest: [2] * 240)
     measure = command.measure_full
     monkeypatch.setattr(command, "measure_full", lambda model, gate: measure(model, gate, steps=2, turns=1))
     tolerances = dict.fromkeys(("draft", "verify", "accept", "commit", "attention at 512", "attention at 40"), 1e9)
     path = tmp_path / "gates.json"
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
     full = [FULL | {"threshold": 1.0}, FULL | {"threshold": 0.0, "prefix": 400, "partial_blocks": 2, "survival": 0.5}]
     micro = MICRO | {"tolerances": tolerances, "references": {}}
     gates = {"green_rounds": 1, "most_rounds": 1, "micro": micro, "full": full}
-    report = command.run(gates, path, model, True, samples=1)
+    report = command.run(gates, path, random_model, True, samples=1)
     recorded = json.loads(path.read_text())
     (reference,) = recorded["micro"]["references"].values()
     assert set(reference["ratios"]) == set(tolerances)
@@ -118,6 +117,6 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert report["full"][1]["is_green"]
     assert report["is_green"] == (report["full"][0]["ratio"] >= 1.0)
     reference["ratios"] |= {"accept": 0.0}
-    again = command.run(recorded, path, model, samples=1)
+    again = command.run(recorded, path, random_model, samples=1)
     assert not again["is_green"]
     assert "RED" in capsys.readouterr().out

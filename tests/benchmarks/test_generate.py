@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from support.raising import raises
 
 from benchmarks import generate
 from benchmarks.generate import FR_SPEC, SMOLLM2, Point, factor
-from benchmarks.shared import decoding
+from benchmarks.shared.decoding import RandomModel, phase_times
 
 RESULTS = Path(generate.__file__).parent / "results"
 LOSS = {20: 1.5, 60: 2.0, 90: 2.5}
@@ -22,8 +20,6 @@ LOSS = {20: 1.5, 60: 2.0, 90: 2.5}
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Point:
-    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
-    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
     monkeypatch.setitem(FR_SPEC, "tiny", {20: 1.0, 90: 2.0})
     monkeypatch.setattr(generate, "SMOLLM2", LOSS)
     monkeypatch.setattr(generate, "PUBLIC_ROWS", 60)
@@ -31,13 +27,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Point:
     return Point("tiny", 2, 20)
 
 
-def test_a_row(tiny: Point, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = decoding.phase_times
-    monkeypatch.setattr(generate, "phase_times", lambda *arguments: timed(*arguments, rounds=1, times=1))
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+def test_a_row(random_model: RandomModel, tiny: Point, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "phase_times", lambda *arguments: phase_times(*arguments, rounds=1, times=1))
     sizes = tiny.sizes([0, 60, 20, 1000])
     # 240 lengths are met exactly by as many steps; here by fewer, so they are all the same.
-    rows = generate.measure(model, tiny, sizes, [2] * 240, steps=2, rounds=2)
+    rows = generate.measure(random_model, tiny, sizes, [2] * 240, steps=2, rounds=2)
     assert [(row["variant"], row.get("draft_vocab")) for row in rows] == [
         ("plain", None), ("drafted", 90), ("drafted", 60), ("drafted", 20)
     ]  # fmt: skip
@@ -72,8 +66,3 @@ def test_what_smollm2_lost_was_measured() -> None:
     rows = json.loads((RESULTS / "2026-11-26-h100-answers.json").read_text())["rows"]
     greedy = {row["draft_vocab"]: round(row["accepted_length"], 4) for row in rows if not row["sampled"]}
     assert {size: greedy[size] for size in SMOLLM2} == SMOLLM2
-
-
-def test_every_row_has_a_name_of_its_own() -> None:
-    points = generate.all_points()
-    assert len({point.name for point in points}) == len(points) == 3 * 3 * 3

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 
-from benchmarks.shared import decoding, partial
+from benchmarks.shared import decoding
+from benchmarks.shared.drawn_verdicts import survivals
 
 
-def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows(random_model: decoding.RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every token confirmed, a step gives all that its partial passes accept, and one more."""
-    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
-    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
-    monkeypatch.setattr(partial, "draw_lengths", lambda *a: [2] * 240)
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(decoding, "draw_lengths", lambda *a: [2] * 240)
+    tree = TreeConfig(3, 4, 8)
     option = PartialVerification(num_blocks=2, num_steps=3, num_tokens=9)
-    rows = list(partial.measure(model, 60, TreeConfig(3, 4, 8), 2, 400, [option], 2.0, [1.0, 0.5], steps=6, rounds=1))
+    rows = list(decoding.measure_ahead(random_model, 60, tree, 2, 400, [option], 2.0, [1.0, 0.5], steps=6, rounds=1))
     assert [row["survival"] for row in rows] == [1.0, 0.5]
     assert [row["full"]["accepted_length"] for row in rows] == [2.0, 2.0]
     assert rows[0]["ahead"]["accepted_length"] == 3 * 2 + 1
@@ -27,9 +24,9 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_survivals() -> None:
-    drawn = partial.survivals(0.9, 31)
+    drawn = survivals(0.9, 31)
     assert max(drawn) <= 31
     # The mean of a geometric law that is cut off.
     assert sum(drawn) / len(drawn) == pytest.approx(sum(0.9**k for k in range(1, 32)), rel=0.01)
     assert sum(drawn[16:32]) / 16 == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
-    assert set(partial.survivals(1.0, 31)) == {31}
+    assert set(survivals(1.0, 31)) == {31}

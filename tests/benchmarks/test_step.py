@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks import step
-from benchmarks.shared import decoding
+from benchmarks.shared.decoding import RandomModel, phase_times
 
 
-def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
-    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
-    timed = decoding.phase_times
-    monkeypatch.setattr(step, "phase_times", lambda *a, **options: timed(*a, **options, rounds=1, times=1))
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
-    found = list(step.measure(model, 60, [TreeConfig(1, 4, 8), TreeConfig(1, 4, 4)], 1, [20, 40], 1e9, is_first=True))
+def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "phase_times", lambda *a, **options: phase_times(*a, **options, rounds=1, times=1))
+    trees = [TreeConfig(1, 4, 8), TreeConfig(1, 4, 4)]
+    found = list(step.measure(random_model, 60, trees, 1, [20, 40], 1e9, is_first=True))
     rows = [row for row in found if "prompt" not in row]
     prompts = [row for row in found if "prompt" in row]
     assert [(row["nodes"], row["prompt"]) for row in prompts] == [(8, 20), (1, 20)]
@@ -27,7 +22,8 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 20, True), (1, 20, False), (1, 40, False),
     ]  # fmt: skip
     for row in rows:
-        assert row["floor_ms"] == pytest.approx((model.weight_bytes + model.kv_bytes(row["prefix"])) / 1e9 * 1e3)
+        least_bytes = random_model.weight_bytes + random_model.kv_bytes(row["prefix"])
+        assert row["floor_ms"] == pytest.approx(least_bytes / 1e9 * 1e3)
         assert row["step_ms"] > 0
         assert ("verify_ms" in row) == (row["nodes"] != 4)
     assert "draft_ms" in rows[1]

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.kernels import acceptance
 from eagle_slim.runtime.target.kernels import products
 
 from benchmarks import trace
-from benchmarks.shared import decoding
+from benchmarks.shared.decoding import RandomModel
 
 
 def event(cat: str, name: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
@@ -77,12 +75,11 @@ def test_every_kernel_of_a_step_has_a_part() -> None:
     assert trace.part_of("some_draft_kernel") == "other"
 
 
-def test_steps_are_traced_in_ranges_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_traced_in_ranges_of_their_names(
+    random_model: RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EAGLE_SLIM_RANGES", "1")
-    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
-    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
-    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
-    decoder = model.decoder(model.new_cache(2, 200), TreeConfig(1, 4, 8), 60)
+    decoder = random_model.decoder(random_model.new_cache(2, 200), TreeConfig(1, 4, 8), 60)
     events, allocated = trace.traced(decoder, 2, 20, 4, tmp_path / "trace.json")
     assert allocated == 0
     assert len(trace.steps_in(events)) == 4

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from eagle_slim.convert import (
     Artifact,
+    ArtifactError,
     CheckpointError,
     MismatchError,
     SourceError,
@@ -27,8 +30,6 @@ from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, by_map, convert, convert_all
@@ -44,9 +45,10 @@ from support.heads import (
     trained_ids,
     write_eagle1,
     write_eagle3,
+    write_freq,
     write_target,
 )
-from support.raising import raises
+from support.raising import raises, waiting_for_nothing
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import token_counts
@@ -87,7 +89,7 @@ def test_own_full_head(tmp_path, container, dtype):
         assert file.metadata() == {"format": "pt"}
     assert Artifact.load(done.folder).manifest.rank_order_ids.tolist() == RANKED[:8]
     assert torch.load(done.folder / "freq_8.pt", weights_only=True) == RANKED[:8]
-    assert (done.head.draft_vocab, done.draft_vocab) == (VOCAB, 8)
+    assert (done.head.draft_vocab, done.manifest.draft_vocab) == (VOCAB, 8)
     assert done.bytes_before - done.bytes_after == (VOCAB - 8) * HIDDEN * dtype.itemsize
     assert verify_artifact(done.folder, head=head).ok
 
@@ -126,23 +128,6 @@ def test_map_composed_with_map(tmp_path):
     assert verify_artifact(done.folder, head=head).ok
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_pruning_twice_is_pruning_once(tmp_path, data):
-    order = data.draw(st.permutations(list(range(40))))
-    large = data.draw(st.integers(2, 40))
-    small = data.draw(st.integers(1, large))
-    head = tmp_path / "head"
-    if not head.exists():
-        write_eagle3(head)
-    request = by_map(tmp_path, order)
-    first = convert(head, draft_vocab=large, vocabulary=request, out=tmp_path / "first", force=True)
-    twice = convert(first.folder, draft_vocab=small, vocabulary=request, out=tmp_path / "twice", force=True)
-    once = convert(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
-    for name in ("model.safetensors", "config.json", f"freq_{small}.pt"):
-        assert (twice.folder / name).read_bytes() == (once.folder / name).read_bytes()
-
-
 def test_same_size_normalises_and_more_is_refused(tmp_path):
     old = trained_ids(100, ascending=False)
     head = write_eagle3(tmp_path / "head", ids=old, t2d=False, spelling="layers.0")
@@ -164,7 +149,7 @@ def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
     head = write_eagle3(tmp_path / "head", ids=old)
     done = convert(head, draft_vocab=302, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert target_ids(written(done.folder)).tolist() == old.tolist()
-    assert any("belong to no token" in warning for warning in done.warnings)
+    assert any("belong to no token" in warning for warning in done.manifest.warnings)
     assert verify_artifact(done.folder, head=head, target=target).ok
 
 
@@ -173,7 +158,7 @@ def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
     head = write_eagle3(tmp_path / "head", ids=old)
     done = convert(head, draft_vocab=240, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert 2 not in target_ids(written(done.folder))
-    assert any("never trained" in warning for warning in done.warnings)
+    assert any("never trained" in warning for warning in done.manifest.warnings)
     assert 2 in done.manifest.vocabulary["forced_but_untrained"]
     assert verify_artifact(done.folder, head=head, target=target).ok
 
@@ -243,7 +228,7 @@ def test_an_embedding_that_was_trained_is_kept(tmp_path):
     assert torch.equal(written(done.folder)["embed_tokens.weight"], tensors["embed_tokens.weight"])
     assert config_of(done.folder)["embed_requires_grad"] is True
     assert verify_artifact(done.folder, head=head).ok
-    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.manifest.warnings)
     del tensors["embed_tokens.weight"]
     without = open_head(write_eagle3(tmp_path / "without", tensors=tensors, embed_requires_grad=True))
     assert any("the file has none" in warning for warning in without.warnings)
@@ -278,7 +263,7 @@ def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, w
         assert torch.equal(found[name], tensors[name])
     config = config_of(done.folder)
     assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
-    assert any("SGLang" in warning and "norms of q and k" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "norms of q and k" in warning for warning in done.manifest.warnings)
     card = (done.folder / "README.md").read_text()
     assert "vllm serve" in card
     assert "sglang.launch_server" not in card
@@ -365,7 +350,7 @@ def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
     assert output.dtype == torch.bfloat16
     assert config_of(done.folder)["attention_bias"] is True
     assert verify_artifact(done.folder, head=head).ok
-    assert any("SGLang" in warning and "biases" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "biases" in warning for warning in done.manifest.warnings)
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
@@ -398,7 +383,7 @@ def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said
     assert torch.equal(found["layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN, dtype=torch.bfloat16))
     assert all(config[flag] is True for flag in ("attention_bias", "qkv_bias", "mlp_bias"))
     assert verify_artifact(done.folder, head=head, target=target).ok
-    assert any("SGLang" in warning and "MLP are not loaded" in warning for warning in done.warnings)
+    assert any("SGLang" in warning and "MLP are not loaded" in warning for warning in done.manifest.warnings)
 
 
 def test_eagle1_keeps_its_own_bias_and_norms(tmp_path):
@@ -408,7 +393,7 @@ def test_eagle1_keeps_its_own_bias_and_norms(tmp_path):
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert all(torch.equal(written(done.folder)[name], tensor) for name, tensor in own.items())
     for words in ("fc.bias is dropped", "raise ValueError with an EAGLE-1/2 head"):
-        assert any(words in warning for warning in done.warnings)
+        assert any(words in warning for warning in done.manifest.warnings)
     with raises(UsageError, option="--for"):
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
@@ -433,7 +418,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert verify_artifact(large.folder, head=head, target=target).ok
 
     found = convert(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
-    assert found.draft_vocab == 320
+    assert found.manifest.draft_vocab == 320
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
 
 
@@ -445,7 +430,7 @@ def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(t
         target=target, out=tmp_path / "out",
     )  # fmt: skip
     assert done.manifest.coverage["draft_vocab"] == 310
-    lost = [warning for warning in done.warnings if "which need no corpus" in warning]
+    lost = [warning for warning in done.manifest.warnings if "which need no corpus" in warning]
     assert len(lost) == 1
     assert "less than the 100.00% of the first 310 ids" in lost[0]
 
@@ -576,7 +561,7 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
         assert (alone.folder / name).read_bytes() == (helped.folder / name).read_bytes()
     assert alone.manifest.num_forced == direct.manifest.num_forced > 0
     assert alone.manifest.tokenizer["hash"] == direct.manifest.tokenizer["hash"]
-    assert not any("tokenizer" in warning for warning in alone.warnings)
+    assert not any("tokenizer" in warning for warning in alone.manifest.warnings)
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with pytest.raises(UsageError, match=r"200.*259"):
         convert(first.folder, draft_vocab=200, out=tmp_path / "less")
@@ -603,7 +588,7 @@ def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, t
     assert again.manifest.target == named
     assert again.manifest.tokenizer == first.manifest.tokenizer
     assert again.manifest.rank_order_ids.tolist() == first.manifest.rank_order_ids[:280].tolist()
-    assert not any("not at hand" in warning for warning in again.warnings)
+    assert not any("not at hand" in warning for warning in again.manifest.warnings)
     # What is forced besides is looked for without the target, too; added tokens are not.
     last = int(first.manifest.rank_order_ids[-1])
     more = VocabRequest(force_ids=(last,))
@@ -624,7 +609,7 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
     (target / "chat_template.jinja").unlink(missing_ok=True)
     head = write_eagle3(home / "head", lm_head=False)
     done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-    assert any("target has no chat template" in warning for warning in done.warnings)
+    assert any("target has no chat template" in warning for warning in done.manifest.warnings)
     # A folder that the head names itself, and that is not opened.
     named = write_eagle3(home / "named", spelling="speculators")
     config = json.loads((named / "config.json").read_text())
@@ -634,17 +619,6 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
     assert other.manifest.target["name"] == "target"
     for path in (*done.folder.iterdir(), *other.folder.iterdir()):
         assert b"a-home" not in path.read_bytes(), path
-
-
-def test_a_target_that_says_it_has_an_lm_head_and_has_none_is_refused(tmp_path):
-    target = write_target(tmp_path / "target", tied=True)
-    config = json.loads((target / "config.json").read_text())
-    head = write_eagle3(tmp_path / "head", lm_head=False)
-    for said, is_refused in ((False, True), (None, False)):
-        (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": said}))
-        with pytest.raises(CheckpointError, match="tie_word_embeddings") if is_refused else contextlib.nullcontext():
-            convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-        assert (tmp_path / "out").exists() != is_refused
 
 
 def test_defaults_are_named(tmp_path, target, monkeypatch):
@@ -690,6 +664,89 @@ def test_default_names():
     assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
     assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
     assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"
+
+
+def test_weights_of_the_target_are_looked_at_before_text_is_counted(tmp_path, target):
+    def never(*_):
+        pytest.fail("counted, although the conversion cannot be finished")
+
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    weights = target / "model.safetensors"
+    for damage in (lambda: weights.write_bytes(weights.read_bytes()[:-8]), weights.unlink):
+        damage()
+        with pytest.raises(CheckpointError):
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+    save_file({"lm_head.weight": random((VOCAB, 8), 0)}, weights)
+    with pytest.raises(MismatchError, match=r"lm_head\.weight is \[384, 8\]"):
+        convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+
+
+def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
+    head = write_eagle1(tmp_path / "old", bias=random((HIDDEN,), 1))
+    ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(330)))
+    arguments = (convert_command, head, *ranking, "--draft-vocab", "310,320", "--out", "o")
+    (_, _, dry), (_, out, _), (code, _, real) = (
+        run(*arguments, *more) for more in (["--dry-run"], ["--dry-run", "--json"], [])
+    )
+    assert code == 0, real
+    said, planned = ([line for line in err.splitlines() if line.startswith("warning: ")] for err in (real, dry))
+    for words in ("fc.bias is dropped", "no tokenizer was at hand", "multiple of 64"):
+        assert words in real
+    assert said == planned
+    assert set(said) == {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
+
+
+NO_TORCH = """
+import sys
+from eagle_slim.convert import cli, push_cli, verify_cli
+at_import = {"transformers"} & set(sys.modules)
+cli.convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    arguments = [head, "--draft-vocab", "300", "--target", target, "--order", "ids", "--out", tmp_path / "o"]
+    command = [sys.executable, "-c", NO_TORCH, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
+
+
+def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, target):
+    counts = [9 if token in range(300, 304) else 0 for token in range(TOKENS)]
+    token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+    head = write_eagle3(tmp_path / "head")
+    arguments = (head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o")
+    code, out, err = run(convert_command, *arguments)
+    assert code == 0, err
+    missing = 320 - 259 - 4
+    assert f"never counted         {missing}" in out
+    for told in (err, (tmp_path / "o" / "README.md").read_text()):
+        assert f"{missing} of the 320 ids never occur in the counted text" in told
+    assert Artifact.load(tmp_path / "o").manifest.num_uncounted == missing
+    check = verify_artifact(tmp_path / "o")["ranks"]
+    assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
+
+
+def test_what_several_engines_make_of_a_head_is_said_once(tmp_path):
+    head = write_eagle1(tmp_path / "head")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
+)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
+    head, request = write_eagle3(tmp_path / "head"), by_map(tmp_path, RANKED)
+    (head / name).unlink(missing_ok=True)
+    os.mkfifo(head / name)
+    refused = pytest.raises((ArtifactError, CheckpointError))
+    with waiting_for_nothing(), contextlib.nullcontext() if name == "README.md" else refused:
+        convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out")
 
 
 def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):

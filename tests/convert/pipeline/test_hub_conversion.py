@@ -50,8 +50,8 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path, monkeypatch):
         assert done.manifest.head["revision"] == hub.commits["org/head"]
         assert done.manifest.target["repo_id"] == "org/target"
         assert done.manifest.target["revision"] == hub.commits["org/target"]
-        assert any("org/target has no chat template" in warning for warning in done.warnings)
-        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.warnings)
+        assert any("org/target has no chat template" in warning for warning in done.manifest.warnings)
+        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.manifest.warnings)
         front = (done.folder / "README.md").read_text().split("---")[1]
         assert "base_model: org/target" in front
         assert "license: mit" in front

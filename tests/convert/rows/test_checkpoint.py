@@ -80,7 +80,6 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
     assert set(checkpoint.names) == set(tensors)
     for name, expected in tensors.items():
         assert checkpoint.info(name).shape == tuple(expected.shape)
-        assert checkpoint.dtype(name) == dtype
         assert same_bits(checkpoint.tensor(name), expected)
     for name, ids in [("matrix", [36, 0, 1, 2, 2, 35]), ("cube", [3, 1]), ("vector", [8, 0]), ("matrix", [])]:
         wanted = tensors[name].view(torch.uint8) if dtype.itemsize == 1 else tensors[name]
@@ -179,6 +178,8 @@ def test_lm_head_names() -> None:
     assert find_lm_head(["vision.embed_tokens.weight", name], "t") == name
     with raises_with(CheckpointError, "my_head.weight"):
         find_lm_head(["my_head.weight"], "t")
+    with raises_with(CheckpointError, "tie_word_embeddings"):
+        find_lm_head(["model.embed_tokens.weight"], "t", tied=False)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +240,11 @@ def test_what_safetensors_refuses_is_refused_with_the_name_of_the_file(tmp_path:
 
 
 def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    # The .bin first: beside it the safetensors would be taken.
+    for name in ("pytorch_model.bin", "model.safetensors"):
         (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-        with raises_with(CheckpointError, "Git LFS pointer"):
-            open_checkpoint(tmp_path / name)
+        with raises_with(CheckpointError, name, "Git LFS pointer"):
+            open_checkpoint(tmp_path)
 
 
 def test_wrong_rows_and_names(tmp_path: Path) -> None:
@@ -329,18 +331,6 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 def test_pickles_of_other_things(tmp_path: Path, value: Any, words: list[str]) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")
     with raises_with(CheckpointError, *words):
-        open_checkpoint(tmp_path)
-
-
-def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    values = torch.arange(1000, dtype=torch.int64)
-    torch.save({"a": values}, path)
-    content = bytearray(path.read_bytes())
-    at = content.index(values.numpy().tobytes()) + 4000
-    content[at] ^= 1
-    path.write_bytes(content)
-    with raises_with(CheckpointError, str(path), "pytorch_model/data/0"):
         open_checkpoint(tmp_path)
 
 

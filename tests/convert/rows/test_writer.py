@@ -47,7 +47,7 @@ def test_same_bytes_as_the_reference(tmp_path_factory, layout):
     tensors = {name: (torch.randn(shape) * 3).to(dtype) for name, (dtype, shape) in layout.items()}
     save_file(tensors, folder / "reference", {"format": "pt"})
     plans = [plan_of(name, tensor) for name, tensor in reversed(list(tensors.items()))]
-    written = write_safetensors(folder / "ours", plans, {"format": "pt"})
+    written = write_safetensors(folder / "ours", plans)
     data = (folder / "ours").read_bytes()
     assert data == (folder / "reference").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
@@ -61,12 +61,12 @@ def test_same_bytes_as_the_reference(tmp_path_factory, layout):
 def test_broken_plans(tmp_path, size):
     plan = TensorPlan("m", "F32", (size // 4,), size, lambda: iter([raw(torch.ones(3))]))
     with pytest.raises(ValueError, match=f"planned {size} bytes, got 12"):
-        write_safetensors(tmp_path / "file", [plan], {})
+        write_safetensors(tmp_path / "file", [plan])
 
 
 def test_the_file_is_as_readable_as_any_new_one(tmp_path):
     (tmp_path / "other").touch()
-    write_safetensors(tmp_path / "file", [array_plan("ids", np.arange(3))], {})
+    write_safetensors(tmp_path / "file", [array_plan("ids", np.arange(3))])
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
