@@ -118,8 +118,6 @@ def encode_all(encode: Encode, texts: Sequence[str]) -> Encoded:
     """
     if not texts:
         return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
-    if max(map(len, texts)) <= MAX_TEXT_CHARS:
-        return _join([encode(batch) for batch in _batches(texts)])
     parts = [_parts(text) for text in texts]
     encoded = _join([encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
     return Encoded(encoded.token_ids, encoded.offsets[np.cumsum([0, *map(len, parts)])])
@@ -150,8 +148,6 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _join(parts: Sequence[Encoded]) -> Encoded:
-    if len(parts) == 1:
-        return parts[0]
     starts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
     offsets = [np.zeros(1, np.int64), *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))]
     return Encoded(np.concatenate([part.token_ids for part in parts]), np.concatenate(offsets))

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import UsageError, VocabularyError, errors_of
-from .files import check_named, read_json, regular_file, write_file
+from .files import check_named, read_json, read_text, regular_file, write_file
 from .vocabulary import TARGET_VOCAB_FROM, DraftVocab, check_ids, is_native, whole_numbers
 
 D2TForm = Literal["offset", "absolute"]
@@ -245,7 +245,7 @@ def _starts_as_json(path: Path) -> bool:
 
 def _read_text(path: Path) -> list[int]:
     """Read ids as text, separated by spaces, commas or the ends of lines."""
-    parts = path.read_text(encoding="utf-8-sig", errors="replace").replace(",", " ").split()
+    parts = read_text(path, VocabularyError).replace(",", " ").split()
     wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
     if wrong is not None:
         raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import SourceError, TokenizerError
-from .files import expand_home, read_json, regular_file
+from .files import expand_home, read_json, read_text, regular_file
 from .hub import find_snapshot
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if folder is not None:
         for file in (folder / "chat_template.jinja", *sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))):
             if file.is_file():
-                templates["default" if file.parent == folder else file.stem] = _read_template(file)
+                templates["default" if file.parent == folder else file.stem] = read_text(file, TokenizerError)
     return LoadedTokenizer(
         backend=backend,
         source=source,
@@ -324,13 +324,6 @@ def _chat_templates(found: Any, where: str) -> dict[str, str]:
         form = '[{"name": "default", "template": "..."}]'
         raise TokenizerError(f"{where}: chat_template: expected a text, or several with their names, as in {form}.")
     return found
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file}: the chat template cannot be read: {error}.") from error
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
