@@ -44,7 +44,7 @@ class EncoderSpec:
 
 
 def encoder_spec(backend: Tokenizer, vocab_size: int) -> EncoderSpec:
-    """Describe a tokenizer without its truncation, padding and post-processor."""
+    """Describe a tokenizer, without truncation, padding and post-processor."""
     definition = json.loads(backend.to_str())
     definition.update(truncation=None, padding=None, post_processor=None)
     return EncoderSpec(json.dumps(definition, ensure_ascii=False), vocab_size)
@@ -164,14 +164,10 @@ def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint3
 def choose_library(
     requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[str, str]]
 ) -> tuple[TokenizerLibrary, str]:
-    """Decide which library encodes the corpus.
+    """Return the library that encodes the corpus, and why.
 
-    Args:
-        requested: a library, or "auto" for `fastokens` where it is installed and gives the right ids.
-        probe: (place, text) of some texts of the corpus, on which `fastokens` must give the ids of `tokenizers`.
-
-    Returns:
-        The library, and why (a sentence without its full stop).
+    "auto" takes `fastokens` where it is installed and gives the ids of `tokenizers` on the probe: (place, text) of some
+    texts of the corpus.
 
     Raises:
         TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.

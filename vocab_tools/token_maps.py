@@ -81,7 +81,7 @@ def ids_from_d2t(
     Args:
         d2t: integers [draft_vocab].
         t2d: mask [target_vocab], bool or 0/1 integers.
-        form: "offset" or "absolute" where the map does not show it; it must still agree with `t2d`.
+        form: where the map does not show it; it must still agree with `t2d`.
         target_vocab: size of the target's vocabulary.
 
     Raises:
@@ -334,9 +334,7 @@ def _first_line(error: BaseException) -> str:
 def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
     """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
 
-    Args:
-        path: file to write.
-        format: one of `FORMATS`; by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
+    The format is by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
 
     Raises:
         UsageError: the format does not go with the file's ending, or the list formats are asked of ids without rank.

@@ -192,12 +192,9 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
-    """Load a fast tokenizer with its chat template and generation settings.
+    """Load a tokenizer with its chat template and generation settings from a Hub id, a folder or a tokenizer.json.
 
-    Args:
-        source: a Hub id, a folder that holds a tokenizer, or a tokenizer.json file.
-        revision: branch, tag or commit on the Hub.
-        offline: use the local cache only.
+    `revision` is a branch, tag or commit on the Hub; `offline` uses the local cache only.
 
     Raises:
         TokenizerError: missing, gated, unreadable, or without a tokenizer.json.

@@ -60,12 +60,10 @@ class Tally:
     Attributes:
         counts: int64 [vocab], held-out documents left out.
         held_out: token ids of each held-out document, int32 [tokens].
-        documents, tokens: with the held-out ones; documents are those with a token.
-        empty: documents without a token.
-        skipped: bad records.
+        documents, tokens: with the held-out ones; documents are those with a token, `empty` those without.
+        skipped: bad records; `bad` are number in the block and reason of the first ones.
         apart: messages of the assistant that no turn of the template holds, encoded by themselves.
         digest: sum of the hashes of all documents, modulo 2^64.
-        bad: number in the block and reason of the first bad records.
     """
 
     counts: NDArray[np.int64]
