@@ -135,9 +135,8 @@ def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tupl
             for block in islice(source.shard_blocks(shard), 1):
                 found = (document for _, document, _ in counter.documents(at, block))
                 documents = (document for document in found if not isinstance(document, BadRecord))
-                pieces = ([doc] if isinstance(doc, str) else [piece.text for piece in doc] for doc in documents)
-                for text in islice(chain.from_iterable(pieces), _PROBE_TEXTS):
-                    yield f"a text of source {source.source.name}", text[:_PROBE_CHARS]
+                for piece in islice(chain.from_iterable(documents), _PROBE_TEXTS):
+                    yield f"a text of source {source.source.name}", piece.text[:_PROBE_CHARS]
 
 
 def _count_source(
