@@ -176,7 +176,7 @@ class BufferedDrafter:
     def take_pairs(
         self, prefix: Tensor, num_new: Tensor, new_tokens: Tensor, active_inverse: Tensor, features: Tensor
     ) -> None:
-        """Write the waiting pairs of running slots into the cache, but for the last of each, which the next draft takes.
+        """Write the waiting pairs of running slots into the cache, but for each last one, which the next draft takes.
 
         Arguments as the inputs in `Buffers`, which they may be, and `features`; what is left becomes the inputs. Slots
         that do not run are left alone, so that this may be captured while others run. Waits for nothing.
