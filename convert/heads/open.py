@@ -117,7 +117,7 @@ def head_from_checkpoint(
             problem = "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone."
             raise MismatchError.at(location, f"{problem}\nLeave the option out.")
         flat["vocab_size"] = vocab_size(flat, None, location)
-        check_eagle(tensors, flat, head_config.says_qwen3(config), location)
+        check_eagle(tensors, flat, location)
     else:
         ids = read_map(tensors, flat, location, d2t_form)
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):
@@ -125,7 +125,7 @@ def head_from_checkpoint(
     if table.kind == "dflash":
         taps = settle_dflash(tensors, flat, config, location, tap_layers)
     if table.kind == "eagle3":
-        warnings += check_eagle3(tensors, flat, head_config.says_qwen3(config), location)
+        warnings += check_eagle3(tensors, flat, location)
         if d2t_form == "auto" and ids is not None and "t2d" not in tensors and (ids == np.arange(len(ids))).all():
             warnings.append(
                 f"d2t is all zero, so the rows are those of the first {len(ids)} ids; a trainer whose map was never "

@@ -104,9 +104,10 @@ def _cut(model: SpeculativeModel, head: str, options: CompareOptions, say: Say) 
     """
     assert model.opened is not None
     ranked = _rank(model, options, say)
-    smallest = model.opened.num_forced if ranked is None else ranked.num_forced
+    ranking = ranked or model.opened.ranking
     sizes = options.sizes
     if sizes is None:
+        smallest = 0 if ranking is None else ranking.num_forced
         sizes = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
     cuts: list[int | DraftVocab | None] = []
     for size in sizes:
@@ -148,7 +149,7 @@ def _rank(model: SpeculativeModel, options: CompareOptions, say: Say) -> DraftVo
     opened = model.opened
     assert opened is not None
     if not options.counts and options.token_map is None:
-        if not opened.is_embedded and opened.rank_order is None and tuple(options.sizes or ()) != ("full",):
+        if opened.ranking is None and tuple(options.sizes or ()) != ("full",):
             raise UsageError(
                 f"Head {opened.head.location} has no ranking of its own. Give --counts or --token-map, or convert it "
                 "first; --sizes full needs no ranking."
