@@ -120,7 +120,7 @@ def _draw_paths_kernel(
 
 
 def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor) -> None:
-    """Have the walk follow the path that is drawn next in the tree of every active slot.
+    """Overwrite choices so that the walk accepts the next drawn path in the tree of every active slot.
 
     ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``drawn`` int32: lengths [count], or
     ranks [count, LEVELS]; ``turns`` int32 [slots]: rows of it that a slot has taken. A length ends at the first of the
@@ -178,7 +178,7 @@ class DrawnPartialDecoder(PartialDecoder):
 
 
 def survivals(chance: float, most: int) -> list[int]:
-    """`NUM_SURVIVALS` numbers of tokens before the first that is not confirmed, ``most`` at most.
+    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``most`` at most.
 
     In the order of van der Corput's sequence, so that a short run of them has their mean, too.
     """
