@@ -60,7 +60,7 @@ FLOORS = {
     """,
     "runtime": """
         errors
-        launches ops settings
+        ops settings
         tree
         target/kernels
         target
