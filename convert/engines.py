@@ -130,7 +130,7 @@ class HeadFacts:
     def parts(self) -> list[str]:
         """Optional parts of an EAGLE head, which an engine may not load."""
         found = [part for part, tensors in _PARTS.items() if self.tensor_names.intersection(tensors[self.kind])]
-        has_norms = "input_norm.weight" in self.tensor_names or any(map(names.is_fc_norm, self.tensor_names))
+        has_norms = any(name.startswith(("input_norm.", "fc_norm.")) for name in self.tensor_names)
         return [*found, _FC_NORMS] if has_norms else found
 
 
@@ -282,7 +282,7 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
     if engine == "llama.cpp":
         if head.has_gguf is False:
             yield "error", "it reads GGUF alone, and there is none here", "convert with --gguf bf16"
-        if any(map(names.is_fc_norm, head.tensor_names)):
+        if any(name.startswith("fc_norm.") for name in head.tensor_names):
             yield "error", "a norm for each captured layer (fc_norm) is not known, only one over all of them", ""
         if head.rope_kind not in (None, "linear", "llama3"):
             yield "error", f"rope_scaling {head.rope_kind!r} is not written for it", ""

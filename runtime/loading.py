@@ -28,7 +28,7 @@ from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
-from .errors import DeviceMemoryError, SpeedWarning, TargetError, UsageError
+from .errors import DeviceMemoryError, SpeedWarning, TargetError, UsageError, misfit
 from .target.location import given_target, recorded_target
 from .target.wrapper import check_supported
 
@@ -54,9 +54,8 @@ class OpenedHead:
     """A head ready to be paired: an artifact's, or one as its authors published it."""
 
     head: DraftHead
-    rank_order: NDArray[np.int64] | None = None
-    """Target ids, best first, from the manifest; None without one."""
-    num_forced: int = 0
+    ranks: DraftVocab | None = None
+    """The ranking in the manifest; None without one."""
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target; None where the head does not name it."""
@@ -71,19 +70,26 @@ class OpenedHead:
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
-            raise UnsupportedHeadError.at(
-                self.head.location,
-                "is a DFlash draft, which fills a block of tokens at once; this runtime drafts with EAGLE heads.\n"
-                "Serve it with vLLM: docs/serving/dflash.md of eagle-slim has the command.",
-            )
+            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving/dflash.md."
+            raise UnsupportedHeadError.at(self.head.location, problem)
+
+    @cached_property
+    def ranking(self) -> DraftVocab | None:
+        """Ranking of the rows: the manifest's, or that of the built-in head by its own counts; None without either."""
+        if not self.is_embedded:
+            return self.ranks
+        tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
+        return rank_vocabulary(load_embedded_counts(), tokenizer=tokenizer, target_vocab=self.head.target_vocab)
 
     def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
         if isinstance(draft_vocab, np.integer):
             draft_vocab = int(draft_vocab)
-        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab:
-            return choose_draft_ids(self.head, draft_vocab, self._builtin.target_ids, self._builtin.num_forced)
-        return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
+        needs_ranking = isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab
+        ranked = self.ranking if needs_ranking else self.ranks
+        if ranked is None:
+            return choose_draft_ids(self.head, draft_vocab, None)
+        return choose_draft_ids(self.head, draft_vocab, ranked.target_ids, ranked.num_forced)
 
     def rank_rows(
         self, draft_ids: NDArray[np.int64], draft_vocab: int | np.integer[Any] | DraftVocab | None
@@ -92,20 +98,12 @@ class OpenedHead:
 
         The first N of them are what `choose` gives for N. Ids that were never ranked come last. None without a ranking.
         """
-        ranked = self._builtin.target_ids if self.is_embedded else self.rank_order
-        if not (draft_vocab is None or isinstance(draft_vocab, (int, np.integer))):
-            ranked = draft_vocab.target_ids if draft_vocab.ranked else None
-        if ranked is None:
+        given = self.ranking if draft_vocab is None or isinstance(draft_vocab, (int, np.integer)) else draft_vocab
+        if given is None or not given.ranked:
             return None
-        place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
-        place[ranked] = np.arange(len(ranked))
+        place = np.full(self.head.target_vocab, len(given), dtype=np.int64)
+        place[given.target_ids] = np.arange(len(given))
         return np.argsort(place[draft_ids], kind="stable")
-
-    @cached_property
-    def _builtin(self) -> DraftVocab:
-        """Ranking of the built-in head by its own counts."""
-        tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
-        return rank_vocabulary(load_embedded_counts(), tokenizer=tokenizer, target_vocab=self.head.target_vocab)
 
     def rows_to_follow(
         self, target: TargetModel, weights: HeadWeights, follow_rows: int, rank_order: NDArray[np.int64] | None = None
@@ -121,8 +119,8 @@ class OpenedHead:
             known = load_joinable_rows(self.head, target, base.cpu().numpy())
         if rank_order is None:
             rank_order = known.rank_order
-        if rank_order is None and self.is_embedded:
-            rank_order = self._builtin.target_ids
+        if rank_order is None and self.ranking is not None:
+            rank_order = self.ranking.target_ids
         return FollowRows.of(follow_rows, base, known.rows, known.row_of_id, rank_order)
 
 
@@ -151,12 +149,12 @@ def open_any_head(
         else:
             head = Artifact.load(source)
     if isinstance(head, Artifact):
-        target = head.manifest.target
+        manifest = head.manifest
+        name = EMBEDDED_TARGET_REPO if "wheel" in manifest.target else head.target
+        folder_name = manifest.target.get("name")
         return OpenedHead(
-            head.head, head.manifest.rank_order_ids, head.manifest.num_forced, head.tokenizer_hash,
-            target_name=EMBEDDED_TARGET_REPO if "wheel" in target else head.target,
-            target_folder=target.get("name"), folder=head.folder, offline=offline,
-        )  # fmt: skip
+            head.head, manifest.ranks, head.tokenizer_hash, name, folder_name, head.folder, offline=offline
+        )
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(
         head, tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
@@ -326,9 +324,7 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in _DTYPES:
-        raise UsageError(
-            f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}."
-        )
+        raise misfit("dtype", f"'auto', {', '.join(map(str, _DTYPES))}", dtype)
     return found
 
 
@@ -340,14 +336,10 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | None, device: str | tor
     check_supported(target)
     weight = next(target.parameters())
     if dtype not in (None, weight.dtype):
-        raise UsageError(
-            f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Convert it, or leave dtype out."
-        )
+        raise UsageError(f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Leave dtype out.")
     place = weight.device if device is None else choose_device(device)
     if place.type != weight.device.type or place.index not in (None, weight.device.index):
-        raise UsageError(
-            f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out."
-        )
+        raise UsageError(f"device = {str(device)!r}, but the loaded target is on {weight.device}. Leave device out.")
 
 
 def target_location(

@@ -25,7 +25,7 @@ from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .api.request import Streamer, start
+from .api.request import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -355,7 +355,7 @@ class SpeculativeModel:
                 stopping_criteria: callables asked for each prompt by itself, without padding, and with None for scores.
                 logits_processor: callables of (int64 [1, seq], float32 [1, vocab]), functions of these alone
                     (`api.sampling`), called on the host.
-                ignore_eos: True lets no id end an answer. inputs: another name for ``input_ids``.
+                ignore_eos: True lets no id end an answer.
                 tokenizer: for text and stop strings, instead of the model's own.
 
         Raises:
@@ -372,10 +372,11 @@ class SpeculativeModel:
                 if len(call.requests) != 1:
                     raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
-            # Also where a measured size turns drafting off for a call: its tokens are still counted.
-            head = self.drafter.weights if speculative else None
-            states = start(call.requests, call.sampling, streamer, head)
-            loop = GenerationLoop(self._decoders, states, plan)
+            for request in call.requests:
+                request.streamer = streamer
+                # Also where a measured size turns drafting off for a call: its tokens are still counted.
+                request.head = self.drafter.weights if speculative else None
+            loop = GenerationLoop(self._decoders, call.requests, plan)
             results, stats = loop.run()
         finally:
             # Whoever reads from the streamer must not wait for ever.

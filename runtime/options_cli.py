@@ -100,10 +100,6 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     given = {name: options.pop(name) for name in _LOADING} | more
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
-    follow = model.drafter.weights.follow
-    if follow is not None:
-        most = min(follow.most, len(follow.ids))
-        note(f"follows the prompt: up to {most:,} of {len(follow.ids):,} ids join {model.draft_vocab:,}")
     loaded = {
         "revision": None, "dtype": "auto", "device": None, "target_backend": model.target.backend.name,
         "drafter": model.drafter.backend, "tokenizer": model.tokenizer,
@@ -122,15 +118,8 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
 def show_warnings_as_lines() -> None:
     """Print Python warnings as one line on stderr, as the commands print their own."""
-    from .errors import AcceptanceWarning
 
-    told: set[object] = set()
-
-    def show(message: Warning | str, category: type[Warning], *_args: Any, **_kwargs: Any) -> None:
-        # Of a head that does not fit, every answer would warn anew, each with other figures.
-        key = category if category is AcceptanceWarning else str(message)
-        if key not in told:
-            note(f"warning: {message}")
-        told.add(key)
+    def show(message: Warning | str, *_args: Any, **_kwargs: Any) -> None:
+        note(f"warning: {message}")
 
     warnings.showwarning = show

@@ -13,8 +13,7 @@ from .errors import PairingError
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
     """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2).
 
-    Raises:
-        MismatchError: the head's configuration contradicts itself, or names a layer that the target has not.
+    Raises `MismatchError` where the head's configuration contradicts itself, or names a layer that the target lacks.
     """
     taps = head.taps(num_layers)
     if head.kind == "eagle" or taps == ():
@@ -31,28 +30,20 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
     hidden, vocab = int(text_config.hidden_size), int(text_config.vocab_size)
     layers = int(text_config.num_hidden_layers)
     where = f"Head {head.location} and target {target_name} do not belong together"
-    if head.target_hidden_size != hidden:
-        raise PairingError(
-            f"{where}: the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}. "
-            "Give the target that the head was trained for."
-        )
-    if not has_padding_of(head.target_vocab, vocab):
-        raise PairingError(
-            f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target that the "
-            "head was trained for."
-        )
-    if head.draft_ids_to_target is not None and int(head.draft_ids_to_target.max()) >= vocab:
-        raise PairingError(
-            f"{where}: the head drafts id {int(head.draft_ids_to_target.max())}, the target has {vocab} tokens. Its "
-            "d2t may have the other form; see d2t_form."
-        )
+    problem = None
+    highest = -1 if head.draft_ids_to_target is None else int(head.draft_ids_to_target.max())
     taps = resolve_tap_layers(head, layers)
     fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
-    if taps is not None and fc_columns not in (None, len(taps) * hidden):
-        raise PairingError(
-            f"{where}: fc.weight takes {fc_columns} features, and {len(taps)} tap layers of width {hidden} give "
-            f"{len(taps) * hidden}. Give the right target, or tap_layers."
-        )
+    if head.target_hidden_size != hidden:
+        problem = f"the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}"
+    elif not has_padding_of(head.target_vocab, vocab):
+        problem = f"the head's vocab_size is {head.target_vocab}, the target's {vocab}"
+    elif highest >= vocab:
+        problem = f"the head drafts id {highest}, the target has {vocab} tokens; d2t may have the other form (d2t_form)"
+    elif taps is not None and fc_columns not in (None, len(taps) * hidden):
+        problem = f"fc.weight takes {fc_columns} features, and {len(taps)} tap layers of width {hidden} give other ones"
+    if problem is not None:
+        raise PairingError(f"{where}: {problem}. Give the target that the head was trained for.")
 
 
 def check_tokenizer(made_with: str | None, target_hash: str | None, what: str, target_name: str) -> None:

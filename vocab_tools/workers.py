@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_messages
 from .encoding import Encoded, EncoderSpec, build_encoder, encode_all, encode_tail
-from .errors import EagleSlimError, TokenizerError
+from .errors import EagleSlimError
 from .records import BadRecord, Block
 from .sources import CorpusSource, OpenSource
 
@@ -99,8 +99,7 @@ def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
 class BlockCounter:
     """Counts blocks; holds the tokenizer and the chat template, so one per process.
 
-    Its methods raise TokenizerError where the tokenizer gives ids beyond its vocabulary, and CorpusError where the
-    input cannot be read.
+    Its methods raise CorpusError where the input cannot be read.
     """
 
     def __init__(self, plan: CountPlan) -> None:
@@ -138,10 +137,6 @@ class BlockCounter:
         is_chat, vocab_size = self._plan.sources[source].kind == "chat", self._plan.encoder.vocab_size
         found = self._encode_chats(documents) if is_chat else encode_all(self._encode, documents)
         counts = np.bincount(found.token_ids, minlength=vocab_size)
-        if len(counts) > vocab_size:
-            raise TokenizerError(
-                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {vocab_size - 1}."
-            )
         keys, present = np.array(hashes, np.uint64), np.diff(found.offsets) > 0
         chosen = np.flatnonzero((draws(keys, 2 * self._plan.seed) < self._plan.held_out) & present)
         held_out = [found.token_ids[found.offsets[at] : found.offsets[at + 1]].astype(np.int32) for at in chosen]

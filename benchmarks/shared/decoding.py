@@ -250,7 +250,7 @@ def run_steps(
 ) -> StepsRun:
     """Run greedy steps as generation does: the host reads each step's record while the next one runs.
 
-    ``chooser``, on a GPU: chooses the shape of each, after ``context`` tokens; timing a shape first is not counted.
+    ``chooser`` chooses the shape of each, after ``context`` tokens; timing a shape first, on a GPU, is not counted.
     """
     record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
     first_rank = RECORD_HEAD + decoder.state.new_tokens.shape[1] + 1
@@ -287,7 +287,7 @@ def run_steps(
         if chooser is not None:
             chooser.steps[shapes[read]] += 1
             chooser.see(shapes[read], [row[first_rank : first_rank + row[0] - 1] for row in rows])
-            if read > 0 and pauses[read - 1] == pauses[read]:
+            if ready and read > 0 and pauses[read - 1] == pauses[read]:
                 chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)
     return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)

@@ -35,7 +35,7 @@ def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
 
 def repaired_config(head: DraftHead, flavour: str = "default") -> dict[str, Any]:
     """Copy config.json without the keys that no engine may read, and with the class name of the flavour."""
-    source = head_config.flattened_text(head.source_config, head.location)
+    source = head_config.flattened_text(head.source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if head.config["attention_bias"]:
         # vLLM and SGLang read the first, SafeAILab the second.

@@ -26,12 +26,12 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
             raise UnsupportedHeadError.at(where, problem)
 
 
-def check_eagle(tensors: LazyTensors, config: dict[str, Any], is_qwen3: bool, where: str) -> None:
+def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
     """Check an EAGLE-1/2 head's first layer, and put into the configuration what only the tensors tell.
 
     Raises as `check_eagle3`.
     """
-    _settle_layer(tensors, config, "eagle", is_qwen3, where)
+    _settle_layer(tensors, config, "eagle", where)
     hidden = config["hidden_size"]
     expected = layer_shapes(config, "layers.0.", hidden)
     expected |= {
@@ -40,16 +40,14 @@ def check_eagle(tensors: LazyTensors, config: dict[str, Any], is_qwen3: bool, wh
     check_shapes(tensors, expected, where)
 
 
-def check_eagle3(tensors: LazyTensors, config: dict[str, Any], is_qwen3: bool, where: str) -> list[str]:
+def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
     """Check an EAGLE-3 head's layer, and put into the configuration what only the tensors tell.
-
-    `is_qwen3`: the head's own configuration promises norms of q and k.
 
     Returns:
         warnings.
 
     Raises:
-        CheckpointError: norms of q and k are missing.
+        CheckpointError: one of the norms of q and k is missing.
         MismatchError: shapes, biases or widths disagree.
         UnsupportedHeadError: `fc.bias` is not zero.
     """
@@ -58,7 +56,7 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], is_qwen3: bool, w
     if target_hidden == hidden:
         # Its mere presence stops SafeAILab from loading the target's embedding.
         config.pop("target_hidden_size", None)
-    _settle_layer(tensors, config, "eagle3", is_qwen3, where)
+    _settle_layer(tensors, config, "eagle3", where)
     expected = layer_shapes(config, "midlayer.", 2 * hidden)
     expected |= dict.fromkeys(("midlayer.hidden_norm.weight", "norm.weight", names.FC_BIAS), (hidden,))
     expected[names.LM_HEAD] = (config["draft_vocab_size"], hidden)
@@ -109,7 +107,10 @@ def settle_taps(
         return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
-    taps = _stated_taps(config, where) if given is None else head_config.given_tap_layers(given, where)
+    if given is None:
+        taps = _stated_taps(config, where)
+    else:
+        taps = head_config.layer_ids(list(given), where, head_config.TAPS_FLAG, lowest=0)
     count = tensors.shape(names.FC)[-1] // target_hidden
     check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
     stated = config.get("num_aux_hidden_states") or count
@@ -119,23 +120,16 @@ def settle_taps(
             f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or 'none'}.\n"
             f"Name the {count} layers whose inputs the head reads with --tap-layers.",
         )
-    norms = [name for name in tensors if names.is_fc_norm(name)]
+    norms = [name for name in tensors if name.startswith("fc_norm.")]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         problem = f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head."
         raise MismatchError.at(where, problem)
     expected: Shapes = dict.fromkeys(norms, (target_hidden,))
     check_shapes(tensors, expected | {"input_norm.weight": (count * target_hidden,)}, where)
-    for flag, tensor, is_there in (
-        ("norm_before_fc", "input_norm.weight", "input_norm.weight" in tensors),
-        ("fc_norm", "fc_norm.N.weight", bool(norms)),
-    ):
-        if bool(config.get(flag)) != is_there:
-            raise MismatchError.at(
-                where,
-                f"{flag} is {str(not is_there).lower()} in config.json, but {tensor} is "
-                f"{'in the file' if is_there else 'missing'}; engines would load it wrongly.\n"
-                "Correct config.json, or fetch the complete head.",
-            )
+    input_norms = [name for name in tensors if name == "input_norm.weight"]
+    for flag, found in (("norm_before_fc", input_norms), ("fc_norm", norms)):
+        if bool(config.get(flag)) != bool(found):
+            raise _wrong_flag(flag, config.get(flag), found, where)
     return taps
 
 
@@ -176,14 +170,11 @@ def check_shapes(tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]], 
             raise MismatchError.at(where, f"{problem}\nCorrect config.json, or fetch the head again.")
 
 
-def _settle_layer(
-    tensors: LazyTensors, config: dict[str, Any], kind: names.HeadKind, is_qwen3: bool, where: str
-) -> None:
+def _settle_layer(tensors: LazyTensors, config: dict[str, Any], kind: names.HeadKind, where: str) -> None:
     """Settle `intermediate_size`, `attention_bias` and `mlp_bias` by the tensors where config.json does not say."""
     missing = [name for name in names.HEAD_NORMS[kind] if name not in tensors]
-    if len(missing) == 1 or (missing and is_qwen3):
-        why = "config.json says a Qwen3 layer" if len(missing) > 1 else "the other one of q and k is there"
-        raise CheckpointError.at(where, f"{' and '.join(missing)} missing: {why}.\nFetch the complete head.")
+    if len(missing) == 1:
+        raise CheckpointError.at(where, f"{missing[0]} missing, of the norms of q and k.\nFetch the complete head.")
     attention, mlp = names.ATTENTION_BIASES[kind], names.MLP_BIASES[kind]
     if kind == "eagle" and config.get("qkv_bias"):
         # SafeAILab's key, the only one that its EAGLE-1/2 code reads; transformers writes attention_bias beside it.
@@ -191,12 +182,8 @@ def _settle_layer(
     # Qwen2's configuration has no key for either: its layers always have biases of q, k and v.
     _settle_biases(tensors, config, "attention_bias", attention, attention[:3], where)
     _settle_biases(tensors, config, "mlp_bias", mlp, mlp, where)
-    middle = tensors.shape(mlp[0].replace(".bias", ".weight"))[0]
     if config.get("intermediate_size") is None:
-        config["intermediate_size"] = middle
-    if config["intermediate_size"] != middle:
-        problem = f"intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows."
-        raise MismatchError.at(where, f"{problem}\nCorrect config.json, or fetch the head again.")
+        config["intermediate_size"] = tensors.shape(mlp[0].replace(".bias", ".weight"))[0]
 
 
 def _settle_biases(
@@ -206,16 +193,11 @@ def _settle_biases(
     missing = [name for name in needed if name not in tensors]
     if config.get(flag) is None:
         config[flag] = bool(present)
-    problem = None
-    if present and not config[flag]:
-        problem = f"{flag} is false in config.json, but {present[0]} is in the file; engines would leave it out.\n"
-        problem += f"Set {flag} to true."
-    elif present and missing:
-        problem = f"{present[0]} is in the file, but {', '.join(missing)} missing.\nFetch the complete head."
-    elif config[flag] and missing:
-        problem = (
-            f"{flag} is set in config.json, but the file holds no such biases, which engines would leave random.\n"
-        )
-        problem += f"Set {flag} to false."
-    if problem is not None:
-        raise MismatchError.at(where, problem)
+    if bool(present) != bool(config[flag]) or (present and missing):
+        raise _wrong_flag(flag, config[flag], present, where)
+
+
+def _wrong_flag(flag: str, value: object, found: Sequence[str], where: str) -> MismatchError:
+    problem = f"{flag} is {str(bool(value)).lower()}, and the file holds {', '.join(found) or 'no such tensor'}"
+    advice = "Correct config.json, or fetch the complete head."
+    return MismatchError.at(where, f"{problem}; engines would load it wrongly.\n{advice}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedHeadError
@@ -55,7 +55,7 @@ _KEY_ORDER = (
 _NO_METHODS = ("none", "null", "", "no_quant", "float16", "bfloat16", "float32", "fp16", "bf16")
 # Flags by which a DFlashDraftModel has other layers or chooses otherwise (SGLang, `speculative/dflash_utils.py`).
 _OTHER_FORM_FLAGS = ("projector_type", "conv_kernel_size", "selector_rank")
-_TAPS_FLAG = "--tap-layers"
+TAPS_FLAG = "--tap-layers"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
@@ -88,18 +88,16 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         MismatchError: a key is missing or of a wrong type.
     """
-    config = flattened_text(source, where)
-    nested = config.get("transformer_layer_config")
-    if nested is not None:
-        if not isinstance(nested, Mapping):
-            raise _wrong(where, "transformer_layer_config", "an object", nested)
+    for key in ("text_config", "transformer_layer_config", "eagle_config"):
+        if not isinstance(source.get(key), Mapping | None):
+            raise _wrong(where, key, "an object or null", source[key])
+    config = flattened_text(source)
+    if (nested := config.get("transformer_layer_config")) is not None:
         outer = {key: value for key, value in config.items() if key not in _SPECULATORS_KEYS}
         config = {"norm_before_residual": True, **nested, **outer, "model_type": "llama"}
     if config.get("model_type") == "llama4_text" and config.get("intermediate_size_mlp") is not None:
         # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
-    if not isinstance(config.get("eagle_config"), Mapping | None):
-        raise _wrong(where, "eagle_config", "an object or null", config["eagle_config"])
     _flatten_rope(config, where)
     _settle_window(config, where)
     _settle_norm_flags(config)
@@ -126,7 +124,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     return config
 
 
-def flattened_text(source: Mapping[str, Any], where: str) -> dict[str, Any]:
+def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a `text_config`, where heads of multimodal targets keep their sizes; engines would read nothing else.
 
     Likewise a `model`, where old configurations of vLLM keep those of an EAGLE-1/2 head
@@ -138,8 +136,6 @@ def flattened_text(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     nested = source.get("text_config")
     if nested is None:
         return dict(source)
-    if not isinstance(nested, Mapping):
-        raise _wrong(where, "text_config", "an object or null", nested)
     outer = {key: value for key, value in source.items() if key not in ("text_config", "vision_config")}
     return {**nested, **outer, "model_type": "llama"}
 
@@ -159,16 +155,6 @@ def metadata_target(source: Mapping[str, Any]) -> str | None:
 def uses_aux_layers(config: Mapping[str, Any]) -> bool:
     """Tell whether an EAGLE-3 head reads captured layers, as all but a few do, and not the last hidden state alone."""
     return _part(config, "eagle_config").get("use_aux_hidden_state") is not False
-
-
-def says_qwen3(source: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration, flat or nested, promises Qwen3's norms of q and k in an EAGLE-3 layer.
-
-    As vLLM decides: by the class, or in speculators' form by the model type (`transformers_utils/configs/speculators`).
-    """
-    found = source.get("architectures")
-    is_named = isinstance(found, list) and found[:1] == [QWEN3_ARCHITECTURE]
-    return is_named or _part(source, "transformer_layer_config").get("model_type") == "qwen3"
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -201,10 +187,10 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
             raise MismatchError.at(
                 where,
                 f"{key}: {ids} seem to be layers of the target that the head reads, and whether their inputs or their "
-                f"outputs is not known.\nName the layers whose inputs it reads with {_TAPS_FLAG}.",
+                f"outputs is not known.\nName the layers whose inputs it reads with {TAPS_FLAG}.",
             )
         shift = TAP_KEYS[key]
-        layers = _layer_ids(ids, where, key, lowest=-shift)
+        layers = layer_ids(ids, where, key, lowest=-shift)
         if key == _NESTED_AUX and max(layers) == num_layers:
             shift = 0
         readings[key] = tuple(layer + shift for layer in layers)
@@ -213,7 +199,7 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
         ask = "Name the target, whose number of layers may tell, or say" if num_layers is None else "Say"
         raise MismatchError.at(
             where,
-            f"the keys that name the layers which the head reads disagree: {said}.\n{ask} which with {_TAPS_FLAG}.",
+            f"the keys that name the layers which the head reads disagree: {said}.\n{ask} which with {TAPS_FLAG}.",
         )
     return next(iter(readings.values()), None)
 
@@ -235,11 +221,6 @@ def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[
         AUX_LAYER_KEY: list(layers),
         "eagle_config": {**nested, AUX_LAYER_KEY: [layer - 1 for layer in layers]},
     }
-
-
-def given_tap_layers(given: Sequence[int], where: str) -> tuple[int, ...]:
-    """Check the layers given with `--tap-layers`: ascending numbers. Raises MismatchError."""
-    return _layer_ids(list(given), where, _TAPS_FLAG, lowest=0)
 
 
 def _tap_lists(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,9 +264,6 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     for key in _OTHER_FORM_FLAGS:
         if value := _part(source, "dflash_config").get(key):
             problem = f"dflash_config.{key} is {value!r}: a DFlash draft of another form.\nServe it as it is."
-    for name in map(str, architectures):
-        if "deepseek" in name.lower() or "MLA" in name:
-            problem = f"architecture {name} is an MLA head.\nExpected a Llama-style EAGLE head."
     if kind not in (None, "eagle3") and not is_dflash(source):
         problem = f"speculators_model_type {kind!r} is not converted.\nExpected 'eagle3'."
     for place in ("", "text_config", "transformer_layer_config", "eagle_config"):
@@ -324,20 +302,17 @@ def quantisation(config: Any) -> str | None:
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
     scaling = config["rope_scaling"] or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if not isinstance(kind, str):
-        raise _wrong(where, "rope_scaling.rope_type", "a name, such as 'linear'", kind)
-    if not isinstance(config["hidden_act"], str):
-        raise _wrong(where, "hidden_act", "a name, such as 'silu'", config["hidden_act"])
-    needed = _SCALING_NEEDS.get(kind, ())
+    for key, name in (("rope_scaling.rope_type", kind), ("hidden_act", config["hidden_act"])):
+        if not isinstance(name, str):
+            raise _wrong(where, key, "a name", name)
     numbers = {key: config[key] for key in ("rms_norm_eps", "rope_theta")}
-    numbers |= {f"rope_scaling.{key}": scaling.get(key) for key in _SCALING_NUMBERS if key in scaling or key in needed}
     if config.get("partial_rotary_factor") is not None:
         numbers["partial_rotary_factor"] = config["partial_rotary_factor"]
+    needed = _SCALING_NEEDS.get(kind, ())
+    numbers |= {f"rope_scaling.{key}": scaling.get(key) for key in _SCALING_NUMBERS if key in scaling or key in needed}
     for key, value in numbers.items():
-        most = 1 if key == "partial_rotary_factor" else math.inf
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 < value <= most and value < math.inf):
-            raise _wrong(where, key, "a positive number" + (", at most 1" if most == 1 else ""), value)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise _wrong(where, key, "a positive number", value)
 
 
 def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
@@ -434,11 +409,12 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
     return by_type[0]
 
 
-def _layer_ids(value: Any, where: str, key: str, lowest: int) -> tuple[int, ...]:
+def layer_ids(value: Any, where: str, key: str, lowest: int) -> tuple[int, ...]:
+    """Check the layers under a key, or given with `TAPS_FLAG`: ascending from `lowest`, else MismatchError."""
     # Engines capture a layer once, on the way through the target.
     is_right = isinstance(value, list) and all(type(layer) is int and lowest <= layer < 2**31 for layer in value)
     if is_right and sorted(set(value)) == value:
         return tuple(value)
-    advice = "" if key == _TAPS_FLAG else f"\nSay which are right with {_TAPS_FLAG}."
+    advice = "" if key == TAPS_FLAG else f"\nSay which are right with {TAPS_FLAG}."
     problem = f"{key}: expected ascending layer numbers from {lowest} on, each once, found {value!r}.{advice}"
     raise MismatchError.at(where, problem)

@@ -213,11 +213,6 @@ def other_draft(draft: str, where: str) -> UnsupportedHeadError:
     return UnsupportedHeadError.at(where, f"this is {found}; {advice}.")
 
 
-def is_fc_norm(name: str) -> bool:
-    """Tell whether a canonical name is that of a norm over a captured layer, `fc_norm.N.weight`."""
-    return name.startswith("fc_norm.")
-
-
 def _refuse_others(bare: Collection[str], where: str) -> None:
     for draft, pattern in _OTHER_MARKS.items():
         if any(map(pattern.fullmatch, bare)):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eagle_slim.vocab_tools.files import read_object
 
 from ..artifact.checksums import sha256_file
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import CheckpointError, MismatchError
-from ..files import read_object
 from ..rows.checkpoint import Checkpoint, open_checkpoint
 from ..sources.source import ResolvedSource, open_head_source
 from . import config as head_config
@@ -78,13 +78,13 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
     A quantisation that ModelOpt keeps in a file of its own is put where others keep it.
     """
     path = folder / CONFIG_NAME
-    config = read_object(path, CheckpointError, where)
+    config = read_object(path, CheckpointError)
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
         problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
         raise CheckpointError.at(where, problem)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
-        found = read_object(quantised, CheckpointError, where)
+        found = read_object(quantised, CheckpointError)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
         if head_config.quantisation(found) is not None:
             config["quantization_config"] = found
@@ -117,7 +117,7 @@ def head_from_checkpoint(
             problem = "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone."
             raise MismatchError.at(location, f"{problem}\nLeave the option out.")
         flat["vocab_size"] = vocab_size(flat, None, location)
-        check_eagle(tensors, flat, head_config.says_qwen3(config), location)
+        check_eagle(tensors, flat, location)
     else:
         ids = read_map(tensors, flat, location, d2t_form)
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):
@@ -125,7 +125,7 @@ def head_from_checkpoint(
     if table.kind == "dflash":
         taps = settle_dflash(tensors, flat, config, location, tap_layers)
     if table.kind == "eagle3":
-        warnings += check_eagle3(tensors, flat, head_config.says_qwen3(config), location)
+        warnings += check_eagle3(tensors, flat, location)
         if d2t_form == "auto" and ids is not None and "t2d" not in tensors and (ids == np.arange(len(ids))).all():
             warnings.append(
                 f"d2t is all zero, so the rows are those of the first {len(ids)} ids; a trainer whose map was never "

@@ -35,10 +35,7 @@ class TorchFile:
         self.path = path
         refuse_pointers(path)
         self.size_bytes = path.stat().st_size
-        is_zip = zipfile.is_zipfile(path)
-        if is_zip:
-            _check_archive(path)
-        self._loaded = {name: _dense(path, name, value) for name, value in _load(path, mapped=is_zip).items()}
+        self._loaded = {name: _dense(path, name, value) for name, value in _load(path).items()}
         self.tensors = {
             name: TensorInfo(name, _SHORT_NAMES[str(found.dtype)[6:]], tuple(found.shape), found.nbytes)
             for name, found in self._loaded.items()
@@ -53,32 +50,20 @@ class TorchFile:
         return array.reshape(info.num_rows, info.row_bytes)
 
 
-def _check_archive(path: Path) -> None:
-    """Check what torch takes on trust when it maps an archive: the checksums, and that nothing is compressed."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            packed = (record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED)
-            broken = archive.testzip() or next(packed, None)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, RuntimeError) as error:
-        raise damaged(path, f"truncated or damaged zip archive ({shorten(str(error))})") from error
-    if broken is not None:
-        raise damaged(path, f"record {shorten(broken)} is compressed, or its checksum does not fit")
-
-
-def _load(path: Path, mapped: bool) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     import torch
 
     try:
         with warnings.catch_warnings():
             # torch's warning of a pickle protocol that it may not read; whether it does is seen at once.
             warnings.simplefilter("ignore", UserWarning)
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        # torch names the cause in one line, amid advice on how to switch the protection off.
         if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", str(error)):
             problem = f"refused: found a pickle that would call {shorten(code[1])} when it is loaded"
             raise CheckpointError.at(path, f"{problem}.\nNone of it ran. Ask its author for safetensors.") from error
-        cause = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
+        # torch names the cause in one line, amid advice on how to switch the protection off.
+        cause = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
         raise damaged(path, f"not a pickle that torch's safe loader reads ({shorten(cause, 200)})") from error
     except Exception as error:
         # The bytes of a damaged pickle can raise whatever the unpickler's opcodes can: there is no smaller class.

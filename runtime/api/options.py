@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..errors import SamplingWarning, UsageError, did_you_mean, misfit
-from ..settings import SamplingConfig
+from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from ..target.wrapper import TargetModel
 from .prompts import check_prompts, read_prompts, read_token_id
 from .request import Request
-from .sampling import PENALTIES, build_processors
+from .sampling import PENALTIES, build_processors, noise_keys
 
 DEFAULT_MAX_NEW_TOKENS = 256
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -33,7 +33,7 @@ _SERVED = (
 )  # fmt: skip
 """Fields of a `GenerationConfig`."""
 _OURS = (
-    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
+    "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
     "logits_processor",
 )  # fmt: skip
 """Further arguments of `generate`."""
@@ -82,9 +82,6 @@ def read_call(
     """
     own = {name: keywords.get(name) for name in _OURS}
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
-    given = [each for each in (input_ids, own["inputs"]) if each is not None]
-    if len(given) != 1:
-        raise UsageError(f"Give the prompts once, as input_ids or as inputs; got {'both' if given else 'None'}.")
     tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
     options = join_options(target.generation_config, own["generation_config"], fields)
     configs = (target.generation_config, target.text_config)
@@ -95,7 +92,7 @@ def read_call(
         eos = frozenset()
     pads = _read_ids(options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs))
     padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
-    prompts = read_prompts(given[0], own["attention_mask"], padding, tokenizer)
+    prompts = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
     seeds = _read_seeds(own["seed"], len(prompts))
     sampling = read_sampling(options, fields, own["seed"] if seeds is None else seeds[0])
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
@@ -119,12 +116,17 @@ def read_call(
         process = build_processors(
             options, len(prompt), eos, int(target.text_config.vocab_size), processors, target.device
         )  # fmt: skip
-        # With a seed of its own a prompt's draws are those that it would have alone in its call.
-        stream = (sampling.seed, index) if seeds is None else (seeds[index // repeats], index % repeats)
-        requests.append(Request(index, prompt, new, process=process, stream=stream, **shared))
+        requests.append(Request(index, prompt, new, process=process, **shared))
     check_prompts(requests, target.embedding.shape[0])
+    for request in () if sampling.is_greedy else requests:
+        # With a seed of its own a prompt's draws are those that it would have alone in its call.
+        stream = (sampling.seed, request.index)
+        if seeds is not None:
+            stream = (seeds[request.index // repeats], request.index % repeats)
+        # For the room in the context, and for one path more: a pass may accept tokens beyond the answer's end.
+        request.keys = noise_keys(*stream, request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS)
     seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
-    ids = given[0]["input_ids"] if isinstance(given[0], Mapping) else given[0]
+    ids = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
     device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
     return Call(requests, sampling, options, [row for row, _ in prompts], device, (*pads, *ends, 0)[0], seed)
 

@@ -97,10 +97,7 @@ def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(
-            f"input_ids: a prompt is text, and character {error.start} of this one is half of a surrogate pair: "
-            f"{text[max(0, error.start - 20) : error.start + 1]!r}."
-        ) from error
+        raise PromptError(f"input_ids: character {error.start} of a prompt is half of a surrogate pair.") from error
     ids: list[int] = tokenizer(text, **options).input_ids
     return ids
 

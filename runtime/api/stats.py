@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -45,8 +45,8 @@ class GenerationStats:
     """Tokens that were accepted beyond an answer's end. They are in no accepted length: else a size that needs one pass
     more for the same answer could seem to accept more."""
     missed_ids: dict[int, int] = field(default_factory=dict)
-    """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
-    frequent first. Of all new tokens, the first of an answer too; with ``speculative=False`` none are counted."""
+    """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold. Of all
+    new tokens, the first of an answer too; with ``speculative=False`` none are counted."""
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
@@ -138,13 +138,7 @@ class GenerationStats:
                 total[each.name] = dict(sorted(added.items()))
             else:
                 total[each.name] = sum(values)
-        total["missed_ids"] = most_frequent_first(total["missed_ids"])
         return cls(**total)
-
-
-def most_frequent_first(counts: Mapping[int, int]) -> dict[int, int]:
-    """Order counts by id: the most frequent first, ties by id."""
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 class PhaseTimer:

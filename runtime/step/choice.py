@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..api.request import RunningRequest
+from ..api.request import Request
 from ..tree import Trees
 from .kernels.choice_kernels import ChoiceRules
 from .kernels.choose_tokens import choose_token, find_fault
@@ -23,7 +23,7 @@ class HostChoice:
     the root of its tree. ``rules``, ``numbers``: as in `CallRules`.
     """
 
-    running: Mapping[int, RunningRequest]
+    running: Mapping[int, Request]
     rules: ChoiceRules
     numbers: Tensor
 
@@ -46,12 +46,12 @@ class HostChoice:
                 node = next(children, -1)
         out.copy_(choices)
 
-    def _choose_one(self, logits: Tensor, state: RunningRequest, walked: list[int]) -> int:
+    def _choose_one(self, logits: Tensor, state: Request, walked: list[int]) -> int:
         """Choose after the request's tokens and those that this walk has chosen."""
         scores = logits.float()
-        if state.request.process is not None:
-            past = [*state.request.prompt_ids, *state.token_ids, *walked]
-            scores = state.request.process(torch.tensor([past], device=logits.device), scores.clone()[None])[0]
+        if state.process is not None:
+            past = [*state.prompt_ids, *state.token_ids, *walked]
+            scores = state.process(torch.tensor([past], device=logits.device), scores.clone()[None])[0]
         if fault := find_fault(scores):
             return fault
         number, keys = len(state.token_ids) + len(walked), state.keys

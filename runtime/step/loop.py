@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.request import RequestOutput, RunningRequest, collect
+from ..api.request import Request, RequestOutput, collect
 from ..api.stats import GenerationStats, PhaseTimer
 from ..drafter.launch import timed_out
-from ..launches import counted_apart
-from ..ops import current, named_range
+from ..ops import counted_apart, current, named_range
 from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoder import HeldRow
@@ -37,7 +36,7 @@ class _Record:
 
     values: Tensor
     ready: torch.cuda.Event | None
-    sequences: dict[int, RunningRequest]
+    sequences: dict[int, Request]
     is_step: bool
     tree: TreeConfig | None
     context: float
@@ -49,11 +48,11 @@ class _Record:
 class GenerationLoop:
     """One call; ``states`` are the requests in its order."""
 
-    def __init__(self, decoders: Decoders, states: Sequence[RunningRequest], plan: Plan) -> None:
+    def __init__(self, decoders: Decoders, states: Sequence[Request], plan: Plan) -> None:
         self.decoders, self.states, self.plan = decoders, states, plan
         self.rules = plan.rules.rules
         self.waiting = deque(state for state in states if state.finish_reason is None)
-        self.running: dict[int, RunningRequest] = {}
+        self.running: dict[int, Request] = {}
         self.flying: deque[_Record] = deque()
         self._last: _Record | None = None
         """The record read last."""
@@ -75,7 +74,7 @@ class GenerationLoop:
         with current(device), counted_apart() as launches:
             # More prompts than there are slots wait for a free one.
             self.num_slots = min(len(self.waiting), self.plan.max_slots, decoders.max_slots or len(self.waiting))
-            longest = max(state.request.max_tokens for state in self.waiting)
+            longest = max(state.max_tokens for state in self.waiting)
             tree = self.plan.tree if self.chooser is None else decoders.tree
             self.decoder = decoders.get(self.num_slots, longest, tree, self.plan.ahead)
             try:
@@ -118,7 +117,7 @@ class GenerationLoop:
         free = [slot for slot in range(self.num_slots) if slot not in self.running]
         entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
         kept = self.decoders.kept if self.plan.reuse_prefix else [KeptRows()] * self.num_slots
-        prompts = [state.request.prompt_ids for state in entering]
+        prompts = [state.prompt_ids for state in entering]
         matches = match_slots(prompts, kept, free, self.plan.is_drafted)
         for state, (slot, shared) in zip(entering, matches, strict=True):
             self.running[slot], state.num_reused = state, shared
@@ -126,13 +125,13 @@ class GenerationLoop:
                 self._enter(slot, state)
             self._keep_record(self.decoder.entering.record, {slot: state}, is_step=False)
 
-    def _enter(self, slot: int, state: RunningRequest) -> None:
-        decoder, request, prompt, first = self.decoder, state.request, state.request.prompt_ids, state.num_reused
+    def _enter(self, slot: int, state: Request) -> None:
+        decoder, prompt, first = self.decoder, state.prompt_ids, state.num_reused
         # Ends beyond those that the device has places for are found by the host, as stop strings are.
-        ends, places = sorted(request.eos_ids), decoder.state.eos_ids.shape[1]
+        ends, places = sorted(state.eos_ids), decoder.state.eos_ids.shape[1]
         eos = (ends + [-1] * places)[:places]
         self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, first)
-        self._upload(decoder.box.numbers, [slot, len(prompt), request.max_tokens - len(prompt), first, *eos])
+        self._upload(decoder.box.numbers, [slot, len(prompt), state.max_tokens - len(prompt), first, *eos])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.keys is not None:
             keys = state.keys[: decoder.choice.keys.shape[1]]
@@ -205,11 +204,11 @@ class GenerationLoop:
 
     def _mean_context(self) -> float:
         """Tokens of a running sequence in the mean, as far as the host knows them."""
-        lengths = [len(state.request.prompt_ids) + len(state.token_ids) for state in self.running.values()]
+        lengths = [len(state.prompt_ids) + len(state.token_ids) for state in self.running.values()]
         return sum(lengths) / len(lengths)
 
     def _keep_record(
-        self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool, tree: TreeConfig | None = None
+        self, record: Tensor, sequences: dict[int, Request], is_step: bool, tree: TreeConfig | None = None
     ) -> None:
         on_gpu = record.is_cuda
         values = self._free.pop() if self._free else torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
@@ -245,16 +244,16 @@ class GenerationLoop:
             if rows[slot][0] > 0 and state.finish_reason is None:
                 self._take(slot, state, rows[slot], record.is_step)
 
-    def _take(self, slot: int, state: RunningRequest, row: Sequence[int], is_step: bool) -> None:
+    def _take(self, slot: int, state: Request, row: Sequence[int], is_step: bool) -> None:
         """Deliver a slot's tokens of a record; ``row``: tokens accepted, tokens kept, how it ended, the tokens."""
         accepted, kept, ended = row[:RECORD_HEAD]
-        prompt, num_before = state.request.prompt_ids, len(state.token_ids)
+        prompt, num_before = state.prompt_ids, len(state.token_ids)
         tokens = row[RECORD_HEAD : RECORD_HEAD + kept]
         if ended == ENDED_BY_FAULT:
             good = [token for token in tokens if token >= 0]
             # A stop string may have ended the answer before.
             if not (good and state.emit(good)):
-                raise no_distribution(tokens[len(good)], state.request.index, len(state.token_ids))
+                raise no_distribution(tokens[len(good)], state.index, len(state.token_ids))
             tokens = []
         is_done = state.finish_reason is not None or state.emit(tokens)
         assert is_done or ended == RUNNING, (slot, row)

@@ -29,7 +29,6 @@ from .choice import HostChoice
 from .decoder import Decoder, GraphPool, HeldRow, TreeShape
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
-from .waiting import take_pairs
 
 
 class PartialDecoder(Decoder):
@@ -93,7 +92,7 @@ class PartialDecoder(Decoder):
         state, own, ahead = self.state, self.ahead.state, self.ahead
         self.part.take(state.lengths)
         assert self.features is not None
-        take_pairs(self._drafter, state, self.features)
+        self._drafter.take_pairs(state.prefix, state.num_new, state.new_tokens, state.active_inverse, self.features)
         own.lengths.copy_(self.part.lengths)
         for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
                      "eos_ids"):  # fmt: skip

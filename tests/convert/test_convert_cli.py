@@ -1,9 +1,7 @@
-"""The commands: wiring, output, exit codes, and what an interruption leaves behind."""
+"""The commands: wiring, output and exit codes."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,29 +114,6 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
     assert code == 1
     assert "Traceback" in err
     assert run(verify_command, tmp_path / "nothing")[0] == 1
-
-
-KILLED = """
-import os, signal, sys
-from eagle_slim.convert import atomic
-from eagle_slim.convert.cli import main
-atomic._sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-main(sys.argv[1:])
-"""
-
-
-def test_a_conversion_that_is_killed_when_all_is_written_leaves_the_old_artifact(run, head, token_map, tmp_path):
-    arguments = (head, "--token-map", token_map, "--out", "work/slim", "--force")
-    assert run(convert_command, *arguments, "--draft-vocab", "5")[0] == 0
-    command = [sys.executable, "-c", KILLED, *map(str, arguments), "--draft-vocab", "8"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert Artifact.load(tmp_path / "work/slim").manifest.draft_vocab == 5
-    assert run(verify_command, "work/slim", "--head", head)[0] == 0
-    # What the kill left behind goes with the next run.
-    assert run(convert_command, *arguments, "--draft-vocab", "8")[0] == 0
-    assert os.listdir(tmp_path / "work") == ["slim"]
-    assert Artifact.load(tmp_path / "work/slim").manifest.draft_vocab == 8
 
 
 def test_the_module_of_a_command_runs_it():

@@ -17,16 +17,3 @@ def test_names_are_pinned():
     assert set(package.__all__) == set(dir(package)) == NAMES
     for name in NAMES:
         assert inspect.getdoc(getattr(package, name)), name
-
-
-def test_parameters_of_the_commands_functions():
-    for function in (package.convert_head, package.plan_conversion):
-        assert list(inspect.signature(function).parameters) == ["head", "options", "count", "say"]
-    options = inspect.signature(package.ConvertOptions).parameters
-    assert list(options) == [
-        "draft_vocab", "coverage", "vocabulary", "target", "tokenizer", "revision", "subfolder", "out", "force",
-        "flavour", "d2t_form", "tap_layers", "gguf", "offline",
-    ]  # fmt: skip
-    verify = inspect.signature(package.verify_artifact).parameters
-    assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]
-    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in options.values())

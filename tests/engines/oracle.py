@@ -18,12 +18,11 @@ only if all of these are:
 All weights are small integers or powers of two, exact in bf16 and fp16. Nothing is random beyond a fixed seed.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from support.heads import write_json, write_tensors
 
 VOCAB = 2048
 HIDDEN = 512
@@ -133,14 +132,14 @@ def build_target(folder: Path) -> Path:
         tensors[f"{name}input_layernorm.weight"] = norm
         tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
     folder.mkdir(parents=True)
-    _write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
     config = _common_config(torch.bfloat16) | {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": LAYERS,
         "num_key_value_heads": HEADS // 2,
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(folder)
     return folder
 
@@ -258,7 +257,7 @@ def build_eagle3_head(
     if ids is not None:
         tensors["d2t"] = (torch.tensor(ids) - torch.arange(draft_vocab)).int()
     folder.mkdir(parents=True)
-    _write_tensors(folder, tensors)
+    write_tensors(folder, tensors)
     config = _common_config(torch.bfloat16) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
@@ -271,7 +270,7 @@ def build_eagle3_head(
         config["embed_requires_grad"] = True
     if taps is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(taps)
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -289,7 +288,7 @@ def build_eagle1_head(folder: Path, is_biased: bool = False) -> Path:
     if is_biased:
         tensors = with_biases(tensors, "layers.0.")
     folder.mkdir(parents=True)
-    _write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    write_tensors(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
     config = _common_config(torch.bfloat16) | {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 1,
@@ -297,7 +296,7 @@ def build_eagle1_head(folder: Path, is_biased: bool = False) -> Path:
         "bias": True,
         **({"attention_bias": None, "mlp_bias": None} if is_biased else {}),
     }
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -340,8 +339,8 @@ def build_dflash(folder: Path, mapped: int | None = None) -> Path:
         outer |= {**inner, "architectures": ["DFlashDraftModel"]}
         outer["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": [1, 3, 4]}
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", outer)
-    _write_tensors(folder, tensors)
+    write_json(folder / "config.json", outer)
+    write_tensors(folder, tensors)
     return folder
 
 
@@ -361,11 +360,6 @@ def _common_config(dtype: torch.dtype) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def _write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
@@ -375,8 +369,4 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)

@@ -5,8 +5,6 @@ is silent; TensorRT-LLM (modeling_speculative.py) loads module by module. Both a
 load the way the engine does, and must then draft the oracle's tokens.
 """
 
-import re
-
 import pytest
 import torch
 from engines import oracle
@@ -31,19 +29,15 @@ class SafeAILabHead(nn.Module):
         self.embed_tokens = nn.Embedding(config["vocab_size"], hidden)
         self.lm_head = nn.Linear(hidden, config["draft_vocab_size"], bias=False)
         self.fc = nn.Linear(3 * config.get("target_hidden_size", hidden), hidden, bias=False)
-        self.midlayer = nn.Module()
-        self.midlayer.self_attn = nn.Module()
-        self.midlayer.self_attn.q_proj = nn.Linear(2 * hidden, heads * self.head_dim, bias=False)
-        self.midlayer.self_attn.k_proj = nn.Linear(2 * hidden, kv_rows, bias=False)
-        self.midlayer.self_attn.v_proj = nn.Linear(2 * hidden, kv_rows, bias=False)
-        self.midlayer.self_attn.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
-        self.midlayer.mlp = nn.Module()
-        self.midlayer.mlp.gate_proj = nn.Linear(hidden, config["intermediate_size"], bias=False)
-        self.midlayer.mlp.up_proj = nn.Linear(hidden, config["intermediate_size"], bias=False)
-        self.midlayer.mlp.down_proj = nn.Linear(config["intermediate_size"], hidden, bias=False)
-        eps = config["rms_norm_eps"]
-        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-            setattr(self.midlayer, name, nn.RMSNorm(hidden, eps=eps))
+        widths = {"q": heads * self.head_dim, "k": kv_rows, "v": kv_rows}
+        attention = {f"{name}_proj": nn.Linear(2 * hidden, rows, bias=False) for name, rows in widths.items()}
+        attention["o_proj"] = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        middle, eps = config["intermediate_size"], config["rms_norm_eps"]
+        mlp = {f"{name}_proj": nn.Linear(hidden, middle, bias=False) for name in ("gate", "up")}
+        mlp["down_proj"] = nn.Linear(middle, hidden, bias=False)
+        norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        self.midlayer = nn.ModuleDict({name: nn.RMSNorm(hidden, eps=eps) for name in norms})
+        self.midlayer.update({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp)})
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
@@ -53,12 +47,12 @@ class SafeAILabHead(nn.Module):
     def forward(self, feature: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft step at one position: feature [taps * hidden] or [hidden], token [] -> (feature, target id)."""
         hidden = feature if feature.shape[-1] == self.norm.normalized_shape[0] else self.fc(feature)
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        both = torch.cat([layer.input_layernorm(self.embed_tokens(token)), layer.hidden_norm(hidden)])
+        layer = self.midlayer
+        both = torch.cat([layer["input_layernorm"](self.embed_tokens(token)), layer["hidden_norm"](hidden)])
         # A position that sees only itself: attention is its own value, whatever q and k are.
-        hidden = hidden + attention.o_proj(attention.v_proj(both))
-        normed = layer.post_attention_layernorm(hidden)
-        hidden = hidden + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed))
+        hidden = hidden + layer["self_attn"]["o_proj"](layer["self_attn"]["v_proj"](both))
+        normed, mlp = layer["post_attention_layernorm"](hidden), layer["mlp"]
+        hidden = hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
         draft = self.lm_head(self.norm(hidden)).argmax()
         # cnets.py skips the map where both vocabularies have one size.
         return hidden, draft + self.d2t[draft] if hasattr(self, "d2t") else draft
@@ -95,47 +89,20 @@ def test_safeailab_loads_every_tensor_by_name_and_drafts_the_right_tokens(
         assert int(drafted) == tokens[position + 1]
 
 
-def tensorrt_llm_parameters(config: dict) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names as stored, shapes and dtypes of what `Eagle3ForCausalLM` asks the weights for, for one capturing layer set.
-
-    `attention_bias` and `torch_dtype` are read as attributes, so a config without them fails.
-    """
-    dtype = getattr(torch, config["torch_dtype"])
-    assert config["attention_bias"] is False
-    assert config["tie_word_embeddings"] is False  # true would skip lm_head
-    hidden, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, value = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden)),
-        "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (value, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (value, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, query),
-        "midlayer.mlp.gate_proj.weight": (middle, hidden),
-        "midlayer.mlp.up_proj.weight": (middle, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, middle),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config["draft_vocab_size"], hidden),
-    }
-    wanted = {name: (shape, dtype) for name, shape in shapes.items()}
-    if config["vocab_size"] != config["draft_vocab_size"]:
-        wanted["d2t"] = ((config["draft_vocab_size"],), torch.int64)
-    return wanted
-
-
 @pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped", 320), ("full", "full")])
 def test_tensorrt_llm_finds_every_parameter(oracle_files: OracleFiles, head: str, draft_vocab: int | str) -> None:
     folder = oracle_files.artifact(head, draft_vocab)
     config, tensors = config_of(folder), load_file(folder / "model.safetensors")
-    found = {
-        re.sub(r"^layers\.0\.", "midlayer.", stored): (tuple(tensor.shape), tensor.dtype)
-        for stored, tensor in tensors.items()
-    }
-    wanted = tensorrt_llm_parameters(config)
-    assert {key: found.get(key) for key in wanted} == wanted
-    assert set(found) - set(wanted) <= {"t2d"}  # anything else would be ignored: silently lost
+    # Read as attributes, so that a config without them fails; a tied embedding would skip lm_head.
+    dtype = getattr(torch, config["torch_dtype"])
+    assert (config["attention_bias"], config["tie_word_embeddings"]) == (False, False)
+    # `Eagle3ForCausalLM` asks for what SafeAILab's class has, but for the embedding, which is the target's.
+    wanted = {name: (value.shape, dtype) for name, value in SafeAILabHead(config).named_parameters()}
+    del wanted["embed_tokens.weight"]
+    if config["vocab_size"] != config["draft_vocab_size"]:
+        wanted["d2t"] = ((config["draft_vocab_size"],), torch.int64)
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items() if name != "t2d"}
+    # Anything else would be ignored: silently lost.
+    assert found == wanted
     # The two-model path strips Eagle3 and prefixes EAGLE3; only this name is registered.
     assert "EAGLE3" + config["architectures"][0].replace("Eagle3", "") == "EAGLE3LlamaForCausalLM"

@@ -36,19 +36,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "sources",
-    [
-        ["plain={0}/plain", "packed={0}/packed", "table={0}/table", "text={0}/text.txt"],
-        ["plain={0}/plain,max-tokens=70000", "packed={0}/packed,max-documents=900"],
-        ["bad={0}/bad.jsonl"],
-    ],
-    ids=["all kinds of files", "limits", "bad records"],
-)
-def test_the_file_is_the_same_byte_for_byte(corpus: Path, tmp_path: Path, sources: list[str]) -> None:
+def test_the_file_is_the_same_byte_for_byte(corpus: Path, tmp_path: Path) -> None:
+    places = ("plain={0}/plain,max-tokens=70000", "packed={0}/packed", "table={0}/table", "text={0}/text.txt")
+    sources = [place.format(corpus) for place in (*places, "bad={0}/bad.jsonl")]
     files = [tmp_path / f"{run_on}.safetensors" for run_on in ("local", "ray")]
     said = [
-        command("eagle-vocab", "count", *(source.format(corpus) for source in sources), "--tokenizer",
+        command("eagle-vocab", "count", *sources, "--tokenizer",
                 str(embedded_target_folder()), "--run-on", file.stem, "--workers", "2", "--on-error", "skip",
                 "--no-progress", "--out", str(file)).stdout.splitlines()[:-1]
         for file in files

@@ -36,7 +36,7 @@ class LoraLinear(nn.Module):
             self.lora_B[name] = up = nn.Linear(4, rows, bias=False)
             for each in (down, up):
                 each.weight.data.normal_(generator=generator, std=0.5)
-        self.scaling, self.active, self.is_merged = {"default": 1.0, "other": 1.0}, "default", False
+        self.scaling, self.active = {"default": 1.0, "other": 1.0}, "default"
         self.eval()
 
     @property
@@ -47,16 +47,8 @@ class LoraLinear(nn.Module):
     def bias(self) -> Any:
         return self.base_layer.bias
 
-    def merge(self) -> None:
-        up, down = self.lora_B[self.active].weight, self.lora_A[self.active].weight
-        self.base_layer.weight.data += (up @ down) * self.scaling[self.active]  # type: ignore[operator]
-        self.is_merged = True
-
     def forward(self, x: Tensor) -> Tensor:
-        result = self.base_layer(x)
-        if self.is_merged:
-            return result
-        return result + self.lora_B[self.active](self.lora_A[self.active](x)) * self.scaling[self.active]
+        return self.base_layer(x) + self.lora_B[self.active](self.lora_A[self.active](x)) * self.scaling[self.active]
 
 
 class PeftStandIn(nn.Module):
@@ -116,16 +108,12 @@ def lora_on_the_head(model: Any, _: Any) -> None:
     model.lm_head = LoraLinear(model.lm_head)
 
 
-def lora_merged(model: Any, stack: ExitStack) -> None:
+def lora_merged_and_unloaded(model: Any, stack: ExitStack) -> None:
     lora("self_attn.q_proj")(model, stack)
     for layer in model.model.layers:
-        layer.self_attn.q_proj.merge()
-
-
-def lora_merged_and_unloaded(model: Any, stack: ExitStack) -> None:
-    lora_merged(model, stack)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = layer.self_attn.q_proj.base_layer
+        adapted = layer.self_attn.q_proj
+        adapted.base_layer.weight.data += adapted.lora_B["default"].weight @ adapted.lora_A["default"].weight
+        layer.self_attn.q_proj = adapted.base_layer
 
 
 def subclass(path: str, factor: float) -> Change:
@@ -147,19 +135,6 @@ def subclass(path: str, factor: float) -> Change:
 def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Change:
     """Another function in the place of a class's or a file's own."""
     return lambda _, stack: stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name))))
-
-
-def put(path: str, **attributes: Any) -> Change:
-    def change(model: Any, _: Any) -> None:
-        for name, value in attributes.items():
-            setattr(model.get_submodule(path), name, value)
-
-    return change
-
-
-def forward_of_its_own(model: Any, _: Any) -> None:
-    mlp = model.get_submodule(MLP)
-    mlp.forward = types.MethodType(lambda self, x: 2 * llama.LlamaMLP.forward(self, x), mlp)
 
 
 def attention_with_a_method_of_its_own(model: Any, _: Any) -> None:
@@ -204,11 +179,6 @@ def parametrized(model: Any, _: Any) -> None:
     parametrize.register_parametrization(model.get_submodule(f"{MLP}.up_proj"), "weight", Doubling())
 
 
-def weight_norm(model: Any, _: Any) -> None:
-    linear: Any = nn.utils.parametrizations.weight_norm(model.get_submodule(f"{ATTENTION}.v_proj"))
-    linear.parametrizations.weight.original0.data.mul_(2)
-
-
 def compiled_layer(model: Any, _: Any) -> None:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
 
@@ -230,20 +200,12 @@ def other_weights(model: Any) -> dict[str, Tensor]:
     return state
 
 
-def changed_through_data(model: Any, _: Any) -> None:
-    for name, tensor in other_weights(model).items():
-        model.get_parameter(name).data.copy_(tensor)
-
-
-def optimised(fused: bool) -> Change:
-    def change(model: Any, _: Any) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-        ids = torch.tensor([[3, 4, 5, 6]], device=model.device)
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return change
+def optimised(model: Any, _: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    ids = torch.tensor([[3, 4, 5, 6]], device=model.device)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def bias(path: str, most: float) -> Change:
@@ -282,16 +244,10 @@ REFUSED = "refused"
 CHANGES: dict[str, tuple[Change, str, str]] = {
     # what is done: how it runs when it was done before loading, and when between two calls
     "lora on q_proj": (lora("self_attn.q_proj"), "q_proj is a LoraLinear", ""),
-    "lora on down_proj": (lora("mlp.down_proj"), "down_proj is a LoraLinear", ""),
     "lora on the LM head": (lora_on_the_head, "lm_head is a LoraLinear", ""),
-    "merged lora": (lora_merged, "q_proj is a LoraLinear", ""),
     "merged and unloaded lora": (lora_merged_and_unloaded, FUSED, ""),
     "attention subclass": (subclass(ATTENTION, 0.5), "layers.1.self_attn is a MyLlamaAttention", ""),
-    "MLP subclass": (subclass(MLP, 2), "layers.1.mlp is a MyLlamaMLP", ""),
-    "layer subclass": (subclass(LAYER, -1), "layers.1 is a MyLlamaDecoderLayer", ""),
-    "rotary subclass": (subclass("model.rotary_emb", 3), "MyLlamaRotaryEmbedding", ""),
     "LM head subclass": (subclass("lm_head", -1), "lm_head is a MyLinear", ""),
-    "embedding subclass": (subclass("model.embed_tokens", 3), "MyEmbedding", ""),
     "patched class": (patched(llama.LlamaMLP, "forward", lambda own: lambda self, x: 2 * own(self, x)),
                       "forward of LlamaMLP was replaced", ""),
     "patched class, wrapped": (
@@ -300,20 +256,17 @@ CHANGES: dict[str, tuple[Change, str, str]] = {
     "patched function": (
         patched(llama, "apply_rotary_pos_emb", lambda own: lambda q, *rest, **options: own(2 * q, *rest, **options)),
         "a function of transformers.models.llama", ""),
-    "forward of its own": (forward_of_its_own, "layers.1.mlp has a forward of its own", ""),
     "attention's forward, partial": (attention_with_a_method_of_its_own, "has a forward of its own", ""),
     "attention's forward, closure": (attention_behind_a_closure, REFUSED, ""),
     "wrapped linear": (wrapped_linear, "down_proj is a Wrapped", ""),
     "frequencies": (lambda model, _: model.model.rotary_emb.inv_freq.mul_(2),
                     "inv_freq is not that of its configuration", ""),
-    "attention scaling of rotary": (put("model.rotary_emb", attention_scaling=1.5),
+    "attention scaling of rotary": (lambda model, _: setattr(model.model.rotary_emb, "attention_scaling", 1.5),
                                     "rotary_emb is not that of its configuration", ""),
-    "activation": (put(MLP, act_fn=nn.Tanh()), "act_fn is a Tanh", ""),
     "activation's forward": (negated_silu, "act_fn has a forward of its own", ""),
-    "eps": (put(f"{LAYER}.input_layernorm", variance_epsilon=3.0), "variance_epsilon is 3.0", ""),
+    "eps": (lambda model, _: setattr(model.model.norm, "variance_epsilon", 3.0), "variance_epsilon is 3.0", ""),
     "eps of the configuration": (lambda model, _: model.config.update({"rms_norm_eps": 3.0}),
                                  "its configuration gives 3.0", ""),
-    "scaling": (put(ATTENTION, scaling=1.0), "self_attn.scaling is", ""),
     "forward hook": (lambda model, _: model.model.layers[1].register_forward_hook(lambda _m, _a, output: -output),
                      "layers.1 has a forward hook", ""),
     "forward pre-hook": (
@@ -323,7 +276,6 @@ CHANGES: dict[str, tuple[Change, str, str]] = {
     "training mode": (lambda model, _: model.train(), "is in training mode", ""),
     "tensor class": (tensor_class, "up_proj.weight is a Doubled", ""),
     "parametrization": (parametrized, "up_proj is a ParametrizedLinear", ""),
-    "weight norm": (weight_norm, "v_proj is a ParametrizedLinear", ""),
     "compiled in place": (lambda model, _: model.get_submodule(MLP).compile(backend="eager"),
                           "layers.1.mlp has a compiled call of its own", ""),
     "compiled layer": (compiled_layer, "layers.1 is a OptimizedModule", ""),
@@ -331,9 +283,7 @@ CHANGES: dict[str, tuple[Change, str, str]] = {
     "tied LM head": (tied, FUSED, ""),
     "load_state_dict": (lambda model, _: model.load_state_dict(other_weights(model)), FUSED, ""),
     "load_state_dict, assign": (lambda model, _: model.load_state_dict(other_weights(model), assign=True), FUSED, ""),
-    "weights through .data": (changed_through_data, FUSED, ""),
-    "optimiser": (optimised(fused=False), FUSED, ""),
-    "fused optimiser": (optimised(fused=True), FUSED, ""),
+    "fused optimiser": (optimised, FUSED, ""),
     "bias": (bias(f"{ATTENTION}.o_proj", 3), FUSED, ""),
     "bias of the LM head": (bias("lm_head", 9), "lm_head has the tensors weight, bias", ""),
     "fewer layers": (fewer_layers, FUSED, REFUSED),

@@ -279,7 +279,7 @@ def write_dflash(
     return folder
 
 
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Container) -> None:
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Container = "safetensors") -> None:
     """Write tensors as one safetensors file, one `.bin`, or two shards with an index."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if container == "bin":

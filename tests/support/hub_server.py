@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -36,35 +36,13 @@ Content = bytes | str | Path
 _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
 
 
-@dataclass(frozen=True)
-class Blob:
-    content: bytes
-    sha256: str
-    git_sha1: str
-    lfs: bool
+def etag_of(name: str, content: bytes) -> str:
+    """SHA-256 of a large file, git's SHA-1 of a small one."""
+    return hashlib.sha256(content).hexdigest() if name.endswith(_LFS_SUFFIXES) else git_sha1(content)
 
-    @classmethod
-    def of(cls, name: str, content: Content) -> Blob:
-        if isinstance(content, str):
-            content = content.encode()
-        if isinstance(content, Path):
-            content = content.read_bytes()
-        sha1 = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        return cls(content, hashlib.sha256(content).hexdigest(), sha1, name.endswith(_LFS_SUFFIXES))
 
-    @property
-    def size(self) -> int:
-        return len(self.content)
-
-    @property
-    def etag(self) -> str:
-        return self.sha256 if self.lfs else self.git_sha1
-
-    def info(self, path: str) -> dict[str, Any]:
-        entry: dict[str, Any] = {"type": "file", "path": path, "size": self.size, "oid": self.git_sha1}
-        if self.lfs:
-            entry["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": 134}
-        return entry
+def git_sha1(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @dataclass
@@ -73,12 +51,12 @@ class Repo:
     kind: str
     gated: bool = False
     private: bool = False
-    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, files: dict[str, Blob], branch: str = "main") -> str:
-        listing = json.dumps([self.id, len(self.commits), sorted((name, blob.sha256) for name, blob in files.items())])
-        oid = hashlib.sha1(listing.encode()).hexdigest()
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+        listing = [self.id, len(self.commits), sorted((name, git_sha1(content)) for name, content in files.items())]
+        oid = hashlib.sha1(json.dumps(listing).encode()).hexdigest()
         self.commits[oid] = files
         self.branches[branch] = oid
         return oid
@@ -89,7 +67,7 @@ class Repo:
     @property
     def files(self) -> dict[str, bytes]:
         """The files on main, for assertions about uploads."""
-        return {name: blob.content for name, blob in self.commits[self.branches["main"]].items()}
+        return self.commits[self.branches["main"]]
 
 
 @dataclass
@@ -200,7 +178,10 @@ class HubServer:
         self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
     ) -> str:
         repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind, gated))
-        return repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)
+        read = {name: content.read_bytes() if isinstance(content, Path) else content for name, content in files.items()}
+        return repo.commit(
+            {name: data.encode() if isinstance(data, str) else data for name, data in read.items()}, branch
+        )
 
 
 class _Server(ThreadingHTTPServer):
@@ -347,52 +328,50 @@ class _Handler(BaseHTTPRequestHandler):
         entry, oid = self._tree(kind, repo, revision, content=False)
         files = entry.commits[oid]
         prefix = f"{path.strip('/')}/" if path and path.strip("/") else ""
-        inside = {name: blob for name, blob in files.items() if name.startswith(prefix)}
+        inside = {name: content for name, content in files.items() if name.startswith(prefix)}
         if prefix and not inside:
             raise _RefusedError(404, "EntryNotFound", f"{path} does not exist")
         recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
-        entries = self._folders(inside, prefix, recursive)
-        entries += [b.info(n) for n, b in sorted(inside.items()) if recursive or "/" not in n[len(prefix) :]]
-        self.send(200, entries)
-
-    def _folders(self, files: Mapping[str, Blob], prefix: str, recursive: bool) -> list[dict[str, Any]]:
-        found = set()
-        for name in files:
-            parts = name[len(prefix) :].split("/")[:-1]
-            for depth in range(1, (len(parts) if recursive else min(1, len(parts))) + 1):
-                found.add(prefix + "/".join(parts[:depth]))
-        return [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(found)]
+        folders = {str(folder) for name in inside for folder in PurePosixPath(name).parents} - {"."}
+        entries: list[dict[str, Any]] = [
+            {"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)
+        ]
+        for name, content in sorted(inside.items()):
+            entries.append({"type": "file", "path": name, "size": len(content), "oid": git_sha1(content)})
+        here = [entry for entry in entries if entry["path"].startswith(prefix)]
+        self.send(200, [entry for entry in here if recursive or "/" not in entry["path"][len(prefix) :]])
 
     def resolve(self, repo: str, revision: str, name: str, kinds: str | None = None) -> None:
         kind = (kinds or "models/")[:-2]
         entry, oid = self._tree(kind, repo, revision, content=True)
-        blob = entry.commits[oid].get(name)
-        if blob is None:
+        content = entry.commits[oid].get(name)
+        if content is None:
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
-        if not blob.lfs:
-            self.content(name, blob, headers | {"ETag": f'"{blob.etag}"'})
+        etag = f'"{etag_of(name, content)}"'
+        if not name.endswith(_LFS_SUFFIXES):
+            self.content(name, content, headers | {"ETag": etag})
             return
         target = f"{self.hub.cdn}/stored/{entry.kind}/{entry.id}/{oid}/{quote(name)}?signature=for-this-file-only"
-        headers |= {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size), "Location": target}
+        headers |= {"X-Linked-ETag": etag, "X-Linked-Size": str(len(content)), "Location": target}
         self.send(302, None, headers)
 
     def stored(self, kind: str, repo: str, oid: str, name: str) -> None:
         if self.token is not None:
             self.hub.leaked_tokens.append(self.token)
-        blob = self.hub.repos[kind, repo].commits[oid][name]
-        self.content(name, blob, {"ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"})
+        content = self.hub.repos[kind, repo].commits[oid][name]
+        self.content(name, content, {"ETag": f'"{etag_of(name, content)}"', "Accept-Ranges": "bytes"})
 
-    def content(self, name: str, blob: Blob, headers: dict[str, str]) -> None:
+    def content(self, name: str, content: bytes, headers: dict[str, str]) -> None:
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
-        start, end, status = 0, blob.size, 200
+        start, end, status = 0, len(content), 200
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if asked and not fault.ignore_range:
             start, status = int(asked[1]), 206
-            end = min(blob.size, int(asked[2]) + 1) if asked[2] else blob.size
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size}"
-        body = blob.content[start:end] + b"\0" * fault.extra_bytes
+            end = min(len(content), int(asked[2]) + 1) if asked[2] else len(content)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        body = content[start:end] + b"\0" * fault.extra_bytes
         self.send(status, body, headers, fault.break_after)
 
     def _check_writer(self) -> None:
@@ -427,7 +406,7 @@ class _Handler(BaseHTTPRequestHandler):
             item = json.loads(line)
             value = item["value"]
             if item["key"] == "file":
-                files[value["path"]] = Blob.of(value["path"], base64.b64decode(value["content"]))
+                files[value["path"]] = base64.b64decode(value["content"])
         oid = entry.commit(files, revision)
         url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
         self.send(200, {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})

@@ -13,22 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, LAYERS, POSITIONS = 48, 16, 2, 1, 8, 32, 3, 128
 LIKELY = 8
 
 
-class RMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(1 + 0.1 * torch.randn(HIDDEN))
-        self.variance_epsilon = 1e-5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (HIDDEN,), self.weight, self.variance_epsilon)
+CONFIG = SimpleNamespace(
+    hidden_act="silu", rms_norm_eps=1e-5, hidden_size=HIDDEN, intermediate_size=MIDDLE, num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS, mlp_bias=False,
+)  # fmt: skip
 
 
 class Rotary(nn.Module):
@@ -46,7 +42,7 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.config = SimpleNamespace(hidden_act="silu")
+        self.config = CONFIG
         self.num_heads, self.num_key_value_heads, self.head_dim = HEADS, KV_HEADS, HEAD_DIM
         self.q_proj = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
         self.k_proj = nn.Linear(width, KV_HEADS * HEAD_DIM, bias=False)
@@ -64,28 +60,18 @@ class Attention(nn.Module):
         return self.o_proj((scores.float().softmax(-1).to(q.dtype) @ v).transpose(0, 1).flatten(1))
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, MIDDLE, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(MIDDLE, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """A decoder layer of the base model or a head; EAGLE-1/2 heads have no ``input_layernorm``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.self_attn = Attention(2 * HIDDEN if kind == "eagle3" else HIDDEN)
-        self.mlp = MLP()
-        self.post_attention_layernorm = RMSNorm()
+        self.mlp = LlamaMLP(CONFIG)
+        self.post_attention_layernorm = LlamaRMSNorm(HIDDEN, 1e-5)
         if kind != "eagle":
-            self.input_layernorm = RMSNorm()
+            self.input_layernorm = LlamaRMSNorm(HIDDEN, 1e-5)
         if kind == "eagle3":
-            self.hidden_norm = RMSNorm()
+            self.hidden_norm = LlamaRMSNorm(HIDDEN, 1e-5)
 
 
 class Head(nn.Module):
@@ -95,7 +81,7 @@ class Head(nn.Module):
         self.depth, self.top_k, self.total_tokens = 2, 3, 7
         if kind == "eagle3":
             self.config = SimpleNamespace(vocab_size=VOCAB, draft_vocab_size=draft_vocab)
-            self.midlayer, self.norm = Block(kind), RMSNorm()
+            self.midlayer, self.norm = Block(kind), LlamaRMSNorm(HIDDEN, 1e-5)
             self.fc = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
             self.lm_head = nn.Linear(HIDDEN, draft_vocab, bias=False)
             if draft_vocab != VOCAB:
@@ -190,7 +176,7 @@ class KVCache:
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens, self.norm = nn.Embedding(VOCAB, HIDDEN), RMSNorm()
+        self.embed_tokens, self.norm = nn.Embedding(VOCAB, HIDDEN), LlamaRMSNorm(HIDDEN, 1e-5)
         self.layers = nn.ModuleList([Block("base") for _ in range(LAYERS)])
         self.tree_mask: Tensor | None = None
 
@@ -222,10 +208,7 @@ class Decoder(nn.Module):
 class LlamaForCausalLM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(
-            hidden_act="silu", rms_norm_eps=1e-5, hidden_size=HIDDEN, intermediate_size=MIDDLE,
-            num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
-        )  # fmt: skip
+        self.config = CONFIG
         self.model, self.lm_head = Decoder(), nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -328,6 +311,8 @@ class EaModel(nn.Module):
             for name, parameter in self.named_parameters():
                 if parameter.dim() == 2 and "embed" not in name:
                     nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+                if "norm" in name:
+                    nn.init.normal_(parameter, mean=1.0, std=0.1)
                 if name.endswith("lm_head.weight"):
                     parameter[LIKELY:] *= 0.2
                     parameter[:LIKELY] *= 2

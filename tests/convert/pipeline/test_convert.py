@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from eagle_slim.convert import (
     Artifact,
+    ArtifactError,
     CheckpointError,
     MismatchError,
     SourceError,
@@ -27,8 +30,6 @@ from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, by_map, convert, convert_all
@@ -44,9 +45,10 @@ from support.heads import (
     trained_ids,
     write_eagle1,
     write_eagle3,
+    write_freq,
     write_target,
 )
-from support.raising import raises
+from support.raising import raises, waiting_for_nothing
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import token_counts
@@ -124,23 +126,6 @@ def test_map_composed_with_map(tmp_path):
         assert torch.equal(tensors["lm_head.weight"][row], source[old.tolist().index(token)])
     assert target_ids(tensors).tolist() == sorted(chosen)
     assert verify_artifact(done.folder, head=head).ok
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_pruning_twice_is_pruning_once(tmp_path, data):
-    order = data.draw(st.permutations(list(range(40))))
-    large = data.draw(st.integers(2, 40))
-    small = data.draw(st.integers(1, large))
-    head = tmp_path / "head"
-    if not head.exists():
-        write_eagle3(head)
-    request = by_map(tmp_path, order)
-    first = convert(head, draft_vocab=large, vocabulary=request, out=tmp_path / "first", force=True)
-    twice = convert(first.folder, draft_vocab=small, vocabulary=request, out=tmp_path / "twice", force=True)
-    once = convert(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
-    for name in ("model.safetensors", "config.json", f"freq_{small}.pt"):
-        assert (twice.folder / name).read_bytes() == (once.folder / name).read_bytes()
 
 
 def test_same_size_normalises_and_more_is_refused(tmp_path):
@@ -536,7 +521,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
     def attempt(**arguments):
         convert(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(UsageError, match=r"100 is smaller than the \d+ forced ids"):
+    with pytest.raises(UsageError, match=r"of 100 was asked for: expected at least \d+ "):
         attempt(draft_vocab=100, vocabulary=BY_ID)
     with pytest.raises(UsageError, match=r"100.*259"):
         attempt(draft_vocab=100)
@@ -636,17 +621,6 @@ def test_no_file_tells_where_on_this_machine_the_inputs_were(tmp_path):
         assert b"a-home" not in path.read_bytes(), path
 
 
-def test_a_target_that_says_it_has_an_lm_head_and_has_none_is_refused(tmp_path):
-    target = write_target(tmp_path / "target", tied=True)
-    config = json.loads((target / "config.json").read_text())
-    head = write_eagle3(tmp_path / "head", lm_head=False)
-    for said, is_refused in ((False, True), (None, False)):
-        (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": said}))
-        with pytest.raises(CheckpointError, match="tie_word_embeddings") if is_refused else contextlib.nullcontext():
-            convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-        assert (tmp_path / "out").exists() != is_refused
-
-
 def test_defaults_are_named(tmp_path, target, monkeypatch):
     said = []
     monkeypatch.setattr("eagle_slim.convert.sources.target.known_target", lambda head: str(target))
@@ -690,6 +664,89 @@ def test_default_names():
     assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
     assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
     assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"
+
+
+def test_weights_of_the_target_are_looked_at_before_text_is_counted(tmp_path, target):
+    def never(*_):
+        pytest.fail("counted, although the conversion cannot be finished")
+
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    weights = target / "model.safetensors"
+    for damage in (lambda: weights.write_bytes(weights.read_bytes()[:-8]), weights.unlink):
+        damage()
+        with pytest.raises(CheckpointError):
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+    save_file({"lm_head.weight": random((VOCAB, 8), 0)}, weights)
+    with pytest.raises(MismatchError, match=r"lm_head\.weight is \[384, 8\]"):
+        convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+
+
+def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
+    head = write_eagle1(tmp_path / "old", bias=random((HIDDEN,), 1))
+    ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(330)))
+    arguments = (convert_command, head, *ranking, "--draft-vocab", "310,320", "--out", "o")
+    (_, _, dry), (_, out, _), (code, _, real) = (
+        run(*arguments, *more) for more in (["--dry-run"], ["--dry-run", "--json"], [])
+    )
+    assert code == 0, real
+    said, planned = ([line for line in err.splitlines() if line.startswith("warning: ")] for err in (real, dry))
+    for words in ("fc.bias is dropped", "no tokenizer was at hand", "multiple of 64"):
+        assert words in real
+    assert said == planned
+    assert set(said) == {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
+
+
+NO_TORCH = """
+import sys
+from eagle_slim.convert import cli, push_cli, verify_cli
+at_import = {"transformers"} & set(sys.modules)
+cli.convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    arguments = [head, "--draft-vocab", "300", "--target", target, "--order", "ids", "--out", tmp_path / "o"]
+    command = [sys.executable, "-c", NO_TORCH, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
+
+
+def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, target):
+    counts = [9 if token in range(300, 304) else 0 for token in range(TOKENS)]
+    token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+    head = write_eagle3(tmp_path / "head")
+    arguments = (head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o")
+    code, out, err = run(convert_command, *arguments)
+    assert code == 0, err
+    missing = 320 - 259 - 4
+    assert f"never counted         {missing}" in out
+    for told in (err, (tmp_path / "o" / "README.md").read_text()):
+        assert f"{missing} of the 320 ids never occur in the counted text" in told
+    assert Artifact.load(tmp_path / "o").manifest.num_uncounted == missing
+    check = verify_artifact(tmp_path / "o")["ranks"]
+    assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
+
+
+def test_what_several_engines_make_of_a_head_is_said_once(tmp_path):
+    head = write_eagle1(tmp_path / "head")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
+)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
+    head, request = write_eagle3(tmp_path / "head"), by_map(tmp_path, RANKED)
+    (head / name).unlink(missing_ok=True)
+    os.mkfifo(head / name)
+    refused = pytest.raises((ArtifactError, CheckpointError))
+    with waiting_for_nothing(), contextlib.nullcontext() if name == "README.md" else refused:
+        convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out")
 
 
 def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):

@@ -178,6 +178,8 @@ def test_lm_head_names() -> None:
     assert find_lm_head(["vision.embed_tokens.weight", name], "t") == name
     with raises_with(CheckpointError, "my_head.weight"):
         find_lm_head(["my_head.weight"], "t")
+    with raises_with(CheckpointError, "tie_word_embeddings"):
+        find_lm_head(["model.embed_tokens.weight"], "t", tied=False)
 
 
 @pytest.mark.parametrize(
@@ -329,18 +331,6 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 def test_pickles_of_other_things(tmp_path: Path, value: Any, words: list[str]) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")
     with raises_with(CheckpointError, *words):
-        open_checkpoint(tmp_path)
-
-
-def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    values = torch.arange(1000, dtype=torch.int64)
-    torch.save({"a": values}, path)
-    content = bytearray(path.read_bytes())
-    at = content.index(values.numpy().tobytes()) + 4000
-    content[at] ^= 1
-    path.write_bytes(content)
-    with raises_with(CheckpointError, str(path), "pytorch_model/data/0"):
         open_checkpoint(tmp_path)
 
 

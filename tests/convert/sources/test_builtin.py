@@ -31,21 +31,10 @@ def slim(tmp_path_factory):
     return convert(draft_vocab=32000, out=tmp_path_factory.mktemp("out") / "slim")
 
 
-def permute_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """llama.cpp's own permutation (`LlamaModel.permute` in convert_hf_to_gguf.py)."""
-    return (
-        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(weight.shape)
-    )
-
-
-def test_permutation_by_hand_and_undone():
-    rows = torch.arange(4)[:, None]
-    assert permute_rows(rows, 1).flatten().tolist() == [0, 2, 1, 3]
-    assert unpermute_rows(torch.tensor([[0], [2], [1], [3]]), 1).flatten().tolist() == [0, 1, 2, 3]
-    weight = torch.randn(24, 5)
-    assert torch.equal(unpermute_rows(permute_rows(weight, 3), 3), weight)
+def test_the_rows_of_q_and_k_are_put_back_in_order():
+    # Two heads of four rows: llama.cpp stores rows 0 1 2 3 of a head as 0 2 1 3.
+    stored = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])[:, None]
+    assert unpermute_rows(stored, 2).flatten().tolist() == list(range(8))
 
 
 def test_exported_target_speaks(target):
@@ -118,7 +107,7 @@ def test_missing_wheel_names_the_command(monkeypatch, tmp_path, target):
         convert(draft_vocab=32000, out=tmp_path / "out")
     assert not list(tmp_path.rglob("*.safetensors"))
     # A target that is named needs no wheel.
-    assert convert(draft_vocab=8192, target=target, out=tmp_path / "named").draft_vocab == 8192
+    assert convert(draft_vocab=8192, target=target, out=tmp_path / "named").manifest.draft_vocab == 8192
 
 
 def test_slim_head_row_by_row(slim, target):

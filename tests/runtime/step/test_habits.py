@@ -149,9 +149,9 @@ def test_7_stop_strings_with_a_tokenizer(chatty: SpeculativeModel) -> None:
         bare.generate(ids, stop_strings=[stop])
 
 
-def test_8_max_time_and_inputs(model: SpeculativeModel) -> None:
+def test_8_max_time(model: SpeculativeModel) -> None:
     expected = theirs(model, max_new_tokens=5)
-    assert torch.equal(model.generate(inputs=LEFT, max_new_tokens=5, max_time=100.0).sequences, expected)
+    assert torch.equal(model.generate(input_ids=LEFT, max_new_tokens=5, max_time=100.0).sequences, expected)
     result = model.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True, max_time=1e-6).results[0]
     assert result.finish_reason == "time"
     assert 1 <= len(result.token_ids) < 200

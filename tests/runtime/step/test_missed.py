@@ -25,7 +25,6 @@ def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     expected = Counter(token for row in output.token_ids for token in row if token not in DRAFTED)
     assert output.stats.missed_ids == dict(expected)
     assert expected
-    assert list(output.stats.missed_ids.values()) == sorted(expected.values(), reverse=True)
     assert output.stats.missed_rate == sum(expected.values()) / output.stats.num_new_tokens
     for result in output.results:
         assert result.stats.missed_ids == Counter(token for token in result.token_ids if token not in DRAFTED)
