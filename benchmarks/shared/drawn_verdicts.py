@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,14 +158,9 @@ class DrawnPartialDecoder(PartialDecoder):
     """Runs ahead by drawn lengths, of which full passes confirm as many tokens as ``survivals``, in turn."""
 
     def __init__(self, lengths: Sequence[int], survivals: Sequence[int], *args: Any) -> None:
-        self._lengths = lengths
-        super().__init__(*args)
+        super().__init__(*args, new_ahead=partial(DrawnDecoder, lengths))
         self.survivals = torch.tensor(survivals, dtype=torch.int32, device=self.target.device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=self.target.device)
-
-    def new_ahead(self, *args: Any) -> Decoder:
-        """Run ahead by the drawn lengths."""
-        return DrawnDecoder(self._lengths, *args)
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
