@@ -212,7 +212,7 @@ class SpeculativeModel:
     def with_follow(self, follow: str | None, follow_rows: int = DEFAULT_FOLLOW_ROWS) -> SpeculativeModel:
         """Return a model whose draft vocabulary follows the prompt, or stays as it is (None).
 
-        Everything loaded is shared. Raises `UsageError` as `from_pretrained` does, and for a model that it did not build.
+        All that is loaded is shared. Raises `UsageError` as `from_pretrained` does, and without its opened head.
         """
         weights, rows = self.drafter.weights, None
         if follow is not None:
