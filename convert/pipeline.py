@@ -314,7 +314,7 @@ def _plan(
     licence = EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license")
     refused = {found.engine for found in findings if found.severity == "error"}
     card = model_card(manifest, title, head.draft_vocab, bytes_before, bytes_after, licence, refused)
-    files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()}
+    files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
     if vocab is not None:
         files[freq_name(rows)] = freq_bytes(vocab.target_ids)
     files[CARD_NAME] = card.encode()

@@ -44,7 +44,7 @@ FLOORS = {
     """,
     "convert": """
         errors default
-        artifact/checksums atomic files heads/names
+        artifact/checksums atomic heads/names
         rows
         artifact/manifest artifact/writer
         rows/hub_tensor

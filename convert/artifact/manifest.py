@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
-from ..files import read_object
 from ..heads.names import HeadKind
 from .checksums import decode_checksums, encode_checksums
 
@@ -134,7 +134,7 @@ class Manifest:
         if not path.exists():
             problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
             raise ArtifactError.at(folder, problem)
-        value = read_object(path, ArtifactError, str(folder))
+        value = read_object(path, ArtifactError)
         if value.get("format") != FORMAT_NAME:
             raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
         if (found := value.get("format_version")) != FORMAT_VERSION:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eagle_slim.vocab_tools.files import read_object
 
 from ..artifact.checksums import sha256_file
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import CheckpointError, MismatchError
-from ..files import read_object
 from ..rows.checkpoint import Checkpoint, open_checkpoint
 from ..sources.source import ResolvedSource, open_head_source
 from . import config as head_config
@@ -78,13 +78,13 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
     A quantisation that ModelOpt keeps in a file of its own is put where others keep it.
     """
     path = folder / CONFIG_NAME
-    config = read_object(path, CheckpointError, where)
+    config = read_object(path, CheckpointError)
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
         problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
         raise CheckpointError.at(where, problem)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
-        found = read_object(quantised, CheckpointError, where)
+        found = read_object(quantised, CheckpointError)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
         if head_config.quantisation(found) is not None:
             config["quantization_config"] = found

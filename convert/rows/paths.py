@@ -11,9 +11,9 @@ import os
 from pathlib import Path, PurePosixPath
 
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import read_object
 
 from ..errors import CheckpointError
-from ..files import read_object
 from .safetensors_file import damaged, shorten
 
 WEIGHTS_PREFERENCE = (
@@ -50,7 +50,7 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
     """
-    weight_map = read_object(path, CheckpointError, str(path.parent)).get("weight_map")
+    weight_map = read_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(path, "expected an object with a filled weight_map")
     for name, shard in weight_map.items():

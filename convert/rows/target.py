@@ -11,10 +11,10 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 
 from ..errors import CheckpointError
-from ..files import read_object
 from ..sources.source import ResolvedSource
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS
@@ -57,7 +57,7 @@ def ties_embedding(folder: Path) -> bool | None:
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
     try:
-        config = read_object(folder / "config.json", CheckpointError, str(folder))
+        config = read_object(folder / "config.json", CheckpointError)
     except CheckpointError:
         return None
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
