@@ -101,3 +101,11 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
         return json.loads(read_text(path, error_type))
     except (json.JSONDecodeError, RecursionError) as error:
         raise error_type(f"{path}: not readable as JSON: {error}.") from error
+
+
+def read_object(path: str | Path, error_type: type[EagleSlimError]) -> dict[str, Any]:
+    """Read a file that holds one JSON object; anything else raises `error_type` with the file's name."""
+    value = read_json(path, error_type)
+    if not isinstance(value, dict):
+        raise error_type(f"{path}: expected a JSON object, found {type(value).__name__}.")
+    return value
