@@ -61,7 +61,7 @@ Record = Callable[[Callable[[], object]], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Row:
-    """A draft to measure: of a head for a known model, after ``prefix`` tokens of each of ``batch`` sequences."""
+    """A draft to measure: a head for a known model drafts for ``batch`` sequences of ``prefix`` tokens."""
 
     model: str
     draft_vocab: int
@@ -122,7 +122,7 @@ class TorchDraft:
         """Candidates of the last draft, for `agreement.replay`."""
 
     def run(self) -> tuple[Tensor, ...]:
-        """Draft; returns the fields of `tree.DraftTree`."""
+        """Draft, and return the fields of `tree.DraftTree`."""
         cfg, top_k, slots = self.cfg, self.cfg.top_k, self.cfg.num_slots
         past = self.prefix + self.new
         hidden = F.linear(self.features[:, : self.new], self.w["fc.weight"])
@@ -186,7 +186,7 @@ class TorchDraft:
         return hidden + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
 
     def children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and target ids of each node's best children: [slots, nodes, top_k]."""
+        """Rank each node's best children: log-probabilities and target ids [slots, nodes, top_k]."""
         normed = F.rms_norm(hidden, (self.cfg.hidden,), self.w["norm.weight"], self.cfg.norm_eps)
         logits = F.linear(normed, self.head.lm_head)
         best, rows = torch.topk(logits, self.cfg.top_k)
@@ -204,7 +204,7 @@ def drafter_of(head: HeadWeights, row: Row, weights: str) -> BufferedDrafter:
 
 
 def supported_weights(device: torch.device) -> list[str]:
-    """Which weight types this device has."""
+    """List the weight types that this device computes with."""
     has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
     return list(WEIGHTS) if has_fp8 else ["bf16"]
 

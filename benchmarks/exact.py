@@ -126,13 +126,13 @@ def generate(model: SpeculativeModel, questions: Sequence[Question], new_tokens:
 
 
 def read_text(folder: Path = ROOT) -> str:
-    """The pages of this repository, one after the other: real text that every clone carries."""
+    """Read the pages of this repository, one after the other: real text that every clone carries."""
     pages = sorted([*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("convert/*.md")])
     return "\n\n".join(page.read_text("utf-8") for page in pages)
 
 
 def read_chats(model: SpeculativeModel) -> list[list[int]]:
-    """The prompts of the examples, each begun as a chat."""
+    """Encode the prompts of the examples, each as a chat."""
     prompts = [p for path in sorted((ROOT / "examples").glob("*prompts.jsonl")) for p in load_prompts(path)]
     return [model.encode_chat(prompt.turns[0]) for prompt in prompts]
 
@@ -152,7 +152,7 @@ class BreakingStreamer:
 
 
 class ChangingShapes(ShapeChooser):
-    """Takes another shape for every step, but for runs of plain ones, in an order of its own."""
+    """Draws another shape for every step; plain steps come alone or in runs."""
 
     def __init__(self, shapes: Sequence[TreeConfig | None], rng: random.Random) -> None:
         super().__init__(Acceptance(), Costs(1, 1), shapes)
@@ -174,7 +174,7 @@ class ChangingShapes(ShapeChooser):
 
 @dataclass(frozen=True)
 class Variant:
-    """Draft vocabulary and tree of an episode: ``tree`` None decodes plainly; ``changes``: another at every step."""
+    """Draft vocabulary and tree of an episode. ``tree`` None: plain decoding; ``changes``: a new tree every step."""
 
     rows: str
     tree: TreeConfig | None
@@ -190,7 +190,7 @@ class Variant:
 
 
 class Fuzz:
-    """Runs episodes, and counts what was compared; ``models`` by what their draft vocabulary is called."""
+    """Runs episodes, and counts compared tokens; ``models`` by the name of their draft vocabulary."""
 
     def __init__(self, models: Mapping[str, SpeculativeModel], pool: Pool, trees: Sequence[TreeConfig], seed: int,
                  calls: Sequence[tuple[int, int]] = CALLS, only_changing: bool = False) -> None:  # fmt: skip
@@ -276,7 +276,7 @@ class Fuzz:
                 self.differences.append({**where, **options, "place": place, **question._asdict(), **tokens})
 
     def result(self) -> dict[str, Any]:
-        """Return the compared tokens by kind of case; each kind is of all tokens."""
+        """Return the compared tokens, all and by kind of case; a token counts once in each of its kinds."""
         return {
             "seed": self.seed, "tokens": self.tokens, "answers_that_differ": self.differing,
             "reused_prompt_tokens": self.reused, "calls_broken_off": dict(self.broken_off),
@@ -286,7 +286,7 @@ class Fuzz:
 
 
 def random_tree(rng: random.Random) -> TreeConfig:
-    """A tree of a random shape, up to 128 nodes."""
+    """Draw a tree of a random shape, up to 128 nodes."""
     depth, top_k = rng.randint(1, 8), rng.randint(2, 12)
     return TreeConfig(depth, top_k, rng.randint(2, min(128, TreeConfig(depth, top_k, 2).num_candidates + 1)))
 

@@ -58,12 +58,12 @@ Values = dict[str, Any]
 
 
 def tree_of(gate: Values) -> TreeConfig:
-    """Trees that a full gate, or the micro gates, draft."""
+    """Return the tree that a full gate, or the micro gates, draft."""
     return TreeConfig(gate["depth"], gate.get("top_k", TOP_K), gate["nodes"])
 
 
 def reference_of(gates: Values, device: str) -> dict[str, float]:
-    """The committed ratios of a device. Raises `UsageError` where some or all are missing."""
+    """Look up the committed ratios of a device. Raises `UsageError` where some or all are missing."""
     ratios: dict[str, float] = gates["micro"]["references"].get(device, {}).get("ratios", {})
     missing = sorted(gates["micro"]["tolerances"].keys() - ratios.keys())
     if missing:
@@ -114,7 +114,7 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
 
 
 def copy_of(size_bytes: int, device: torch.device) -> Run:
-    """Copies that move ``size_bytes``, half read and half written, at most 1 GiB of each at a time."""
+    """Return a copy that moves ``size_bytes``, half read and half written, at most 1 GiB of each at a time."""
     half = max(1, size_bytes // 2)
     source = torch.zeros(min(half, _LARGEST_COPY), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

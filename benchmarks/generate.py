@@ -45,9 +45,9 @@ SMOLLM2 = {8192: 3.0022, 16000: 2.989, 32000: 3.0358, 49152: 3.0358}
 
 
 def factor(lengths: dict[int, float], rows: int) -> float:
-    """Accepted length over ``rows`` as a share of the full vocabulary's; between two sizes linear in log2(rows).
+    """Compute the accepted length over ``rows`` as a share of the full vocabulary's.
 
-    From the most rows on it is 1. Raises `UsageError` below the smallest size.
+    Linear in log2(rows) between two sizes, 1 from the most rows on. Raises `UsageError` below the smallest size.
     """
     sizes = sorted(lengths)
     if rows < sizes[0]:
@@ -58,7 +58,7 @@ def factor(lengths: dict[int, float], rows: int) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the table: a model's dimensions, sequences side by side, and tokens of each before it goes on."""
+    """One row of the table: a model's dimensions, the number of sequences, and the tokens before each goes on."""
 
     model: str
     batch: int
@@ -75,19 +75,19 @@ class Point:
         return TreeConfig(DEPTH, TOP_K, 60 if self.batch == 1 else 16)
 
     def sizes(self, asked: Sequence[int]) -> list[int]:
-        """Sizes in rows of the vocabulary, each once; 0, and what is larger than it, is all of it."""
+        """Return draft vocabularies, each once; 0, and a size above the vocabulary, is all of it."""
         vocab = MODELS[self.model].vocab
         return list(dict.fromkeys(min(size or vocab, vocab) for size in asked))
 
     def losses(self, rows: int) -> dict[str, float]:
-        """Accepted lengths over ``rows`` as shares of the whole vocabulary's, by source."""
+        """Look up accepted lengths over ``rows``, as shares of the whole vocabulary's, by source."""
         tables = {"SmolLM2": SMOLLM2} | ({"FR-Spec": FR_SPEC[self.model]} if self.model in FR_SPEC else {})
         is_full = rows >= MODELS[self.model].vocab
         return {name: 1.0 if is_full else factor(table, rows) for name, table in tables.items()}
 
 
 def all_points() -> list[Point]:
-    """Every row."""
+    """List every row."""
     models, batches, prefixes = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-8b"), (1, 4, 16), (512, 8192, 32768)
     return [Point(*shape) for shape in itertools.product(models, batches, prefixes)]
 

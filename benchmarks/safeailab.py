@@ -62,7 +62,7 @@ def patched(patch: Any) -> Iterator[None]:
 
 
 def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-    """Generate: all new ids, by prompt, milliseconds of each pass after the first, seconds, and memory at the peak."""
+    """Generate, and return new ids by prompt, milliseconds of each pass after the first, seconds and peak memory."""
     device, passes_ms, answers, seconds = prompts[0].device, [], [], 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -85,7 +85,7 @@ def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature
 
 
 def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> Callable[..., Any]:
-    """Wrap a function: add the milliseconds of each call, from an idle device to its result, to ``times``."""
+    """Wrap a function so that the milliseconds of each call, between idle devices, are added to ``times``."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         synchronize(device)
@@ -99,7 +99,7 @@ def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> 
 
 
 def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, temperature: float) -> dict[str, float]:
-    """Median milliseconds of a draft and of a verification in a generation, each from an idle device to its end.
+    """Time drafts and verifications of a generation, each from an idle device to its end: medians in milliseconds.
 
     A draft is a call of ``topK_genrate``, or the replay that stands for it in the whole patch; one for each prompt
     takes that in. A verification is a call of ``tree_decoding``.
@@ -120,7 +120,7 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, t
 
 
 def compare_texts(answers: list[list[int]], truth: list[list[int]]) -> dict[str, Any]:
-    """Tokens that are equal to upstream's, and whether all are, up to the end of the shorter of two answers."""
+    """Count the tokens that equal upstream's, up to the end of the shorter answer, and whether all do."""
     shorter = [min(len(ids), len(theirs)) for ids, theirs in zip(answers, truth, strict=True)]
     firsts = map(first_difference, answers, truth)
     equal = [length if first is None else first for first, length in zip(firsts, shorter, strict=True)]

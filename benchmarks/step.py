@@ -39,7 +39,7 @@ def measure(
     model: RandomModel, draft_vocab: int, trees: Sequence[TreeConfig], batch: int, prefixes: Sequence[int],
     bandwidth: float, is_first: bool,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Rows of ``batch`` sequences at every prefix and with every tree, over one cache.
+    """Measure a row of ``batch`` sequences at every prefix and with every tree, over one cache.
 
     ``is_first``: at the first prefix sampling, and a prompt of as many tokens, too.
     """

@@ -59,7 +59,7 @@ def part_of(kernel: str) -> str:
 
 
 def steps_in(events: Sequence[Event]) -> list[Event]:
-    """The ranges that the host has put around steps, in order."""
+    """Return the ranges that the host has put around steps, in order."""
     found = [each for each in events if each.get("cat") == "user_annotation" and each.get("name") == STEP]
     return sorted(found, key=lambda event: float(event["ts"]))
 
@@ -91,14 +91,14 @@ def faults_of(events: Sequence[Event], num_allocated: int) -> list[str]:
 
 
 def last_step(events: Sequence[Event]) -> list[Event]:
-    """The kernels of the last whole step, from its draft to the next one's; all where there is no draft."""
+    """Return the kernels of the last whole step, from its draft to the next one's; all where there is no draft."""
     kernels = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda event: float(event["ts"]))
     drafts = [place for place, kernel in enumerate(kernels) if part_of(kernel["name"]) == "draft"]
     return kernels[drafts[-2] : drafts[-1]] if len(drafts) > 1 else kernels
 
 
 def times_of(events: Sequence[Event]) -> dict[str, float]:
-    """Microseconds of a step by part, "other" and the time in which nothing runs; kernels that overlap count once."""
+    """Sum a step's microseconds by part, "other" and "nothing" (idle time); kernels that overlap count once."""
     kernels = last_step(events)
     times, end = dict.fromkeys([*PARTS, "other", "nothing"], 0.0), None
     for kernel in kernels:
@@ -113,7 +113,7 @@ def times_of(events: Sequence[Event]) -> dict[str, float]:
 
 @torch.inference_mode()
 def traced(decoder: Decoder, num_active: int, prefix: int, steps: int, path: Path) -> tuple[list[Event], int]:
-    """Run steps, and write their trace; its events, and how many blocks were allocated between the first and last."""
+    """Run steps and write their trace; returns its events, and the blocks allocated between first and last step."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     allocated: list[int] = []

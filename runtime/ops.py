@@ -1,4 +1,5 @@
-"""Operations as kernels or twins, profiler ranges, the current GPU, and the side stream for graph capture.
+"""Operations as kernels or twins, profiler ranges, the current GPU, the side stream for graph capture, and counts of
+launches.
 
 An operation is a function that launches Triton kernels; its twin is the plain PyTorch function in the same module whose
 name ends in ``_ref``, with the same arguments and results, which defines it.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -94,3 +96,30 @@ def side_stream() -> Iterator[torch.cuda.Stream]:
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+Launches = Counter[bool]
+"""Launches of the drafter, by whether their parameters were tuned (`drafter.tuned_cache`), graph replays included."""
+
+
+class _Counts(threading.local):
+    def __init__(self) -> None:
+        self.launches: Launches = Counter()
+
+
+_COUNTS = _Counts()
+
+
+def count_launches(launches: Launches) -> None:
+    """Add launches to this thread's count."""
+    _COUNTS.launches.update(launches)
+
+
+@contextmanager
+def counted_apart() -> Iterator[Launches]:
+    """Count launches of this block separately."""
+    outside, _COUNTS.launches = _COUNTS.launches, Counter()
+    try:
+        yield _COUNTS.launches
+    finally:
+        _COUNTS.launches = outside

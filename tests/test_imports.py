@@ -44,7 +44,7 @@ FLOORS = {
     """,
     "convert": """
         errors default
-        artifact/checksums atomic files heads/names
+        artifact/checksums atomic heads/names
         rows
         artifact/manifest artifact/writer
         rows/hub_tensor
@@ -60,7 +60,7 @@ FLOORS = {
     """,
     "runtime": """
         errors
-        launches ops settings
+        ops settings
         tree
         target/kernels
         target

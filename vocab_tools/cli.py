@@ -19,7 +19,7 @@ from .common_cli import (
     whole_numbers,
 )
 from .count_cli import count, named_tokenizer, tokenizer_options
-from .errors import UsageError, printable
+from .errors import printable
 from .files import refuse_existing
 from .token_maps import FORMATS
 
@@ -89,14 +89,10 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
         "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"
     )
 )
-@click.argument("counts", nargs=-1, metavar="[COUNTS]...")
+@_counts_argument
 @tokenizer_options
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids; default: all ranked ids.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
-@click.option(
-    "--order", type=click.Choice(["counts", "ids"]), default="counts", show_default=True,
-    help="`ids` takes the first ids, without any counts.",
-)  # fmt: skip
 @click.option(
     "--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
     help="Added tokens to include: those of the chat template, or all, with reserved ones.",
@@ -111,26 +107,21 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .forced import forced_ids
-    from .ranking import rank_by_order, rank_vocabulary
+    from .ranking import rank_vocabulary
 
     path = refuse_existing(out, force)
-    by_ids = options["order"] == "ids"
-    if by_ids and (counts or options["coverage"] is not None or options["weights"]):
-        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage and --weights.")
-    if not by_ids and not counts:
-        raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
     tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
-    target_vocab = options["target_vocab"]
-    common: dict[str, Any] = {
-        "size": options["size"],
-        "tokenizer": tokenizer,
-        "forced": forced_ids(tokenizer, options["force_added"], options["force_id"]),
-        "target_vocab": target_vocab,
-        "candidates": None if options["candidates"] is None else _import(options["candidates"], target_vocab),
-    }
-    if not by_ids:
-        common |= {"coverage": options["coverage"], "weights": parse_weights(options["weights"])}
-    ranked = rank_by_order(**common) if by_ids else rank_vocabulary(_load_counts(counts), **common)
+    target_vocab, candidates = options["target_vocab"], options["candidates"]
+    ranked = rank_vocabulary(
+        _load_counts(counts),
+        options["size"],
+        options["coverage"],
+        tokenizer,
+        forced_ids(tokenizer, options["force_added"], options["force_id"]),
+        target_vocab,
+        None if candidates is None else _import(candidates, target_vocab),
+        parse_weights(options["weights"]),
+    )
     ranked.save(path)
     warn(ranked.warnings)
     found = ranked.provenance.get("size_from_coverage")

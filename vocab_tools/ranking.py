@@ -105,7 +105,7 @@ def rank_by_order(
 
     Args:
         order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
-            real ids ascending (`--order ids`), which for BPE is merge order and needs no corpus.
+            real ids ascending, which for BPE is merge order.
         size: number of ids N, kept exactly; default all of the order.
         tokenizer, forced, candidates: as in `rank_vocabulary`.
         target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
@@ -248,19 +248,15 @@ class _Pool:
 
     def check_size(self, size: int) -> None:
         """Raise UsageError unless `size` of the ids can be chosen."""
-        if size < 1:
-            problem = "is too small: at least one id is needed."
-        elif size < len(self.forced):
-            problem = f"is smaller than the {len(self.forced)} forced ids (end of turn, chat markers, single bytes)."
-        elif self.trained is not None and size > len(self.ids):
-            problem = (
-                f"was asked for, but the head has rows for {self.trained} ids only, {len(self.ids)} of them usable."
+        least = max(1, len(self.forced))
+        if not least <= size <= self.largest_size:
+            why = f"the {len(self.ids)} real tokens but one; `full` converts them all"
+            if self.trained is not None:
+                why = f"the head has rows for {self.trained} ids"
+            raise UsageError(
+                f"A draft vocabulary of {size} was asked for: expected at least {least} (end of turn, chat markers and "
+                f"single bytes are forced) and at most {self.largest_size} ({why})."
             )
-        elif self.trained is None and size >= len(self.ids):
-            problem = f"is not smaller than the {len(self.ids)} real tokens: `--draft-vocab full` converts them all."
-        else:
-            return
-        raise UsageError(f"A draft vocabulary of {size} {problem}")
 
 
 def _size_for_coverage(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import SourceError, TokenizerError
-from .files import expand_home, read_json, regular_file
+from .files import expand_home, read_json, read_text, regular_file
 from .hub import find_snapshot
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ _SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What transformers builds a tokenizer from where there is no tokenizer.json.
-_OTHER_FORMS = ("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", ".model", ".tiktoken")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id (--tokenizer)."
@@ -194,15 +192,12 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
-    """Load a fast tokenizer with its chat template and generation settings.
+    """Load a tokenizer with its chat template and generation settings from a Hub id, a folder or a tokenizer.json.
 
-    Args:
-        source: a Hub id, a folder that holds a tokenizer, or a tokenizer.json file.
-        revision: branch, tag or commit on the Hub.
-        offline: use the local cache only.
+    `revision` is a branch, tag or commit on the Hub; `offline` uses the local cache only.
 
     Raises:
-        TokenizerError: missing, gated, unreadable, or a tokenizer without a fast (`tokenizers`) form.
+        TokenizerError: missing, gated, unreadable, or without a tokenizer.json.
     """
     path = expand_home(source)
     if not str(source):
@@ -243,14 +238,13 @@ def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, wher
 
 def _wanted(names: Sequence[str], where: str) -> list[str]:
     """Choose the files of a tokenizer among those of a repository."""
-    endings = () if _TOKENIZER in names else _OTHER_FORMS
     templates = [name for name in names if name.startswith(f"{_TEMPLATE_FOLDER}/") and name.endswith(".jinja")]
-    top = [name for name in names if "/" not in name]
-    return [name for name in top if name in (_TOKENIZER, *_SIDE_FILES) or name.endswith(endings)] + templates
+    return [name for name in names if name in (_TOKENIZER, *_SIDE_FILES)] + templates
 
 
 def _load(source: str, file: Path, folder: Path | None, commit: str | None = None) -> LoadedTokenizer:
-    """Load a tokenizer file, or a folder with one or other forms of it; without a folder, nothing beside the file."""
+    """Load a tokenizer file and, with a folder, what is beside it."""
+    from tokenizers import Tokenizer
 
     def beside(name: str) -> dict[str, Any]:
         if folder is None or not (folder / name).is_file():
@@ -260,12 +254,17 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
             raise TokenizerError(f"{folder / name}: expected a JSON object, found {type(value).__name__}.")
         return value
 
+    if not file.is_file():
+        raise TokenizerError(
+            f"{source}: no {_TOKENIZER}. Make one with transformers, where you trust the code of the repository: "
+            f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER."
+        )
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception from Rust
+        raise TokenizerError(f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.") from error
     config = beside(_CONFIG)
-    if folder is None or file.is_file():
-        backend = _read_backend(file)
-        _add_missing_tokens(backend, config, file.parent / _CONFIG)
-    else:
-        backend = _build_backend(source, folder, config)
+    _add_missing_tokens(backend, config, file.parent / _CONFIG)
     backend.no_truncation()
     backend.no_padding()
     templates: dict[str, str] = {}
@@ -274,7 +273,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if folder is not None:
         for file in (folder / "chat_template.jinja", *sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))):
             if file.is_file():
-                templates["default" if file.parent == folder else file.stem] = _read_template(file)
+                templates["default" if file.parent == folder else file.stem] = read_text(file, TokenizerError)
     return LoadedTokenizer(
         backend=backend,
         source=source,
@@ -283,40 +282,6 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
         special_tokens=_special_tokens(config, beside("special_tokens_map.json")),
         generation_config=_generation_config(beside("generation_config.json"), beside("config.json")),
     )
-
-
-def _read_backend(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        backend = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception from Rust
-        raise TokenizerError(f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.") from error
-    if backend.get_vocab_size(with_added_tokens=True) == 0:
-        raise TokenizerError(f"{file}: the tokenizer has no tokens.")
-    return backend
-
-
-def _build_backend(source: str, folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Let transformers build a tokenizer from other files than tokenizer.json; code of the repository is never run."""
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    to_convert = (
-        "Convert it with transformers, where you trust it: "
-        f"`AutoTokenizer.from_pretrained({source!r}).save_pretrained(FOLDER)`, and give --tokenizer FOLDER."
-    )
-    try:
-        built = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        why = f"transformers cannot build a tokenizer (--tokenizer) from the other files: {error}"
-        if "auto_map" in config:
-            why = f"its tokenizer is Python code of its own (auto_map), which is not run. {to_convert}"
-        raise TokenizerError(f"{source}: no {_TOKENIZER}, and {why}") from error
-    backend = getattr(built, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise TokenizerError(f"{source}: only a slow (Python) tokenizer, {type(built).__name__}. {to_convert}")
-    return backend
 
 
 def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path) -> None:
@@ -356,13 +321,6 @@ def _chat_templates(found: Any, where: str) -> dict[str, str]:
         form = '[{"name": "default", "template": "..."}]'
         raise TokenizerError(f"{where}: chat_template: expected a text, or several with their names, as in {form}.")
     return found
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file}: the chat template cannot be read: {error}.") from error
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:

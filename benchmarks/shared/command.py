@@ -66,7 +66,7 @@ class Command(argparse.ArgumentParser):
         return names
 
     def gpu(self) -> torch.device:
-        """The current GPU; ends the program where there is none."""
+        """Return the current GPU; ends the program where there is none."""
         if not torch.cuda.is_available():
             self.exit(2, "this benchmark needs an NVIDIA GPU\n")
         return torch.device("cuda", torch.cuda.current_device())

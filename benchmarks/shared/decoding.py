@@ -81,7 +81,7 @@ class RandomModel:
         self._drafters: dict[int, Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
-        """Bytes of the target's keys and values of ``rows`` tokens."""
+        """Count the bytes of the target's keys and values of ``rows`` tokens."""
         numbers = sum(each.kv_heads * (each.key_dim + each.value_dim) for each in self.target.layer_shapes)
         return rows * numbers * self.target.dtype.itemsize
 
@@ -153,14 +153,14 @@ def compile_ahead(
 
 
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
-    """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has taken before."""
+    """Pretend that sequences of ``prefix`` tokens are running; ``turn``: drawn lengths that each has used so far."""
     decoder.fill_(num_active, prefix)
     if isinstance(decoder, DrawnDecoder):
         decoder.turns.fill_(turn)
 
 
 def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
-    """Have steps with the rules `SAMPLED` sample so, from keys that stay."""
+    """Set the numbers and the noise keys that steps with the rules `SAMPLED` use."""
     decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0]))
     decoder.choice.keys.random_()
 
@@ -175,7 +175,7 @@ def phase_times(
     decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY, rounds: int = 10,
     times: int = 4, has_phases: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds of each phase where it stands, and of whole steps: medians of means of ``times`` replays in a row.
+    """Time each phase where it stands, and whole steps: milliseconds, medians of means of ``times`` replays in a row.
 
     A phase can be repeated: only the walk moves on, by a few rows a time, and no phase depends much on that.
     """
@@ -193,7 +193,7 @@ def phase_times(
 
 
 def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10) -> float:
-    """Milliseconds of the device from a prompt of ``num_tokens`` to its first new token: the median."""
+    """Time a prompt of ``num_tokens`` up to its first new token: milliseconds of the device, the median."""
     decoder.clear_()
     numbers = decoder.box.numbers
     numbers.fill_(-1)
@@ -204,7 +204,7 @@ def prompt_time(decoder: Decoder, num_tokens: int, rounds: int = 10) -> float:
 
 
 def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
-    """Logits [prompt, target_vocab] of a prompt that is run as one chunk."""
+    """Compute the logits [prompt, target_vocab] of a prompt that is run as one chunk."""
     device, num_rows = target.device, len(prompt)
     target.reserve_positions(num_rows)
     box, lengths = PromptBox.allocate(num_rows, device), torch.zeros(1, dtype=torch.int32, device=device)
@@ -217,7 +217,7 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
 
 
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
-    """Attention of all layers over the tree that one sequence has drafted last, after ``prefix`` tokens."""
+    """Return a run of all layers' attention over the tree that one sequence drafted last, after ``prefix`` tokens."""
     target = decoder.target
     assert decoder.drafter is not None
     assert isinstance(target, FusedTarget)
@@ -250,7 +250,7 @@ def run_steps(
 ) -> StepsRun:
     """Run greedy steps as generation does: the host reads each step's record while the next one runs.
 
-    ``chooser``, on a GPU: chooses the shape of each, after ``context`` tokens; timing a shape first is not counted.
+    ``chooser`` chooses the shape of each, after ``context`` tokens; timing a shape first, on a GPU, is not counted.
     """
     record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
     first_rank = RECORD_HEAD + decoder.state.new_tokens.shape[1] + 1
@@ -287,7 +287,7 @@ def run_steps(
         if chooser is not None:
             chooser.steps[shapes[read]] += 1
             chooser.see(shapes[read], [row[first_rank : first_rank + row[0] - 1] for row in rows])
-            if read > 0 and pauses[read - 1] == pauses[read]:
+            if ready and read > 0 and pauses[read - 1] == pauses[read]:
                 chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)
     return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)

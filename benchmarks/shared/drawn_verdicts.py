@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def _draw_paths_kernel(
 
 
 def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor) -> None:
-    """Have the walk follow the path that is drawn next in the tree of every active slot.
+    """Overwrite choices so that the walk accepts the next drawn path in the tree of every active slot.
 
     ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``drawn`` int32: lengths [count], or
     ranks [count, LEVELS]; ``turns`` int32 [slots]: rows of it that a slot has taken. A length ends at the first of the
@@ -157,14 +158,9 @@ class DrawnPartialDecoder(PartialDecoder):
     """Runs ahead by drawn lengths, of which full passes confirm as many tokens as ``survivals``, in turn."""
 
     def __init__(self, lengths: Sequence[int], survivals: Sequence[int], *args: Any) -> None:
-        self._lengths = lengths
-        super().__init__(*args)
+        super().__init__(*args, new_ahead=partial(DrawnDecoder, lengths))
         self.survivals = torch.tensor(survivals, dtype=torch.int32, device=self.target.device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=self.target.device)
-
-    def new_ahead(self, *args: Any) -> Decoder:
-        """Run ahead by the drawn lengths."""
-        return DrawnDecoder(self._lengths, *args)
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -178,7 +174,7 @@ class DrawnPartialDecoder(PartialDecoder):
 
 
 def survivals(chance: float, most: int) -> list[int]:
-    """`NUM_SURVIVALS` numbers of tokens before the first that is not confirmed, ``most`` at most.
+    """List `NUM_SURVIVALS` numbers of tokens that are confirmed before the first that is not, ``most`` at most.
 
     In the order of van der Corput's sequence, so that a short run of them has their mean, too.
     """

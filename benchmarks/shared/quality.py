@@ -25,7 +25,7 @@ TOLERANCE = 1.02
 @torch.inference_mode()
 def measure_quality(model: SpeculativeModel, text: Sequence[int], num_tokens: int = NUM_TOKENS,
                     window: int = WINDOW) -> dict[str, Any]:  # fmt: skip
-    """Mean KL divergence and share of equal argmax of each forward, over at least ``num_tokens`` tokens of ``text``.
+    """Measure each forward's mean KL divergence and share of equal argmax over ``num_tokens`` or more of ``text``.
 
     ``is_good``: neither of ours is worse than transformers' by more than `TOLERANCE`. Raises ValueError for too little
     text, and where pieces begin alike.
@@ -62,7 +62,7 @@ def measure_quality(model: SpeculativeModel, text: Sequence[int], num_tokens: in
 
 
 def distances(wanted: Tensor, found: Tensor) -> Iterator[Tensor]:
-    """Sums over positions of the KL divergence and of equal argmax; logits [positions, vocab], float64 results."""
+    """Sum the KL divergence, and equal argmax, over positions; logits [positions, vocab], float64 results."""
     true, other = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
     yield (true.exp() * (true - other)).sum()
     yield (wanted.argmax(-1) == found.argmax(-1)).sum().double()

@@ -15,7 +15,7 @@ from eagle_slim.runtime.drafter.tuning.timing import interleave, time_us
 
 
 def time_queued_us(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Mean time of ``times`` calls in a row, all of which the host has queued behind other work.
+    """Time ``times`` calls in a row, all of which the host has queued behind other work: the mean.
 
     So launches do not show, and what is timed runs on a busy device, as in the middle of a loop. On a CPU: the mean.
     """
@@ -34,7 +34,7 @@ def time_queued_us(run: Callable[[], object], device: torch.device, times: int) 
 
 
 def copy_bytes_per_s(device: torch.device, size_bytes: int = 2 << 30, rounds: int = 10) -> float:
-    """Bytes read plus bytes written per second by the device's own copy: the ceiling that shares refer to."""
+    """Measure the device's own copy, bytes read plus bytes written per second: the ceiling that shares refer to."""
     source = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
     times = interleave({"copy": lambda: target.copy_(source)}, device, rounds)
@@ -42,7 +42,7 @@ def copy_bytes_per_s(device: torch.device, size_bytes: int = 2 << 30, rounds: in
 
 
 def machine(device: torch.device) -> dict[str, str | int]:
-    """Device, versions and commit, to stand beside every figure."""
+    """Describe device, versions and commit, to stand beside every figure."""
     described: dict[str, str | int] = {
         "device": platform.processor() or platform.machine(), "torch": torch.__version__, "triton": version("triton"),
         "python": platform.python_version(), "commit": commit(),
@@ -57,7 +57,7 @@ def machine(device: torch.device) -> dict[str, str | int]:
 
 
 def commit() -> str:
-    """The commit measured: ``EAGLE_SLIM_COMMIT``, or git's answer with a "+" for local changes, or "unknown"."""
+    """Name the commit measured: ``EAGLE_SLIM_COMMIT``, or git's answer with a "+" for local changes, or "unknown"."""
     describe = f"git -C '{Path(__file__).resolve().parent}' describe --always --dirty=+ --abbrev=12 '--exclude=*'"
     status, answer = subprocess.getstatusoutput(describe)
     return os.environ.get("EAGLE_SLIM_COMMIT") or ("unknown" if status else answer)

@@ -11,9 +11,9 @@ import os
 from pathlib import Path, PurePosixPath
 
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import read_object
 
 from ..errors import CheckpointError
-from ..files import read_object
 from .safetensors_file import damaged, shorten
 
 WEIGHTS_PREFERENCE = (
@@ -28,8 +28,7 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 def choose_weights(names: list[str], where: str) -> str:
     """Return which of the file names of a folder or repository holds or indexes its weights.
 
-    Raises:
-        CheckpointError: none does, or several could.
+    Raises CheckpointError where none does, or several could.
     """
     for preferred in WEIGHTS_PREFERENCE:
         if preferred in names:
@@ -47,10 +46,9 @@ def choose_weights(names: list[str], where: str) -> str:
 def read_index(path: Path) -> dict[str, str]:
     """Read an index file: the shard of each tensor. The shards themselves are not looked at.
 
-    Raises:
-        CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
+    Raises CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
     """
-    weight_map = read_object(path, CheckpointError, str(path.parent)).get("weight_map")
+    weight_map = read_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(path, "expected an object with a filled weight_map")
     for name, shard in weight_map.items():

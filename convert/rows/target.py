@@ -11,10 +11,10 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 
 from ..errors import CheckpointError
-from ..files import read_object
 from ..sources.source import ResolvedSource
 from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOATS
@@ -37,8 +37,7 @@ _TIE = "tie_word_embeddings"
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
 
-    Raises:
-        CheckpointError: there is neither, or no LM head where `tied` is False.
+    Raises CheckpointError where there is neither, or no LM head and `tied` is False.
     """
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
         problem = f"no LM head: config.json says {_TIE}: false, and the weights hold none"
@@ -57,7 +56,7 @@ def ties_embedding(folder: Path) -> bool | None:
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
     try:
-        config = read_object(folder / "config.json", CheckpointError, str(folder))
+        config = read_object(folder / "config.json", CheckpointError)
     except CheckpointError:
         return None
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]

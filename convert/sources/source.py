@@ -9,12 +9,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.files import expand_home, regular_file
 from eagle_slim.vocab_tools.hub import Choose, Snapshot, fetch, find_snapshot, without
 
 from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import SourceError
-from ..files import read_regular
 from ..heads.names import canonical_names
 from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from .builtin import embedded_head
@@ -73,16 +72,12 @@ class ResolvedSource:
         """The manifest of a head that eagle-convert wrote, else None; ArtifactError where it is damaged."""
         return Manifest.load(self.folder) if (self.folder / MANIFEST_NAME).exists() else None
 
-    @cached_property
-    def _card(self) -> dict[str, Any]:
-        return _front_matter(self.folder) or _front_matter(self.root)
-
     def on_card(self, key: str) -> str | None:
         """Return what its model card, or else the repository's, says under a key of its front matter; None for several.
 
         For example "apache-2.0" for "license".
         """
-        value = self._card.get(key)
+        value = (_front_matter(self.folder) or _front_matter(self.root)).get(key)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         return value if isinstance(value, str) and value else None
@@ -167,12 +162,11 @@ def _front_matter(folder: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]  # PyYAML's stubs are a package of their own
 
     try:
-        found = re.match(
-            r"---\s*\n(.*?)\n---\s*$", read_regular(folder / "README.md").decode(), re.DOTALL | re.MULTILINE
-        )
+        text = regular_file(folder / "README.md", SourceError).read_text(encoding="utf-8")
+        found = re.match(r"---\s*\n(.*?)\n---\s*$", text, re.DOTALL | re.MULTILINE)
         value = yaml.safe_load(found[1]) if found else None
     # A card is prose: what its author got wrong there must not stop a conversion.
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (SourceError, OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 

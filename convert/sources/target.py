@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.files import expand_home, read_object
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
 from ..errors import MismatchError, SourceError
-from ..files import read_object
 from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
 from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .source import ResolvedSource, target_files
@@ -95,12 +94,12 @@ def open_target(name: str | None, revision: str | None, offline: bool) -> Target
     if name is None:
         folder = embedded_target_folder()
         source = ResolvedSource(folder)
-        return Target(EMBEDDED_TARGET_REPO, source, _config(folder, EMBEDDED_TARGET_REPO), embedded_target_provenance())
+        return Target(EMBEDDED_TARGET_REPO, source, _config(folder), embedded_target_provenance())
     source = target_files(name, revision=revision, offline=offline)
     provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
     if source.repo_id is None:
         provenance["name"] = Path(name).resolve().name
-    return Target(name, source, _config(source.folder, name), provenance)
+    return Target(name, source, _config(source.folder), provenance)
 
 
 def check_head_fits(head: DraftHead, target: Target) -> None:
@@ -168,7 +167,7 @@ def check_own_tokenizer(head: DraftHead, tokenizer: LoadedTokenizer | None) -> N
         )
 
 
-def _config(folder: Path, name: str) -> dict[str, Any]:
-    config = read_object(folder / "config.json", SourceError, f"target {name}")
+def _config(folder: Path) -> dict[str, Any]:
+    config = read_object(folder / "config.json", SourceError)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config

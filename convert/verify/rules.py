@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
 from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from ..artifact.eagle3 import layer_class
 from ..artifact.format import CARD_NAME, freq_name
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
-from ..files import read_object
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import head_from_checkpoint
@@ -72,7 +72,7 @@ class Parts:
     @_part
     def config(self) -> dict[str, Any]:
         """config.json."""
-        return read_object(self.folder / CONFIG_NAME, ArtifactError, str(self.folder))
+        return read_object(self.folder / CONFIG_NAME, ArtifactError)
 
     @_part
     def weights(self) -> SafetensorsFile:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from eagle_slim.convert.vocabulary_choice import VocabRequest, make_ranking
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from typing import Any
 
 from ..errors import NothingToFollowError, UsageError
 from ..model import SpeculativeModel
 from .options import CompareOptions
 
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-
 PLAIN = "plain"
 _DEFAULT_SIZES = (32768, 16384, 8192, 4096, 2048)
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Candidate:
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
 
-def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions, say: Say) -> list[Candidate]:
+def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions) -> list[Candidate]:
     """List the sizes of each head, alone and following the prompt, with each tree; equal sizes are listed once.
 
     Raises `UsageError` for models that `SpeculativeModel.from_pretrained` did not build, for models of several targets,
@@ -88,7 +80,7 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions,
         names = locations
     found = []
     for name, model in zip(names, models, strict=True):
-        for cut in _cut(model, name, options, say):
+        for cut in _cut(model, name, options):
             for tree in options.trees or [model.drafter.tree]:
                 shaped = Candidate.of(cut.model.with_tree(tree), cut.size, name)
                 shape = f", tree {shaped.tree_words}" if len(options.trees or ()) > 1 else ""
@@ -97,37 +89,30 @@ def find_candidates(models: Sequence[SpeculativeModel], options: CompareOptions,
     return found
 
 
-def _cut(model: SpeculativeModel, head: str, options: CompareOptions, say: Say) -> list[Candidate]:
+def _cut(model: SpeculativeModel, head: str, options: CompareOptions) -> list[Candidate]:
     """Return each size of a head, alone and following the prompt as asked; a size that nothing can join stays alone.
 
-    Raises `UsageError` where nothing can join any of them.
+    Raises `UsageError` for a size that the head cannot be cut to, and where nothing can join any of them.
     """
     assert model.opened is not None
-    ranked = _rank(model, options, say)
-    ranking = ranked or model.opened.ranking
-    sizes = options.sizes
+    sizes, ranking = options.sizes, model.opened.ranking
     if sizes is None:
-        smallest = 0 if ranking is None else ranking.num_forced
+        smallest = model.draft_vocab if ranking is None else ranking.num_forced
         sizes = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < model.draft_vocab))
-    cuts: list[int | DraftVocab | None] = []
-    for size in sizes:
-        if size in ("full", model.draft_vocab):
-            cuts.append(None)
-        else:
-            cuts.append(int(size) if ranked is None else ranked.prefix(int(size)))
+    cuts = [model.with_draft_vocab(None if isinstance(size, str) else size) for size in sizes]
     found, refusal = [], None
-    for alone in {each.draft_vocab: each for each in map(model.with_draft_vocab, cuts)}.values():
+    for alone in {each.draft_vocab: each for each in cuts}.values():
         size_words = _words(alone.draft_vocab, model)
-        own = [Candidate.of(alone, size_words, head)] if None in options.follow else []
+        following = []
         if "prompt" in options.follow:
             try:
-                order = None if ranked is None else ranked.target_ids
-                following = alone.with_follow("prompt", options.follow_rows, order)
-                own.append(Candidate.of(following, f"{size_words} + prompt", head))
+                followed = alone.with_follow("prompt", options.follow_rows)
+                following = [Candidate.of(followed, f"{size_words} + prompt", head)]
             except NothingToFollowError as error:
-                refusal, own = error, [Candidate.of(alone, size_words, head)]
-                say(f"{size_words}: no id is left that could join it; it is compared as it is")
-        found += own
+                refusal = error
+        if None in options.follow or not following:
+            found.append(Candidate.of(alone, size_words, head))
+        found += following
     if refusal is not None and not any(each.follow for each in found):
         raise refusal
     return found
@@ -139,30 +124,3 @@ def _words(draft_vocab: int, model: SpeculativeModel) -> str:
     if draft_vocab == target_vocab:
         return f"full ({draft_vocab:,})"
     return f"all {draft_vocab:,} of {target_vocab:,}" if draft_vocab == model.draft_vocab else f"{draft_vocab:,}"
-
-
-def _rank(model: SpeculativeModel, options: CompareOptions, say: Say) -> DraftVocab | None:
-    """Rank a head's rows by the counts or the token map that are given; None where its own ranking cuts it.
-
-    Raises `UsageError` where the sizes need a ranking and there is none.
-    """
-    opened = model.opened
-    assert opened is not None
-    if not options.counts and options.token_map is None:
-        if opened.ranking is None and tuple(options.sizes or ()) != ("full",):
-            raise UsageError(
-                f"Head {opened.head.location} has no ranking of its own. Give --counts or --token-map, or convert it "
-                "first; --sizes full needs no ranking."
-            )
-        return None
-    source, tokenizer = model.tokenizer_source, None
-    if source is not None:
-        tokenizer = load_tokenizer(source, offline=opened.offline)
-    elif options.counts:
-        raise UsageError("--counts needs the files of the target's tokenizer, and there are none. Give --token-map.")
-    request = VocabRequest(counts=tuple(options.counts), token_map=options.token_map)
-    return make_ranking(opened.head, request, tokenizer, embedded=False, offline=True, count=_never, say=say).cut(None)
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("a ranking is given")

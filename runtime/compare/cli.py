@@ -54,7 +54,6 @@ def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
     epilog="""\b
 Examples:
   eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,4096 --out out/compare
-  eagle-compare yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --token-map freq_32000.pt --prompts question.jsonl --out cmp
   eagle-compare --prompts prompts.jsonl --sizes 4096,2048 --follow prompt,none
   eagle-compare slim --head other --tree 5,10,60 --tree 3,1,4 --batch 1,4,16 --prompts prompts.txt --json
   OMP_NUM_THREADS=1 eagle-compare --device cpu --dtype bfloat16 --prompts prompts.txt --sizes 4096 --tree 4,4,16""",
@@ -72,8 +71,6 @@ Examples:
               help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.")  # fmt: skip
 @click.option("--follow", default="none", metavar="F,F", callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
               help="prompt: ids of the prompt join each size; none: each size as it is (default).")  # fmt: skip
-@click.option("--counts", multiple=True, metavar="FILE", help="Rank by these counts from `eagle-vocab count`.")
-@click.option("--token-map", metavar="FILE", help="Rank by this token map (freq_N.pt, JSON ...).")
 @click.option("--modes", default="greedy,sampled", show_default=True, callback=_list_of(str, "greedy,sampled"),
               metavar="M,M", help="greedy, sampled, or both.")  # fmt: skip
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature of the sampled mode.")
@@ -93,10 +90,10 @@ def compare(
 ) -> int:  # fmt: skip
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
-    HEAD is a folder or a Hugging Face Hub repository: converted (its manifest holds the ranking), or unconverted (then
-    give --counts or --token-map); by default, the built-in head of SmolLM2-135M-Instruct with its own counts. Every
-    answer is compared with plain decoding. The last lines recommend a size for this device, if the prompts are enough
-    to tell the sizes apart. Ctrl-C ends the comparison and writes what there is.
+    HEAD is a folder or a Hugging Face Hub repository: converted, so that its manifest ranks its rows, or unconverted
+    and compared whole; by default, the built-in head of SmolLM2-135M-Instruct with its own counts. Every answer is
+    compared with plain decoding. The last lines recommend a size for this device, if the prompts are enough to tell
+    the sizes apart. Ctrl-C ends the comparison and writes what there is.
     """
     show_warnings_as_lines()
     asked = CompareOptions(
@@ -120,7 +117,7 @@ def compare(
             bar.total = total
             bar.update(done - bar.n)
 
-        result = run_comparison(models, prompts, asked, progress=move, say=note)
+        result = run_comparison(models, prompts, asked, progress=move)
     if out is not None:
         result.write(out, force)
         note(f"wrote {out}/compare.json and {out}/compare.html")

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..errors import UsageError, misfit
 from ..settings import SamplingConfig, TreeConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from eagle_slim.vocab_tools.counts import TokenCounts
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 MODES = ("greedy", "sampled")
 MARKER = "compare.json"
@@ -26,14 +20,11 @@ class CompareOptions:
     """Options of `compare`.
 
     Attributes:
-        sizes: draft vocabularies to compare: numbers of rows, or "full" for all that a head has. None is "full" and the
-            powers of two from 32,768 down to 2,048 that a head can be cut to.
+        sizes: draft vocabularies to compare: numbers of rows, in the order of the head's own ranking, or "full" for all
+            that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
         follow_rows: most ids that join.
-        counts: files of `eagle-vocab count`, or counts, to rank by. Without them and a token map, a head is ranked as
-            its manifest says, the built-in one by its own counts.
-        token_map: a file or a vocabulary to rank by.
         modes: "greedy", "sampled", or both.
         sampling: how the mode "sampled" chooses tokens.
         batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
@@ -50,8 +41,6 @@ class CompareOptions:
     trees: Sequence[TreeConfig | None] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
     follow_rows: int = 512
-    counts: Sequence[TokenCounts | str | Path] = ()
-    token_map: DraftVocab | str | Path | None = None
     modes: Sequence[str] = MODES
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)

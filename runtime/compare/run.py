@@ -20,7 +20,7 @@ import torch
 from ..api.output import GenerationOutput, difference, first_difference
 from ..errors import PromptError, UsageError
 from ..model import SpeculativeModel
-from .candidates import PLAIN, Candidate, Say, find_candidates
+from .candidates import PLAIN, Candidate, find_candidates
 from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
@@ -35,7 +35,6 @@ def compare(
     options: CompareOptions | None = None,
     *,
     progress: Progress = lambda done, total: None,
-    say: Say = lambda message: None,
 ) -> Comparison:
     """Answer every prompt with every candidate and with plain decoding, and work out the figures and the advice.
 
@@ -44,7 +43,6 @@ def compare(
         prompts: conversations, as `load_prompts` reads them. Later turns follow the answers of plain decoding.
         options: what to compare and how; None for the defaults.
         progress: called after each answer with how many there are and how many there will be.
-        say: called with what a user may want to know before it begins.
 
     Ctrl-C ends it early: then ``is_complete`` is false, and the figures are those of the turns that every candidate has
     answered; before the first one it raises KeyboardInterrupt.
@@ -53,11 +51,10 @@ def compare(
         UsageError: the options fit neither models nor prompts.
         EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
         PromptError: a prompt has no room in the context; for a first turn this is found before anything is measured.
-        VocabularyError, TokenizerError: the counts or the token map cannot be used for these heads.
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
-    drafted = find_candidates(models, options, say)
+    drafted = find_candidates(models, options)
     if not prompts:
         raise UsageError("prompts: a comparison takes one or more; got none.")
     candidates = [Candidate(PLAIN, PLAIN, models[0]), *drafted]

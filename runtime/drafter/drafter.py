@@ -173,6 +173,28 @@ class BufferedDrafter:
         """Write the keys and values of a prompt's pairs to the cache; arguments as `launch.write_pairs`."""
         write_pairs(self.head, features, next_tokens, positions, rows, slots, self.bufs)
 
+    def take_pairs(
+        self, prefix: Tensor, num_new: Tensor, new_tokens: Tensor, active_inverse: Tensor, features: Tensor
+    ) -> None:
+        """Write the waiting pairs of running slots into the cache, but for each last one, which the next draft takes.
+
+        Arguments as the inputs in `Buffers`, which they may be, and `features`; what is left becomes the inputs. Slots
+        that do not run are left alone, so that this may be captured while others run. Waits for nothing.
+        """
+        slots, width = new_tokens.shape
+        step = torch.arange(width, dtype=torch.int32, device=prefix.device)
+        last = torch.where(active_inverse >= 0, num_new - 1, 0).clamp(min=0)
+        rows, is_before = prefix[:, None] + step, step < last[:, None]
+        self.prefill(
+            features.flatten(0, 1), new_tokens.clamp(min=0).flatten(), torch.where(is_before, rows, 0).flatten(),
+            torch.where(is_before, rows, -1).flatten(), torch.arange(slots, dtype=torch.int32, device=step.device),
+        )  # fmt: skip
+        at = last[:, None].long()
+        newest, feature = new_tokens.gather(1, at), features.gather(1, at[..., None].expand(-1, 1, features.shape[2]))
+        self.bufs.prefix.copy_(prefix + last)
+        self.bufs.num_new.copy_(num_new - last)
+        self.bufs.new_tokens[:, :1], self.features[:, :1] = newest, feature
+
 
 def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
     """Return the smallest bound of trees of one ``top_k``: one compiled kernel drafts them all."""

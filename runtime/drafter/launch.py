@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DrafterError, UsageError, check_choice
-from ..launches import Launches, count_launches
-from ..ops import Ops
+from ..ops import Launches, Ops, count_launches
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS

@@ -31,8 +31,7 @@ from ..drafter.drafter import BufferedDrafter, bound_of
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
-from ..launches import count_launches, counted_apart
-from ..ops import Ops, ranges_wanted, side_stream
+from ..ops import Ops, count_launches, counted_apart, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import KVCache, Target
 from ..target.kernels.attention_kernels import REACH
@@ -45,7 +44,6 @@ from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
 from .shapes import shapes_up_to
-from .waiting import take_pairs
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that have graphs."""
@@ -320,7 +318,11 @@ class Decoder:
         """
         places = self.places_for(num_active)
         self._make_room(rules, tree)
-        self._run_phases(("step", tree, places), rules, self.phases(places, rules, tree, host))
+        whole = self._graphs_for(rules).get(("step", tree, places)) if host is None else None
+        if whole is not None:
+            whole()
+        else:
+            self._run_phases(("step", tree, places), rules, self.phases(places, rules, tree, host))
 
     def timed_step(
         self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
@@ -349,7 +351,8 @@ class Decoder:
     def _take_pairs(self) -> None:
         assert self.drafter is not None
         assert self.features is not None
-        take_pairs(self.drafter, self.state, self.features)
+        state = self.state
+        self.drafter.take_pairs(state.prefix, state.num_new, state.new_tokens, state.active_inverse, self.features)
 
     def time_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> float:
         """Time a step of the running sequences, ms, and put their state back: what is generated does not change.

@@ -19,8 +19,7 @@ from torch import Tensor
 from ..api.request import Request, RequestOutput, collect
 from ..api.stats import GenerationStats, PhaseTimer
 from ..drafter.launch import timed_out
-from ..launches import counted_apart
-from ..ops import current, named_range
+from ..ops import counted_apart, current, named_range
 from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoder import HeldRow

@@ -13,6 +13,7 @@ back, and the output is that without the option. "lossy" takes the chain as it i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,15 +29,14 @@ from .choice import HostChoice
 from .decoder import Decoder, GraphPool, HeldRow, TreeShape
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
-from .waiting import take_pairs
 
 
 class PartialDecoder(Decoder):
-    """A `Decoder` of chains that another decoder, `ahead`, has accepted over a part of the cache."""
+    """A `Decoder` of chains that another, `ahead`, has accepted over a part of the cache; ``new_ahead`` builds that."""
 
     def __init__(
         self, target: Target, cache: KVCache, drafter: BufferedDrafter, option: PartialVerification,
-        waits: bool = False, pool: GraphPool | None = None,
+        waits: bool = False, pool: GraphPool | None = None, *, new_ahead: Callable[..., Decoder] = Decoder,
     ) -> None:  # fmt: skip
         super().__init__(target, cache, drafter, waits, pool, chain=option.chain)
         self.option = option
@@ -45,7 +45,7 @@ class PartialDecoder(Decoder):
         # Whatever is ahead, one step more may be accepted, and a tree verified after it.
         room = option.num_steps * tree.path_width + tree.total_tokens + 1
         self.part = ShortCache(target, cache, option.num_blocks, room, nodes)
-        self.ahead = self.new_ahead(target, self.part.cache, drafter, waits, pool, self.part.offsets)
+        self.ahead = new_ahead(target, self.part.cache, drafter, waits, pool, self.part.offsets)
         self.ahead.checks = None
         self._drafter = drafter
         # Its own, as `ahead` writes those of the drafter.
@@ -63,10 +63,6 @@ class PartialDecoder(Decoder):
         self._queries = zeros(self.num_slots * nodes, layers, width, dtype=target.dtype)
         self._prompt_queries = zeros(ROWS, layers, width, dtype=target.dtype)
         self.shape.bufs.queries = self._queries
-
-    def new_ahead(self, *args: Any) -> Decoder:
-        """Build the decoder that runs ahead; ``args`` are those of `Decoder`."""
-        return Decoder(*args)
 
     def clear_(self) -> None:
         """See `Decoder.clear_`."""
@@ -96,7 +92,7 @@ class PartialDecoder(Decoder):
         state, own, ahead = self.state, self.ahead.state, self.ahead
         self.part.take(state.lengths)
         assert self.features is not None
-        take_pairs(self._drafter, state, self.features)
+        self._drafter.take_pairs(state.prefix, state.num_new, state.new_tokens, state.active_inverse, self.features)
         own.lengths.copy_(self.part.lengths)
         for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
                      "eos_ids"):  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,6 @@ def test_the_file_of_thresholds() -> None:
     assert set(reference_of(shipped, "NVIDIA H200")) == set(micro["tolerances"])
     assert shipped["green_rounds"] == 3 <= shipped["most_rounds"]
     assert micro["model"] in decoding.LAYERS
-    measured = re.compile(r"draft|verify|accept|commit|attention at [1-9]\d*")
-    assert all(measured.fullmatch(name) and 0 < share < 1 for name, share in micro["tolerances"].items())
 
 
 def test_a_run_end_to_end(

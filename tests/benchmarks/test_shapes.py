@@ -1,13 +1,18 @@
-"""What the figures of shapes side by side are taken for, and the first tokens of a fresh model."""
+"""Shapes side by side: what their figures are taken for, and steps of several shapes; first tokens of a fresh model."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks import shapes
+from benchmarks.shared.decoding import RandomModel, run_steps
+from benchmarks.shared.drawn_verdicts import LEVELS
 
 
 def test_a_row_is_judged_by_its_medians() -> None:
@@ -21,3 +26,21 @@ def test_first_and_second_token_are_timed(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shapes.SpeculativeModel, "from_pretrained", lambda **_: model)
     first_s, second_s = shapes.first_tokens(torch.device("cpu"))
     assert 0 < first_s < second_s
+
+
+def test_steps_of_any_shape_accept_the_drawn_ranks(random_model: RandomModel) -> None:
+    """Each step that drafts takes the next row; the second slot begins 37 rows on; a chain has best children only."""
+    ranks = torch.full((64, LEVELS), 1 << 20, dtype=torch.int32)
+    ranks[:3, :2] = torch.tensor([[1, 9], [0, 0], [0, 9]])
+    ranks[37:40, :2] = torch.tensor([[9, 0], [1, 0], [0, 9]])
+    tree, chain = TreeConfig(2, 4, 20), TreeConfig(1, 1, 3)
+    decoder = random_model.drawn_decoder(random_model.new_cache(2, 120), tree, 60, ranks)
+    decoder.fill_(2, 30)
+    chooser = mock.Mock(steps=Counter(), is_unmeasured=lambda *_: False)
+    chooser.next.side_effect = [tree, chain, None, tree]
+    with torch.inference_mode():
+        found = run_steps(decoder, 2, 4, chooser, 30)
+    seen = [(tree, [[1], []]), (chain, [[0, 0], []]), (None, [[], []]), (tree, [[0], [0]])]
+    assert [call.args for call in chooser.see.call_args_list] == seen
+    assert found.tokens == 4 * 2 + 5
+    assert chooser.steps == {tree: 2, chain: 1, None: 1}

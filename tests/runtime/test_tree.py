@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
@@ -20,14 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises_with
 
-A, B, C, D, E, F, G, H = range(101, 109)
-I_, J = 109, 110
-ROOT = 100
-LEVEL_TOKENS = [torch.tensor([[A, B]]), torch.tensor([[C, D, E, F]]), torch.tensor([[G, H, I_, J]])]
+ROOT, A, B, C, D, E, F, G, H, I_, J = range(100, 111)
+LEVEL_TOKENS = [torch.tensor([level]) for level in ([A, B], [C, D, E, F], [G, H, I_, J])]
 LEVEL_SCORES = [
-    torch.tensor([[-0.5, -1.5]]),
-    torch.tensor([[-1.5, -2.0, -1.75, -5.5]]),
-    torch.tensor([[-2.0, -4.5, -2.75, -3.75]]),
+    torch.tensor([level]) for level in ([-0.5, -1.5], [-1.5, -2.0, -1.75, -5.5], [-2.0, -4.5, -2.75, -3.75])
 ]
 LEVEL_FRONTIERS = [torch.tensor([[0, 1]]), torch.tensor([[0, 2]])]
 EXAMPLE = TreeConfig(depth=2, top_k=2, total_tokens=7)
@@ -63,16 +57,6 @@ def test_worked_example_tree() -> None:
         [1, 0, 1, 0, 0, 1, 0],
         [1, 1, 0, 1, 0, 0, 1],
     ]
-
-
-def test_to_upstream_has_upstream_shapes_and_orders() -> None:
-    tokens, paths, mask, positions = example_tree().to_upstream()
-    assert tokens.tolist() == [[ROOT, A, B, C, D, E, G]]
-    assert paths.tolist() == [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
-    assert mask.shape == (1, 1, 7, 7)
-    assert mask.dtype == torch.float32
-    assert positions.tolist() == [0, 1, 1, 2, 2, 2, 3]
-    assert example_tree().to_upstream(sampling=True)[1].tolist() == [[0, 1, 3, 6], [0, 1, 4, -1], [0, 2, 5, -1]]
 
 
 def test_closed_under_parents_where_a_child_has_probability_one() -> None:
@@ -119,10 +103,10 @@ def test_layout_of_a_batch_treats_sequences_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "top_k", "total", "facts"),
-    [(2, 2, 12, {"option": "total_tokens", "expected": 11, "found": 12}), (-1, 2, 3, {"option": "depth", "found": -1}),
-     (2, 0, 3, {"option": "top_k", "found": 0}), (2, 2, 1, {"option": "total_tokens", "found": 1})],
+    ("tree", "words"),
+    [((2, 2, 12), ("total_tokens", "11", "12")), ((-1, 2, 3), ("depth", "-1")), ((2, 0, 3), ("top_k", "0")),
+     ((2, 2, 1), ("total_tokens", "1"))],
 )  # fmt: skip
-def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, facts: dict[str, Any]) -> None:
-    with raises_with(UsageError, *map(str, facts.values())):
-        TreeConfig(depth, top_k, total)
+def test_impossible_trees_are_refused(tree: tuple[int, int, int], words: tuple[str, ...]) -> None:
+    with raises_with(UsageError, *words):
+        TreeConfig(*tree)

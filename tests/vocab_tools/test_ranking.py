@@ -1,5 +1,5 @@
 import re
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,9 +47,9 @@ def test_invariants(case: tuple[list[int], list[int], int]) -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
-        ({"size": 1, "forced": [0, 1]}, UsageError, "of 1 is smaller than the 2 forced ids"),
-        ({"size": 4}, UsageError, "of 4 is not smaller than the 4 real"),
-        ({"size": 0}, UsageError, "of 0 is too small"),
+        ({"size": 1, "forced": [0, 1]}, UsageError, "of 1 was asked for: expected at least 2"),
+        ({"size": 4}, UsageError, "at most 3 .the 4 real"),
+        ({"size": 0}, UsageError, "of 0 .*at least 1"),
         ({"size": 2, "coverage": 0.9}, UsageError, "--coverage"),
         ({"coverage": 99}, UsageError, "--coverage"),
         ({"coverage": 1.0}, UsageError, r"3 ids, covers 0\.9"),
@@ -80,7 +80,7 @@ def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path)
     ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     assert ranked.target_ids.max() < tokenizer.vocab_size
     assert ranked.target_vocab == tokenizer.vocab_size + 20
-    with pytest.raises(UsageError, match="is not smaller"):
+    with pytest.raises(UsageError, match="at most 299 "):
         rank_vocabulary(counts, size=tokenizer.vocab_size, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
     assert fewer.target_ids.max() == 279
@@ -151,7 +151,7 @@ def test_repruning_chooses_only_trained_ids() -> None:
     assert any("never trained" in warning and "0" in warning for warning in ranked.warnings)
     whole = rank_vocabulary(token_counts([9] * 8), size=4, forced=forced, candidates=trained)
     assert whole.ascending_ids.tolist() == trained
-    with pytest.raises(UsageError, match="of 5 was asked for, but the head has rows for 4 ids only"):
+    with pytest.raises(UsageError, match=r"of 5 was asked for: .*at most 4 .the head has rows for 4 ids"):
         rank_vocabulary(token_counts([9] * 8), size=5, forced=[], candidates=trained)
     with pytest.raises(VocabularyError, match="id 1 appears again"):
         rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
@@ -192,27 +192,15 @@ def test_only_ids_that_would_have_been_taken_are_missed() -> None:
         assert any("left out" in warning for warning in ranked.warnings) == told
 
 
-def test_the_beginning_of_ids_that_ascend_is_doubted() -> None:
-    def doubted(order: list[int], size: int | None) -> bool:
-        ranked = rank_by_order(order, size=size, forced=[], target_vocab=100)
-        return any("ascend" in warning for warning in ranked.warnings)
-
-    ascending = list(range(0, 40, 2))
-    assert doubted(ascending, 10)
-    assert not doubted(ascending, None)
-    assert not doubted(ascending, 20)
-    assert not doubted([38, *ascending[:-1]], 10)
-    assert not doubted([1, 3, 5], 2)
-
-
-def test_provenance_tells_sources_and_reasons(tmp_path: Path) -> None:
-    tokenizer: LoadedTokenizer = load_tokenizer(
-        write_folder(tmp_path / "t", byte_level_bpe(300), eos_token="<|im_end|>")
-    )
-    counts = replace(token_counts([1] * 300), tokenizer_hash=tokenizer.tokenizer_hash)
-    ranked = rank_vocabulary(counts, size=290, tokenizer=tokenizer)
-    assert ranked.provenance["sources"] == [
-        {"name": "text", "weight": 1.0, "tokens": 300, "provenance": {"made": "by hand"}}
-    ]
-    assert ranked.provenance["tokenizer_hash"] == tokenizer.tokenizer_hash
-    assert "eos" in ranked.provenance["forced"]["2"]
+@pytest.mark.parametrize(
+    ("order", "size", "is_doubted"),
+    [
+        (range(0, 40, 2), 10, True),
+        (range(0, 40, 2), 20, False),
+        ([38, *range(0, 38, 2)], 10, False),
+        ([1, 3, 5], 2, False),
+    ],
+)
+def test_the_beginning_of_ids_that_ascend_is_doubted(order: Iterable[int], size: int, is_doubted: bool) -> None:
+    ranked = rank_by_order(list(order), size, forced=[], target_vocab=100)
+    assert any("ascend" in warning for warning in ranked.warnings) == is_doubted

@@ -140,18 +140,15 @@ def test_the_column_is_found_or_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("row", "asked", "error", "words"),
+    ("row", "asked", "words"),
     [
-        ({"id": "f00d", "data": ["Hi", "Hello"]}, None, UsageError, r"The records have id, data\."),
-        ({"id": "f00d", "text": 5}, None, UsageError, ",column=NAME behind the source. The records have id, text"),
-        ({"a": "x"}, "c", UsageError, "no column 'c'. The records have a."),
+        ({"id": "f00d", "text": 5}, None, ",column=NAME behind .* have id, text"),
+        ({"a": "x"}, "c", "no column 'c'.* have a"),
     ],
 )
-def test_no_column_stands_out(
-    tmp_path: Path, row: dict[str, Any], asked: str | None, error: type[Exception], words: str
-) -> None:
+def test_no_column_stands_out(tmp_path: Path, row: dict[str, Any], asked: str | None, words: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl([row]))
-    with pytest.raises(error, match=words):
+    with pytest.raises(UsageError, match=words):
         open_source(CorpusSource(str(tmp_path / "a.jsonl"), column=asked))
 
 
@@ -257,15 +254,14 @@ def test_cut_text_prefers_blank_line_then_line_then_space_then_character() -> No
     assert cut_text(b"\xff" * 8) > 0
 
 
-def test_packed_text_gives_the_documents_of_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_text_in_many_blocks_is_cut_at_blank_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(records, "BLOCK_BYTES", 100_000)
     text = "\r\n\n\n" + "\n\n".join(f"Paragraph {number}: {'word ' * (number % 90)}größer." for number in range(3000))
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
-    plain = values(tmp_path / "a.txt")
-    assert "".join(plain) == text
-    assert values(tmp_path / "b.txt.gz") == plain
-    assert all(document.endswith("\n\n") for document in plain[:-1])
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    documents = values(tmp_path / name)
+    assert "".join(documents) == text
+    assert all(document.endswith("\n\n") for document in documents[:-1])
 
 
 def test_undecodable_text_is_named_by_line(tmp_path: Path) -> None:

@@ -24,14 +24,6 @@ def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path: Path, monkey
     assert by_folder.real_ids.tolist() == list(range(360))
 
 
-def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:
-    tokenizer = byte_level_bpe()
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=50)
-    loaded = load_tokenizer(write_folder(tmp_path / "t", tokenizer))
-    assert loaded.backend.decode(loaded.backend.encode("The quick brown fox").ids) == "The quick brown fox"
-
-
 def test_holes_are_not_real_ids(tmp_path: Path) -> None:
     state = json.loads(byte_level_bpe().to_str())
     state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if v not in (10, 11)}
@@ -204,21 +196,15 @@ def test_ids_of_another_type_or_of_no_token_are_no_ids(tmp_path: Path) -> None:
         forced_ids(loaded, extra=[300])
 
 
-def test_code_of_a_folder_is_never_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(*_: object) -> str:
-        raise AssertionError("asked on stdin")
-
-    monkeypatch.setattr("builtins.input", ask)
+def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     mapped = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     ran = tmp_path / "ran"
     folder = write_folder(tmp_path / "t", byte_level_bpe(), **mapped)
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
-    # With a tokenizer.json there is nothing to run.
     assert load_tokenizer(folder).vocab_size == 360
     (folder / "tokenizer.json").unlink()
-    with raises(TokenizerError, option="--tokenizer") as refused:
+    with raises(TokenizerError, option="--tokenizer"):
         load_tokenizer(folder)
-    assert "auto_map" in str(refused.value)
     assert not ran.exists()
 
 
@@ -235,17 +221,11 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_smollm2_lacks_21_single_bytes_and_forces_the_rest() -> None:
-    tokenizer = smollm2()
-    assert tokenizer.vocab_size == 49152
-    assert len(tokenizer.real_ids) == 49152
-    assert len(tokenizer.byte_of_id) == 256 - 21
-    forced = forced_ids(tokenizer)
-    others = [token_id for token_id in forced.ids.tolist() if token_id not in tokenizer.byte_of_id]
-    markers = {tokenizer.token_texts[token_id]: forced.reasons[token_id] for token_id in others}
+    forced = forced_ids(smollm2())
+    markers = {smollm2().token_texts[i]: reason for i, reason in forced.reasons.items() if "byte" not in reason}
     assert markers == {
         "<|endoftext|>": "end of turn",
         "<|im_start|>": "bos, chat template",
         "<|im_end|>": "eos, pad, end of turn, chat template",
     }
-    assert len(forced.ids) == 238
-    assert forced.warnings == ()
+    assert (len(forced.ids), forced.warnings) == (256 - 21 + 3, ())

@@ -521,7 +521,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
     def attempt(**arguments):
         convert(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(UsageError, match=r"100 is smaller than the \d+ forced ids"):
+    with pytest.raises(UsageError, match=r"of 100 was asked for: expected at least \d+ "):
         attempt(draft_vocab=100, vocabulary=BY_ID)
     with pytest.raises(UsageError, match=r"100.*259"):
         attempt(draft_vocab=100)

@@ -107,7 +107,7 @@ def test_missing_wheel_names_the_command(monkeypatch, tmp_path, target):
         convert(draft_vocab=32000, out=tmp_path / "out")
     assert not list(tmp_path.rglob("*.safetensors"))
     # A target that is named needs no wheel.
-    assert convert(draft_vocab=8192, target=target, out=tmp_path / "named").draft_vocab == 8192
+    assert convert(draft_vocab=8192, target=target, out=tmp_path / "named").manifest.draft_vocab == 8192
 
 
 def test_slim_head_row_by_row(slim, target):

@@ -269,7 +269,6 @@ def test_what_cannot_be_loaded(slim, made, tmp_path):
         ("row_checksums", "AAAA", "row_checksums"),
         ("num_forced", 321, "num_forced"),
         ("kind", "medusa", "kind"),
-        ("coverage", {"sizes": float("inf")}, "Infinity is no JSON value"),
         ("files/README.md", None, "files: README.md"),
     ],
 )

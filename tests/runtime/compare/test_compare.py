@@ -26,22 +26,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 VOCAB = 360
 FULL = "full (360)"
 GENERATE = SpeculativeModel.generate
-RANKED = DraftVocab(np.random.default_rng(0).permutation(VOCAB), 0, VOCAB)
-"""A token map; the 258 ids that the tokenizer forces come first whatever it says."""
+RANKED = DraftVocab(np.random.default_rng(0).permutation(VOCAB), 258, VOCAB)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
     target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    return SpeculativeModel.from_pretrained(target, head, depth=2, top_k=8, total_tokens=40)
+    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=8, total_tokens=40)
+    assert model.opened is not None
+    model.opened = replace(model.opened, ranks=RANKED)
+    return model
 
 
 def greedy(*sizes: Any, **options: Any) -> CompareOptions:
-    """Options that need no ranking for the full vocabulary alone."""
-    ranked = {} if not sizes else {"token_map": RANKED}
-    return CompareOptions(
-        **{"sizes": sizes or ("full",), "modes": ("greedy",), "max_new_tokens": 8, **ranked, **options}
-    )
+    return CompareOptions(**{"sizes": sizes or ("full",), "modes": ("greedy",), "max_new_tokens": 8, **options})
 
 
 def drafted(result: Comparison) -> list[Candidate]:
@@ -122,12 +120,11 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
 
 def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
     """Each size as it is and following; one that holds every id has nothing to follow with."""
-    prompts, told = [Prompt(("one two three",)), Prompt(("four five six",))], list[str]()
+    prompts = [Prompt(("one two three",)), Prompt(("four five six",))]
     following = {"follow": ("prompt", None), "follow_rows": 12}
-    result = compare(model, prompts, greedy("full", 270, **following), say=told.append)
+    result = compare(model, prompts, greedy("full", 270, **following))
     full, alone, follows = drafted(result)
     assert [each.label for each in (full, alone, follows)] == [FULL, "270", "270 + prompt"]
-    assert told == [f"{FULL}: no id is left that could join it; it is compared as it is"]
     assert [(each.follow, each.follow_rows) for each in (alone, follows)] == [(None, 0), ("prompt", 12)]
     assert follows.draft_bytes - alone.draft_bytes == 12 * model.drafter.weights.hidden * 4 * 3
     assert all(row.num_identical == row.num_answers for row in result.rows)
@@ -229,5 +226,3 @@ def test_what_cannot_be_compared(model: SpeculativeModel, tmp_path: Path) -> Non
         compare([model, elsewhere], prompts, greedy())
     with pytest.raises(UsageError, match="5000"):
         compare(model, prompts, greedy(5000))
-    with raises(UsageError):
-        compare(model, prompts)

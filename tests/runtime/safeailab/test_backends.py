@@ -16,9 +16,16 @@ from eagle_slim.runtime import DrafterError, GPUAssertionError, frontier_generat
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.tuning.problem import Dims, random_head, random_step
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.safeailab.drafting import upstream_paths
 from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
+
+
+def test_paths_are_sorted_as_upstream_does_for_a_logits_processor() -> None:
+    paths = [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
+    assert upstream_paths(torch.tensor(paths), sampling=False).tolist() == paths
+    assert upstream_paths(torch.tensor(paths), sampling=True).tolist() == [paths[2], paths[0], paths[1]]
 
 
 def kept_on(model: Any) -> list[Any]:

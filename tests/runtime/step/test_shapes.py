@@ -15,7 +15,6 @@ from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step import plan, shapes
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.shapes import CHAIN, LARGE, LONG, SHORT, Acceptance, Costs, ShapeChooser
-from eagle_slim.runtime.step.waiting import take_pairs
 from support.drafting import random_head
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -104,7 +103,7 @@ def test_waiting_pairs_of_slots_that_do_not_run_stay() -> None:
     state.new_tokens[:, :4] = torch.tensor([[11, 12, 13, -1], [21, -1, -1, -1], [31, 32, 33, 34]])
     drafter.features.copy_(torch.arange(16.0)[None, :, None].expand_as(drafter.features))
     drafter.bufs.keys.fill_(-9)
-    take_pairs(drafter, state, drafter.features)
+    drafter.take_pairs(state.prefix, state.num_new, state.new_tokens, state.active_inverse, drafter.features)
     assert state.prefix.tolist() == [7, 7, 2]
     assert state.num_new.tolist() == [1, 1, 4]
     assert state.new_tokens[:, 0].tolist() == [13, 21, 31]
