@@ -105,20 +105,16 @@ class OpenedHead:
         place[given.target_ids] = np.arange(len(given))
         return np.argsort(place[draft_ids], kind="stable")
 
-    def rows_to_follow(
-        self, target: TargetModel, weights: HeadWeights, follow_rows: int, rank_order: NDArray[np.int64] | None = None
-    ) -> FollowRows:
-        """Rank the rows that may join the draft vocabulary of ``weights``.
+    def rows_to_follow(self, target: TargetModel, weights: HeadWeights, follow_rows: int) -> FollowRows:
+        """Rank the rows that may join the draft vocabulary of ``weights``; the head's ranking says what is rare.
 
-        ``rank_order``: target ids best first, which say what is rare; None takes the manifest's ranking, or the
-        built-in counts. Raises as `load_joinable_rows` and `FollowRows` do.
+        Raises as `load_joinable_rows` and `FollowRows` do.
         """
         base = weights.draft_to_target
         known: FollowRows | JoinableRows | None = weights.follow
         if known is None:
             known = load_joinable_rows(self.head, target, base.cpu().numpy())
-        if rank_order is None:
-            rank_order = known.rank_order
+        rank_order = known.rank_order
         if rank_order is None and self.ranking is not None:
             rank_order = self.ranking.target_ids
         return FollowRows.of(follow_rows, base, known.rows, known.row_of_id, rank_order)

@@ -209,20 +209,17 @@ class SpeculativeModel:
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
-    def with_follow(
-        self, follow: str | None, follow_rows: int = DEFAULT_FOLLOW_ROWS, rank_order: NDArray[np.int64] | None = None
-    ) -> SpeculativeModel:
+    def with_follow(self, follow: str | None, follow_rows: int = DEFAULT_FOLLOW_ROWS) -> SpeculativeModel:
         """Return a model whose draft vocabulary follows the prompt, or stays as it is (None).
 
-        ``rank_order``: target ids best first, which say what is rare; None takes the head's own ranking. Everything
-        loaded is shared. Raises `UsageError` as `from_pretrained` does, and for a model that was not built by it.
+        All that is loaded is shared. Raises `UsageError` as `from_pretrained` does, and without its opened head.
         """
         weights, rows = self.drafter.weights, None
         if follow is not None:
             check_follow(follow, follow_rows)
             if self.opened is None:
                 raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
-            rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
+            rows = self.opened.rows_to_follow(self.target, weights, follow_rows)
         followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
         return self._with_drafter(followed, self.is_tree_sized)
 

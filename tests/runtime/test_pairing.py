@@ -22,45 +22,32 @@ from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
 
-
-@pytest.mark.parametrize(
-    ("head", "words"),
-    [({"hidden": 16}, ("hidden size", "16", "32")), ({"vocab": 20}, ("vocab_size", "20", "24"))],
-    ids=["hidden", "vocabulary"],
-)
-def test_wrong_pairs_are_refused_before_weights_are_loaded(
-    tmp_path: Path, head: dict[str, Any], words: tuple[str, ...]
-) -> None:
-    folder = tmp_path / "target"
-    tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
-    with raises_with(PairingError, *words):
-        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head))
+TWO_NORMS = {
+    "fc_norm": True, "norm_before_fc": True,
+    "extra": {"input_norm.weight": torch.ones(3 * HIDDEN),
+              **{f"fc_norm.{tap}.weight": torch.ones(HIDDEN) for tap in range(3)}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("head", "options", "facts"),
-    [
-        ({"hidden_act": "geglu"}, {}, {"option": "activation", "found": "geglu"}),
-        (
-            {"extra": {"input_norm.weight": torch.ones(3 * HIDDEN)}
-             | {f"fc_norm.{tap}.weight": torch.ones(HIDDEN) for tap in range(3)},
-             "fc_norm": True, "norm_before_fc": True},
-            {}, {"tensor": "input_norm"},
-        ),
-        ({}, {"drafter": "quick"}, {"option": "drafter", "found": "quick"}),
-        ({}, {"drafter": "triton"}, {"option": "drafter", "found": "cpu"}),
-        ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, {"option": "top_k", "found": 5}),
-    ],
-    ids=["activation", "two norms", "no such drafter", "no GPU", "top_k"],
+    ("head", "options", "kind", "words"),
+    [({"hidden": 16}, {}, PairingError, ("hidden size", "16", "32")),
+     ({"vocab": 20}, {}, PairingError, ("vocab_size", "20", "24")),
+     ({"hidden_act": "geglu"}, {}, EagleSlimError, ("activation", "geglu")),
+     (TWO_NORMS, {}, EagleSlimError, ("input_norm",)),
+     ({}, {"drafter": "quick"}, EagleSlimError, ("drafter", "quick")),
+     ({}, {"drafter": "triton"}, EagleSlimError, ("drafter", "cpu")),
+     ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, EagleSlimError, ("top_k", "5"))],
+    ids=["hidden", "vocabulary", "activation", "two norms", "no such drafter", "no GPU", "top_k"],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: dict[str, Any], options: dict[str, Any],
-    facts: dict[str, Any],
+    kind: type[EagleSlimError], words: tuple[str, ...],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
     folder = tmp_path / "target"
     tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
-    with raises_with(EagleSlimError, *map(str, facts.values())):
+    with raises_with(kind, *words):
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head), device="cpu", **options)
 
 
@@ -121,9 +108,10 @@ def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str,
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
 
 
-def test_a_head_that_names_no_target_needs_one(tmp_path: Path) -> None:
-    with raises(UsageError):
-        SpeculativeModel.from_pretrained(head=write_head(tmp_path))
+def test_a_target_that_nobody_names_or_that_is_not_there(tmp_path: Path) -> None:
+    for target in (None, tmp_path / "missing"):
+        with raises(UsageError, option="arget"):
+            SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"))
 
 
 class TestDraftVocabulary:
@@ -168,11 +156,6 @@ class TestDraftVocabulary:
         assert torch.equal(model.drafter.weights.lm_head, target.lm_head.weight[[5, 6, 20]])
         assert model.draft_vocab == 3
         assert model.drafter.weights.hidden == HIDDEN
-
-
-def test_a_target_folder_that_is_not_there(tmp_path: Path) -> None:
-    with raises(UsageError):
-        SpeculativeModel.from_pretrained(tmp_path / "missing", write_head(tmp_path / "head"))
 
 
 @pytest.mark.parametrize("config", [None, "{}", "{", '{"model_type": "unheard"}', '{"model_type": "llama"}'], ids=str)

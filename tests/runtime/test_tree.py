@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
@@ -20,14 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises_with
 
-A, B, C, D, E, F, G, H = range(101, 109)
-I_, J = 109, 110
-ROOT = 100
-LEVEL_TOKENS = [torch.tensor([[A, B]]), torch.tensor([[C, D, E, F]]), torch.tensor([[G, H, I_, J]])]
+ROOT, A, B, C, D, E, F, G, H, I_, J = range(100, 111)
+LEVEL_TOKENS = [torch.tensor([level]) for level in ([A, B], [C, D, E, F], [G, H, I_, J])]
 LEVEL_SCORES = [
-    torch.tensor([[-0.5, -1.5]]),
-    torch.tensor([[-1.5, -2.0, -1.75, -5.5]]),
-    torch.tensor([[-2.0, -4.5, -2.75, -3.75]]),
+    torch.tensor([level]) for level in ([-0.5, -1.5], [-1.5, -2.0, -1.75, -5.5], [-2.0, -4.5, -2.75, -3.75])
 ]
 LEVEL_FRONTIERS = [torch.tensor([[0, 1]]), torch.tensor([[0, 2]])]
 EXAMPLE = TreeConfig(depth=2, top_k=2, total_tokens=7)
@@ -109,10 +103,10 @@ def test_layout_of_a_batch_treats_sequences_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "top_k", "total", "facts"),
-    [(2, 2, 12, {"option": "total_tokens", "expected": 11, "found": 12}), (-1, 2, 3, {"option": "depth", "found": -1}),
-     (2, 0, 3, {"option": "top_k", "found": 0}), (2, 2, 1, {"option": "total_tokens", "found": 1})],
+    ("tree", "words"),
+    [((2, 2, 12), ("total_tokens", "11", "12")), ((-1, 2, 3), ("depth", "-1")), ((2, 0, 3), ("top_k", "0")),
+     ((2, 2, 1), ("total_tokens", "1"))],
 )  # fmt: skip
-def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, facts: dict[str, Any]) -> None:
-    with raises_with(UsageError, *map(str, facts.values())):
-        TreeConfig(depth, top_k, total)
+def test_impossible_trees_are_refused(tree: tuple[int, int, int], words: tuple[str, ...]) -> None:
+    with raises_with(UsageError, *words):
+        TreeConfig(*tree)

@@ -19,14 +19,9 @@ PASSES = 12
 
 
 def timings(
-    draft_s: float,
-    length: float,
-    num_prompts: int = 24,
-    nodes: int = 60,
-    verify_s: float = VERIFY_S,
-    seed: int = 0,
+    draft_s: float, length: float, num_prompts: int = 24, nodes: int = 60, verify_s: float = VERIFY_S, seed: int = 0,
     difficulty: NDArray[np.float64] | None = None,
-) -> Timings:
+) -> Timings:  # fmt: skip
     """Steps with 3% of timing noise; prompts differ in how much is accepted, by as much for every candidate."""
     random = np.random.default_rng(seed)
     steps = num_prompts * PASSES
@@ -128,10 +123,8 @@ def test_one_stall_changes_no_verdict() -> None:
 
 def test_verifying_is_one_quantity_for_all_sizes() -> None:
     sizes = {
-        "full": timings(0.060, 2.5, seed=1),
-        "16384": timings(0.030, 2.5, seed=3),
-        "4096": timings(0.020, 2.45, seed=2),
-    }
+        "full": timings(0.060, 2.5, seed=1), "16384": timings(0.030, 2.5, seed=3), "4096": timings(0.020, 2.45, seed=2)
+    }  # fmt: skip
     busy = {**sizes, "4096": replace(sizes["4096"], verify_s=sizes["4096"].verify_s * 16)}  # 1,088 beside 68 ms
     found = measure(busy)
     assert found["4096"].verify_s == found["full"].verify_s == pytest.approx(VERIFY_S, rel=0.05)
