@@ -128,9 +128,7 @@ class Conversion:
     def write(self, force: bool = False) -> Conversion:
         """Write the artifact, whole or not at all, and return it with its complete manifest.
 
-        Raises:
-            CheckpointError, MismatchError: a value that no head may hold.
-            OutputError: it cannot be written; OutputExistsError: it is there already, and `force` is not given.
+        Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
         """
         with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
@@ -158,16 +156,13 @@ def convert_head(
     count: Count = count_tokens,
     say: Say = lambda message: None,
 ) -> tuple[Conversion, ...]:
-    """Convert a draft head to slim artifacts, one for each size of draft vocabulary.
+    """Convert a draft head to slim artifacts: one conversion for each size of draft vocabulary, in the order given.
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
         options: what is made of it.
         count: counts a corpus.
         say: called, with a sentence, for each default that is used and each thing that is done.
-
-    Returns:
-        One conversion per size, in the order given.
 
     Raises:
         UsageError, OutputExistsError: contradictory arguments, or existing output; nothing was read.
@@ -191,8 +186,7 @@ def plan_conversion(
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
 
-    Text is counted last, when whatever else can end a conversion was looked at. All artifacts are planned before the
-    first is written: a size that does not fit leaves nothing behind.
+    Text is counted last, when whatever else can end a conversion was looked at; nothing is written of any size before.
     """
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]

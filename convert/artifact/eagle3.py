@@ -26,14 +26,10 @@ _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None) -> list[TensorPlan]:
-    """Plan the tensors of the slim EAGLE-3 head.
-
-    `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map.
-    """
+    """Plan the tensors for `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map."""
     gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
     left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
-    plans = [copy_plan(head, name) for name in head.tensors if name not in left_out]
-    plans += zero_output_bias(head)
+    plans = [copy_plan(head, name) for name in head.tensors if name not in left_out] + zero_output_bias(head)
     plans.append(TensorPlan.of(names.LM_HEAD, gathered))
     return plans + ([] if target_ids is None else plan_map(head, target_ids))
 
@@ -58,8 +54,7 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
     """Make config.json of the slim head: the head's own values, with what every engine demands made explicit."""
-    config = dict(head.config)
-    config |= layer_class(head.has_head_norms, flavour)
+    config = head.config | layer_class(head.has_head_norms, flavour)
     config["draft_vocab_size"] = draft_vocab
     config["tie_word_embeddings"] = False
     config["torch_dtype"] = LONG_NAMES[head.dtype_name]

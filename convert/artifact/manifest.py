@@ -1,6 +1,6 @@
 """eagle_slim.json, the manifest beside a slim head: what it was made from, how, and a checksum of everything in it.
 
-Holds no time and no path, so that the same inputs give the same bytes. FORMAT.md describes every key.
+Holds no time and no path, so that the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,28 +31,13 @@ Flavour = Literal["default", "sglang", "lmdeploy"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest as Python values.
+    """The manifest as Python values, by the keys that FORMAT.md describes.
 
     Attributes:
-        kind: "eagle3", "eagle" for EAGLE-1/2, or "dflash".
-        flavour: which engines config.json is written for.
-        tool: name and version of the program that wrote it.
-        draft_vocab: rows of the LM head (EAGLE-1/2: ids in freq_N.pt).
-        target_vocab: V.
-        num_forced: how many of `rank_order_ids` no smaller vocabulary may leave out.
         rank_order_ids: int64 [draft_vocab], target ids in rank order; None for a full vocabulary. The rank of a row is
-            the position of its id here.
+            the position of its id here, and no smaller vocabulary may leave out the first `num_forced`.
         row_checksums: uint8 [draft_vocab, 8], of each `lm_head.weight` row as written; None for EAGLE-1/2.
-        head: where the head came from: repository, revision, and a hash of everything that was read.
-        target: the target model, as far as it was known: repository, revision, sizes, hash of the LM-head rows read.
-        lm_head: which matrix the rows were gathered from, its dtype, and whether they were rounded.
-        tokenizer: hash of the vocabulary and of the chat template, and where the tokenizer came from.
-        vocabulary: provenance of the ranking, with the forced ids and their reasons.
         tap_layers: inputs of these layers of the target; None for the default of all engines.
-        coverage: share of held-out tokens covered, or None where it was not measured.
-        dropped: tensors of the source that are left out, with the reason.
-        warnings: what a user should know.
-        files: every other file of the folder: size, and checksums (of safetensors: of the header and each tensor).
     """
 
     kind: HeadKind
@@ -127,8 +112,7 @@ class Manifest:
     def load(cls, folder: Path) -> Manifest:
         """Read the manifest of an artifact folder.
 
-        Raises:
-            ArtifactError: missing, not JSON, of another or a newer format, or a key of a wrong type.
+        Raises ArtifactError: missing, not JSON, of another or a newer format, or a key of a wrong type.
         """
         path = folder / MANIFEST_NAME
         if not path.exists():
@@ -138,9 +122,7 @@ class Manifest:
         if value.get("format") != FORMAT_NAME:
             raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
         if (found := value.get("format_version")) != FORMAT_VERSION:
-            advice = "Take the eagle-slim that wrote it, or convert the head again."
-            problem = f"format_version {found!r}, this eagle-slim reads {FORMAT_VERSION}.\n{advice}"
-            raise ArtifactError.at(path, problem)
+            raise _broken(path, f"format_version {found!r}, this eagle-slim reads {FORMAT_VERSION}")
         for key, kind in _TYPES.items():
             if key not in value or not isinstance(value[key], kind) or isinstance(value[key], bool):
                 found = "nothing" if key not in value else type(value[key]).__name__

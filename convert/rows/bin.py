@@ -26,9 +26,7 @@ _SHORT_NAMES = {long_name: name for name, long_name in LONG_NAMES.items()}
 class TorchFile:
     """A file of `torch.save`: a zip archive, whose tensors are mapped, or torch's format before 1.6, read whole.
 
-    Raises:
-        CheckpointError: the file is damaged, would run code when unpickled, or holds anything but dense tensors by
-            name.
+    Raises CheckpointError: the file is damaged, would run code when unpickled, or holds not only dense tensors by name.
     """
 
     def __init__(self, path: Path) -> None:

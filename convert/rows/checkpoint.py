@@ -90,12 +90,9 @@ class Checkpoint:
         return self._tensor(name, self.array(name).copy(), self.info(name).shape)
 
     def rows(self, name: str, ids: ArrayLike) -> torch.Tensor:
-        """Gather rows `ids` [rows] of a tensor [all_rows, ...] into newly allocated memory [rows, ...], bit for bit.
+        """Gather rows `ids` [rows] of a tensor [all_rows, ...] in that order: [rows, ...], bit for bit, in new memory.
 
-        The rows come in the order of `ids`, which may repeat.
-
-        Raises:
-            CheckpointError: as `tensor`; or an id is outside the tensor.
+        Raises CheckpointError as `tensor`, or where an id is outside the tensor.
         """
         wanted, info = np.asarray(ids, np.int64), self.info(name)
         outside = wanted[(wanted < 0) | (wanted >= info.num_rows)]
@@ -114,10 +111,7 @@ class Checkpoint:
         return found
 
     def pieces(self, name: str, ids: NDArray[np.int64] | None = None) -> Iterator[Bytes]:
-        """Yield a tensor [all_rows, ...], or its rows `ids` in that order, bit for bit, as uint8 [n, row_bytes].
-
-        A piece of a whole tensor lies in the mapped file; gathered rows are copied, 2 MiB at a time.
-        """
+        """Yield a tensor, or its rows `ids` in that order, as uint8 [n, row_bytes] of at most 2 MiB, bit for bit."""
         array = self.array(name)
         step = max(1, PIECE_BYTES // max(1, array.shape[1]))
         for start in range(0, len(array if ids is None else ids), step):
@@ -148,9 +142,8 @@ class SourceRows:
     Attributes:
         name: of the tensor in the checkpoint.
         dtype: of the rows that are written.
-        where: source in words, for messages.
+        where: source in words, for messages, which also name `target_ids` int64 [rows], the token of each row.
         row_ids: int64 [rows], the rows wanted, in that order; None for all of them.
-        target_ids: int64 [rows], the token of each row, for messages.
         sha256: of the bytes that were read, once all were, where these are not the bytes written.
     """
 
@@ -170,9 +163,7 @@ class SourceRows:
     def pieces(self) -> Iterator[Bytes]:
         """Yield the rows in order, uint8 [n, row_bytes].
 
-        Raises:
-            CheckpointError: a row holds NaN or infinity.
-            MismatchError: a row holds a value too large for the dtype.
+        Raises CheckpointError for a row with NaN or infinity, MismatchError for a value too large for the dtype.
         """
         found, start, digest = self.source.info(self.name).dtype, 0, hashlib.sha256()
         for rows in self.source.pieces(self.name, self.row_ids):
@@ -204,12 +195,9 @@ class SourceRows:
 def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> Checkpoint:
     """Open the weights in a folder as `save_pretrained` writes it; `paths.choose_weights` chooses the file.
 
-    Args:
-        folder: of the weights.
-        only: names of the tensors that will be wanted; shards that hold none of them need not be there. All, if None.
+    Shards that hold none of the tensors `only` (all, if None) need not be there.
 
-    Raises:
-        CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
+    Raises CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
     """
     folder = Path(folder)
     chosen = choose_weights(list_names(folder), str(folder))

@@ -52,8 +52,7 @@ class HubFile:
     def read(self, start: int, end: int) -> bytes:
         """Fetch bytes [start, end) in one request, which huggingface_hub repeats where it fails.
 
-        Raises:
-            SourceError: they cannot be had, or something else came.
+        Raises SourceError where they cannot be had, or something else came.
         """
         # Public, not in __all__.
         from huggingface_hub import constants

@@ -49,8 +49,7 @@ class LmHead:
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:
         """Choose the rows of `target_ids`, in that order; nothing is read yet.
 
-        Raises:
-            MismatchError: as `rows_of_ids`, or an id beyond the rows of the target.
+        Raises MismatchError as `rows_of_ids`, or for an id beyond the rows of the target.
         """
         rows = rows_of_ids(head, target_ids) if self.origin == "head" else target_ids
         if len(rows) and (last := int(rows.max())) >= self.info.num_rows:
@@ -65,11 +64,7 @@ def own_lm_head(head: DraftHead) -> LmHead:
 
 
 def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
-    """Check that a target's LM head fits the head, and return it under the target's name.
-
-    Raises:
-        MismatchError: its shape is not [vocab_size, hidden_size] of the head.
-    """
+    """Return a target's LM head under the target's name; MismatchError where its shape does not fit the head."""
     where = f"target {target}"
     rows, columns = lm_head.info.shape
     if abs(rows - head.target_vocab) > MOST_PADDING or columns != head.hidden_size:
@@ -80,10 +75,9 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
+    """Return the LM-head row of each target id, int64 [ids]: for a head with a map, by the map's inverse.
 
-    Raises:
-        MismatchError: an id that the head was never trained on.
+    Raises MismatchError for an id that the head was never trained on.
     """
     if head.draft_ids_to_target is None:
         return target_ids
@@ -99,11 +93,7 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
 
 
 def all_ids(head: DraftHead) -> NDArray[np.int64]:
-    """Return every target id, int64 [target_vocab].
-
-    Raises:
-        MismatchError: the head was trained on fewer.
-    """
+    """Return every target id, int64 [target_vocab]; MismatchError where the head was trained on fewer."""
     if head.draft_vocab < head.target_vocab:
         problem = f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full vocabulary"
         raise MismatchError.at(head.location, f"{problem}.\nUse --draft-vocab {head.draft_vocab} to normalise it.")

@@ -28,8 +28,7 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 def choose_weights(names: list[str], where: str) -> str:
     """Return which of the file names of a folder or repository holds or indexes its weights.
 
-    Raises:
-        CheckpointError: none does, or several could.
+    Raises CheckpointError where none does, or several could.
     """
     for preferred in WEIGHTS_PREFERENCE:
         if preferred in names:
@@ -47,8 +46,7 @@ def choose_weights(names: list[str], where: str) -> str:
 def read_index(path: Path) -> dict[str, str]:
     """Read an index file: the shard of each tensor. The shards themselves are not looked at.
 
-    Raises:
-        CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
+    Raises CheckpointError: not JSON, no `weight_map` of strings, or a shard name that could leave its folder.
     """
     weight_map = read_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

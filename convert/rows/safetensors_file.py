@@ -42,17 +42,14 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A safetensors file on disk, mapped read-only.
-
-    Messages name `where`, or the path.
+    """A safetensors file on disk, mapped read-only; messages name `where`, or the path.
 
     Attributes:
         tensors: every tensor by name.
         metadata: the strings under `__metadata__`.
         data_offset: bytes before the first tensor's data.
 
-    Raises:
-        CheckpointError: the file cannot be opened, or `safetensors` refuses its header.
+    Raises CheckpointError: the file cannot be opened, or `safetensors` refuses its header.
     """
 
     def __init__(self, path: Path, where: str = "") -> None:

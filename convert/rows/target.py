@@ -37,8 +37,7 @@ _TIE = "tie_word_embeddings"
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
 
-    Raises:
-        CheckpointError: there is neither, or no LM head where `tied` is False.
+    Raises CheckpointError where there is neither, or no LM head and `tied` is False.
     """
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
         problem = f"no LM head: config.json says {_TIE}: false, and the weights hold none"
