@@ -1,7 +1,7 @@
 """`convert_head`: a draft head and a vocabulary in, slim artifacts out. The library function behind `eagle-convert`.
 
-Head, target and tokenizer are opened once and the vocabulary is ranked once; then each artifact is planned: its tensors,
-its small files and its manifest. A conversion writes its plans, a dry run checks them (`Conversion.check`).
+Head, target and tokenizer are opened once and the vocabulary is ranked once; then each artifact is planned: tensors,
+small files and manifest. A conversion writes its plans, a dry run checks them (`Conversion.check`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The artifact: a folder with a slim head, its manifest and its side files, as FORMAT.md describes it; how it is loaded.
+"""The artifact: a folder with a slim head, its manifest and its side files (FORMAT.md), and how it is loaded.
 
     config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
 """
