@@ -13,7 +13,7 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking import check_coverage
 
 from .artifact.manifest import Flavour
-from .heads.map import D2tForm
+from .heads.open import D2tForm
 from .rows.paths import clean_subfolder
 from .sources.builtin import EMBEDDED_HEAD_NAME
 from .vocabulary_choice import VocabRequest

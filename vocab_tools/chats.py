@@ -524,5 +524,3 @@ def _call_words(message: Message) -> Iterator[tuple[str, ...]]:
             waiting += value
         elif isinstance(value, str):
             yield value, json.dumps(value, ensure_ascii=False)[1:-1]
-        elif not isinstance(value, bool | None):
-            yield json.dumps(value), str(value)

@@ -72,6 +72,8 @@ def count_tokens(
         CorpusError: a source or record cannot be read.
         TokenizerError: the tokenizer or its chat template cannot be used.
     """
+    from tqdm import tqdm
+
     say = notify or (lambda message: None)
     if not 0 <= held_out < 1:
         raise UsageError(f"--held-out: expected at least 0 and below 1, found {held_out}.")
@@ -98,7 +100,15 @@ def count_tokens(
     apart = 0
     sizes = [source.size for source in opened]
     size = None if None in sizes else sum(size or 0 for size in sizes)
-    with _place_to_count(run_on, plan, workers, size) as count, _progress_bar(size, progress) as moved:
+    is_hidden = None if progress is None else callable(progress) or not progress
+    bar = tqdm(desc="counting", total=size, unit="B", unit_scale=True, disable=is_hidden, delay=0 if progress else 1)
+
+    def moved(block_size: int, tokens: int) -> None:
+        bar.update(block_size)
+        if callable(progress):
+            progress(tokens)
+
+    with bar, _place_to_count(run_on, plan, workers, size) as count:
         for at, source in enumerate(opened):
             total, last = _count_source(at, source, plan, count, moved, say)
             counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
@@ -125,9 +135,8 @@ def _probe_texts(plan: CountPlan, opened: Sequence[OpenSource]) -> Iterator[tupl
             for block in islice(source.shard_blocks(shard), 1):
                 found = (document for _, document, _ in counter.documents(at, block))
                 documents = (document for document in found if not isinstance(document, BadRecord))
-                pieces = ([doc] if isinstance(doc, str) else [piece.text for piece in doc] for doc in documents)
-                for text in islice(chain.from_iterable(pieces), _PROBE_TEXTS):
-                    yield f"a text of source {source.source.name}", text[:_PROBE_CHARS]
+                for piece in islice(chain.from_iterable(documents), _PROBE_TEXTS):
+                    yield f"a text of source {source.source.name}", piece.text[:_PROBE_CHARS]
 
 
 def _count_source(
@@ -201,30 +210,6 @@ def _source_counts(
         },
     }
     return SourceCounts(source.name, source.weight, total.counts, held_out, provenance)
-
-
-@contextlib.contextmanager
-def _progress_bar(
-    size: int | None, progress: bool | Callable[[int], None] | None
-) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr, and yield a function that takes the size and the tokens of each block counted."""
-    from tqdm import tqdm
-
-    tokens_before = 0
-
-    def moved(block_size: int, tokens: int) -> None:
-        nonlocal tokens_before
-        tokens_before += tokens
-        if callable(progress):
-            progress(tokens)
-        bar.set_postfix_str(f"{tokens_before / 1e6:.1f}M tokens", refresh=False)
-        bar.update(block_size)
-
-    hidden = None if progress is None else callable(progress) or not progress
-    with tqdm(
-        total=size, desc="counting", unit="B", unit_scale=True, disable=hidden, delay=0 if progress else 1
-    ) as bar:
-        yield moved
 
 
 def _place_to_count(

@@ -190,11 +190,7 @@ class TokenCounts:
         return merge_counts([self, TokenCounts((more,), self.tokenizer_hash)])
 
     def save(self, path: str | Path) -> None:
-        """Write the file described at the top of this module, whole or not at all.
-
-        Raises:
-            OSError: the folder is missing or read-only, the disk is full.
-        """
+        """Write the file described at the top of this module, whole or not at all; raises OSError."""
         write_file(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -275,17 +271,14 @@ def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | No
 def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:
     """Merge counts made by one tokenizer.
 
-    Sources of different names are kept side by side. Sources of one name are parts of one corpus that were counted
-    separately: their counts are added and their held-out documents joined. Parts that were counted with the same
-    settings give what one count of the whole gives, byte for byte; others are listed in the provenance under "parts".
-
-    `weights`, by source name, replace the stored ones, and 0 leaves a source out.
+    Sources of one name are parts of one corpus: their counts are added and their held-out documents joined. Parts that
+    were counted with the same settings give what one count of the whole gives, byte for byte; others are listed in the
+    provenance under "parts". `weights`, by source name, replace the stored ones, and 0 leaves a source out.
 
     Raises:
         TokenizerError: the tokenizers differ.
         VocabularyError: the vocabulary sizes differ, or the very same part is given twice.
-        UsageError: nothing to merge, an unknown name in `weights`, a negative weight or 0 for all, or parts of
-            one name with different weights.
+        UsageError: nothing to merge, weights that `mixed_weights` refuses, or parts of one name with different weights.
     """
     if not items:
         raise UsageError("Nothing to merge: name at least one counts file.")

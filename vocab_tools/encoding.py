@@ -44,7 +44,7 @@ class EncoderSpec:
 
 
 def encoder_spec(backend: Tokenizer, vocab_size: int) -> EncoderSpec:
-    """Describe a tokenizer without its truncation, padding and post-processor."""
+    """Describe a tokenizer, without truncation, padding and post-processor."""
     definition = json.loads(backend.to_str())
     definition.update(truncation=None, padding=None, post_processor=None)
     return EncoderSpec(json.dumps(definition, ensure_ascii=False), vocab_size)
@@ -118,8 +118,6 @@ def encode_all(encode: Encode, texts: Sequence[str]) -> Encoded:
     """
     if not texts:
         return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
-    if max(map(len, texts)) <= MAX_TEXT_CHARS:
-        return _join([encode(batch) for batch in _batches(texts)])
     parts = [_parts(text) for text in texts]
     encoded = _join([encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
     return Encoded(encoded.token_ids, encoded.offsets[np.cumsum([0, *map(len, parts)])])
@@ -150,8 +148,6 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _join(parts: Sequence[Encoded]) -> Encoded:
-    if len(parts) == 1:
-        return parts[0]
     starts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
     offsets = [np.zeros(1, np.int64), *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))]
     return Encoded(np.concatenate([part.token_ids for part in parts]), np.concatenate(offsets))
@@ -168,14 +164,10 @@ def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint3
 def choose_library(
     requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[str, str]]
 ) -> tuple[TokenizerLibrary, str]:
-    """Decide which library encodes the corpus.
+    """Return the library that encodes the corpus, and why.
 
-    Args:
-        requested: a library, or "auto" for `fastokens` where it is installed and gives the right ids.
-        probe: (place, text) of some texts of the corpus, on which `fastokens` must give the ids of `tokenizers`.
-
-    Returns:
-        The library, and why (a sentence without its full stop).
+    "auto" takes `fastokens` where it is installed and gives the ids of `tokenizers` on the probe: (place, text) of some
+    texts of the corpus.
 
     Raises:
         TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.

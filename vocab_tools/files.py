@@ -85,13 +85,21 @@ def write_file(path: str | Path, data: bytes) -> None:
         os.close(folder)
 
 
-def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
-    """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
+def read_text(path: str | Path, error_type: type[EagleSlimError]) -> str:
+    """Read a file of UTF-8 text; anything unreadable raises `error_type` with the file's name."""
     path = regular_file(path, error_type)
     try:
         # Editors of Windows put a mark before UTF-8.
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise error_type(f"{path}: not readable as text: {error}.") from error
+
+
+def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
+    """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
+    try:
+        return json.loads(read_text(path, error_type))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise error_type(f"{path}: not readable as JSON: {error}.") from error
 
 

@@ -94,7 +94,7 @@ def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Cho
 
     Raises:
         HubError: no such repository or revision, no access, or neither connection nor copy.
-        SourceError: `choose` wants none of its files.
+        SourceError: none of its files is wanted.
     """
     error = not_cached(repo_id)
     if not (offline or is_offline()):

@@ -105,7 +105,7 @@ def rank_by_order(
 
     Args:
         order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
-            real ids ascending (`--order ids`), which for BPE is merge order and needs no corpus.
+            real ids ascending, which for BPE is merge order.
         size: number of ids N, kept exactly; default all of the order.
         tokenizer, forced, candidates: as in `rank_vocabulary`.
         target_vocab: rows of the target's LM head; needed unless a tokenizer is given.

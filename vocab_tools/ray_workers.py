@@ -32,13 +32,8 @@ Unit = tuple[Block, ...] | int
 def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     """Count on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
 
-    Args:
-        plan: what a task needs.
-        workers: tasks at a time, of one CPU each; None: as many as the cluster has CPUs for now.
-
-    Raises:
-        UsageError: Ray is not installed.
-        EagleSlimError: the cluster cannot be reached.
+    `workers` tasks of one CPU each run at a time; None: as many as the cluster has CPUs for now. Raises UsageError
+    where Ray is not installed, and EagleSlimError where the cluster cannot be reached.
     """
     try:
         import ray

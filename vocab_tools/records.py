@@ -168,11 +168,7 @@ def _texts(data: bytes) -> Iterator[tuple[int, Any]]:
 def text_documents(data: bytes) -> list[tuple[int, int]]:
     """Split plain text into documents: paragraphs (ended by a blank line), joined until they fill 4 KiB.
 
-    A paragraph longer than 64 KiB is cut, see `cut_text`. Nothing is dropped: the documents follow each other
-    without gaps.
-
-    Returns:
-        (start, stop) byte offsets of each document.
+    A paragraph longer than 64 KiB is cut, see `cut_text`. Returns each document's (start, stop) in bytes, without gaps.
     """
     documents = []
     start = 0

@@ -118,12 +118,7 @@ def amount(text: str) -> int:
     return int(number)
 
 
-_CONVERTERS: Mapping[str, Any] = {
-    "weight": float,
-    "max_documents": amount,
-    "max_tokens": amount,
-    "sample": float,
-}
+_CONVERTERS: Mapping[str, Any] = {"weight": float, "max_documents": amount, "max_tokens": amount, "sample": float}
 _KEYS = tuple(item.name for item in fields(CorpusSource) if item.name not in ("location", "name"))
 
 

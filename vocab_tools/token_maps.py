@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import UsageError, VocabularyError, errors_of
-from .files import check_named, read_json, regular_file, write_file
+from .files import check_named, read_json, read_text, regular_file, write_file
 from .vocabulary import TARGET_VOCAB_FROM, DraftVocab, check_ids, is_native, whole_numbers
 
 D2TForm = Literal["offset", "absolute"]
@@ -81,7 +81,7 @@ def ids_from_d2t(
     Args:
         d2t: integers [draft_vocab].
         t2d: mask [target_vocab], bool or 0/1 integers.
-        form: "offset" or "absolute" where the map does not show it; it must still agree with `t2d`.
+        form: where the map does not show it; it must still agree with `t2d`.
         target_vocab: size of the target's vocabulary.
 
     Raises:
@@ -245,7 +245,7 @@ def _starts_as_json(path: Path) -> bool:
 
 def _read_text(path: Path) -> list[int]:
     """Read ids as text, separated by spaces, commas or the ends of lines."""
-    parts = path.read_text(encoding="utf-8-sig", errors="replace").replace(",", " ").split()
+    parts = read_text(path, VocabularyError).replace(",", " ").split()
     wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
     if wrong is not None:
         raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
@@ -334,9 +334,7 @@ def _first_line(error: BaseException) -> str:
 def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
     """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
 
-    Args:
-        path: file to write.
-        format: one of `FORMATS`; by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
+    The format is by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
 
     Raises:
         UsageError: the format does not go with the file's ending, or the list formats are asked of ids without rank.

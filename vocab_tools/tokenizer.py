@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import SourceError, TokenizerError
-from .files import expand_home, read_json, regular_file
+from .files import expand_home, read_json, read_text, regular_file
 from .hub import find_snapshot
 
 if TYPE_CHECKING:
@@ -192,12 +192,9 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
-    """Load a fast tokenizer with its chat template and generation settings.
+    """Load a tokenizer with its chat template and generation settings from a Hub id, a folder or a tokenizer.json.
 
-    Args:
-        source: a Hub id, a folder that holds a tokenizer, or a tokenizer.json file.
-        revision: branch, tag or commit on the Hub.
-        offline: use the local cache only.
+    `revision` is a branch, tag or commit on the Hub; `offline` uses the local cache only.
 
     Raises:
         TokenizerError: missing, gated, unreadable, or without a tokenizer.json.
@@ -276,7 +273,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     if folder is not None:
         for file in (folder / "chat_template.jinja", *sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))):
             if file.is_file():
-                templates["default" if file.parent == folder else file.stem] = _read_template(file)
+                templates["default" if file.parent == folder else file.stem] = read_text(file, TokenizerError)
     return LoadedTokenizer(
         backend=backend,
         source=source,
@@ -324,13 +321,6 @@ def _chat_templates(found: Any, where: str) -> dict[str, str]:
         form = '[{"name": "default", "template": "..."}]'
         raise TokenizerError(f"{where}: chat_template: expected a text, or several with their names, as in {form}.")
     return found
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file}: the chat template cannot be read: {error}.") from error
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:

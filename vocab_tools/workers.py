@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,12 +60,10 @@ class Tally:
     Attributes:
         counts: int64 [vocab], held-out documents left out.
         held_out: token ids of each held-out document, int32 [tokens].
-        documents, tokens: with the held-out ones; documents are those with a token.
-        empty: documents without a token.
-        skipped: bad records.
+        documents, tokens: with the held-out ones; documents are those with a token, `empty` those without.
+        skipped: bad records; `bad` are number in the block and reason of the first ones.
         apart: messages of the assistant that no turn of the template holds, encoded by themselves.
         digest: sum of the hashes of all documents, modulo 2^64.
-        bad: number in the block and reason of the first bad records.
     """
 
     counts: NDArray[np.int64]
@@ -110,20 +108,20 @@ class BlockCounter:
 
     def count(self, source: int, block: Block) -> Tally:
         """Count one block of a source."""
-        return self._tally(source, self.documents(source, block))
+        return self._tally(self.documents(source, block))
 
     def count_up_to(self, source: int, block: Block, documents: float, tokens: float) -> Tally:
         """Count a block document by document, up to the one that reaches a number of documents or tokens."""
         total = Tally(np.zeros(self._plan.encoder.vocab_size, np.int64))
         for record in self.documents(source, block):
-            total.add(self._tally(source, [record]))
+            total.add(self._tally([record]))
             if total.documents >= documents or total.tokens >= tokens:
                 break
         return total
 
-    def _tally(self, source: int, records: Iterable[tuple[int, Any, int]]) -> Tally:
+    def _tally(self, records: Iterable[tuple[int, list[Piece] | BadRecord, int]]) -> Tally:
         """Encode records of `documents`, count them, and hold out a share."""
-        documents: list[Any] = []
+        documents: list[list[Piece]] = []
         hashes: list[int] = []
         bad: list[tuple[int, str]] = []
         for number, document, key in records:
@@ -134,8 +132,7 @@ class BlockCounter:
             else:
                 documents.append(document)
                 hashes.append(key)
-        is_chat, vocab_size = self._plan.sources[source].kind == "chat", self._plan.encoder.vocab_size
-        found = self._encode_chats(documents) if is_chat else encode_all(self._encode, documents)
+        found, vocab_size = self._encode_pieces(documents), self._plan.encoder.vocab_size
         counts = np.bincount(found.token_ids, minlength=vocab_size)
         keys, present = np.array(hashes, np.uint64), np.diff(found.offsets) > 0
         chosen = np.flatnonzero((draws(keys, 2 * self._plan.seed) < self._plan.held_out) & present)
@@ -149,48 +146,49 @@ class BlockCounter:
             tokens=len(found.token_ids),
             empty=int((~present).sum()),
             skipped=len(bad),
-            apart=sum(piece.is_apart for chat in documents for piece in chat) if is_chat else 0,
+            apart=sum(piece.is_apart for pieces in documents for piece in pieces),
             digest=int(keys.sum(dtype=np.uint64)),
             bad=tuple(bad[:MAX_REPORTS]),
         )
 
-    def documents(self, source: int, block: Block) -> Iterator[tuple[int, str | list[Piece] | BadRecord, int]]:
-        """Yield the number of each sampled record, its text or the pieces of its chat, and its hash; or a BadRecord."""
+    def documents(self, source: int, block: Block) -> Iterator[tuple[int, list[Piece] | BadRecord, int]]:
+        """Yield the number of each sampled record, its text or turns as pieces, and its hash; or a BadRecord."""
         opened = self._plan.sources[source]
-        pieces_of = None
-        if opened.kind == "chat":
-            whole = opened.source.roles == "all"
-            pieces_of = self._renderer.all_pieces if whole else self._renderer.assistant_pieces
         for number, value in block.records(opened.column):
             if isinstance(value, BadRecord):
                 yield number, value, 0
                 continue
-            document: str | list[Piece]
             try:
-                if pieces_of is not None:
+                if opened.kind == "chat":
                     messages = normalise_messages(value)
                     told = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
-                    key = xxh3_64_intdigest(told.encode())
-                    document = pieces_of(messages) if self._is_sampled(opened.source, key) else []
                 elif isinstance(value, str):
-                    document, key = value, xxh3_64_intdigest(value.encode())
+                    told = value
                 else:
                     raise ChatError(f"expected a string, found {kind_of(value)}")
+                key = xxh3_64_intdigest(told.encode())
+                if not self._is_sampled(opened.source, key):
+                    continue
+                if opened.kind == "text":
+                    pieces = [Piece(told)]
+                elif opened.source.roles == "all":
+                    pieces = self._renderer.all_pieces(messages)
+                else:
+                    pieces = self._renderer.assistant_pieces(messages)
             except UnicodeEncodeError:
                 yield number, BadRecord("half of a surrogate pair (\\ud800 to \\udfff) is not a character"), 0
             except ChatError as error:
                 yield number, BadRecord(f"column {opened.column!r}: {error}"), 0
             else:
-                if self._is_sampled(opened.source, key):
-                    yield number, document, key
+                yield number, pieces, key
 
     def _is_sampled(self, source: CorpusSource, key: int) -> bool:
         share = source.sample
         return share is None or bool(draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < share)
 
-    def _encode_chats(self, chats: Sequence[list[Piece]]) -> Encoded:
-        """Encode each chat, and keep the tokens that count."""
-        pieces = [piece for chat in chats for piece in chat]
+    def _encode_pieces(self, documents: Sequence[list[Piece]]) -> Encoded:
+        """Encode the pieces of each document, and keep the tokens that count."""
+        pieces = [piece for document in documents for piece in document]
         encoded = encode_all(self._encode, [piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
         if any(piece.header_chars for piece in pieces):
@@ -199,7 +197,7 @@ class BlockCounter:
                 for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True)
             ]
             token_ids, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        return Encoded(token_ids, offsets[np.cumsum([0, *map(len, chats)])])
+        return Encoded(token_ids, offsets[np.cumsum([0, *map(len, documents)])])
 
     def _counted_part(self, piece: Piece, token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
         if not piece.header_chars:

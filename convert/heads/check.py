@@ -19,11 +19,8 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
     for name in tensors:
         dtype = tensors.info(name).dtype
         if name not in names.MAPS and dtype not in FLOATS:
-            advice = "A quantised head is not converted: convert the unquantised one, then quantise the result."
-            if dtype == "F64":
-                advice = "Store it as float32, or in the type that the target has."
-            problem = f"{name} is {LONG_NAMES.get(dtype, dtype)}; expected bfloat16, float16 or float32.\n{advice}"
-            raise UnsupportedHeadError.at(where, problem)
+            problem = f"{name} is {LONG_NAMES.get(dtype, dtype)}; expected bfloat16, float16 or float32"
+            raise UnsupportedHeadError.at(where, f"{problem}.\nConvert an unquantised head in one of these.")
 
 
 def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:

@@ -255,7 +255,7 @@ def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     found = source.get("architectures")
     architectures = found if isinstance(found, list) else [found]
     kind = source.get("speculators_model_type")
-    said = " ".join(map(str, [*architectures, source.get("model_type"), kind])).lower()
+    said = " ".join(map(str, [*architectures, source.get("model_type"), kind])).lower().replace("_", "")
     for draft in names.OTHER_DRAFTS:
         is_converted = draft in ("dflash", "dspark") and is_dflash(source)
         if draft != "model" and draft in said and not is_converted:

@@ -73,11 +73,12 @@ _DROPPED = (
 )
 
 _WHOLE = "it is not slimmed: serve it as it is, "
-_NOWHERE = "it is not slimmed, and none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves one"
 OTHER_DRAFTS = {
     "medusa": ("a Medusa head", _WHOLE + 'in vLLM ("method": "medusa")'),
-    "mlp_speculator": ("an MLP speculator", _NOWHERE),
-    "mlpspeculator": ("an MLP speculator", _NOWHERE),
+    "mlpspeculator": (
+        "an MLP speculator",
+        "it is not slimmed, and none of vLLM 0.32.0, SGLang 0.5.23 and llama.cpp b11434 serves one",
+    ),
     "peagle": (
         "a P-EAGLE head, which drafts in parallel",
         _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
@@ -120,7 +121,7 @@ _FOREIGN = (
 _SECOND_LAYER = (re.compile(r"(midlayer|layers)\.[1-9]\d*\..*"), "an EAGLE-3 head of several layers")
 _OTHER_MARKS = {
     "medusa": re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"),
-    "mlp_speculator": re.compile(r"speculator\.(emb|proj|head|ln)\.\d+\..*"),
+    "mlpspeculator": re.compile(r"speculator\.(emb|proj|head|ln)\.\d+\..*"),
     "peagle": re.compile(r"mask_hidden"),
     # DeepSeek-V3's and GLM's names, and Qwen3.5's.
     "mtp": re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight|mtp\..*"),

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.files import read_object
+from eagle_slim.vocab_tools.token_maps import ids_from_d2t
+from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
@@ -24,9 +27,12 @@ from . import names
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
 from .dflash import checked_part, refuse_mask_embedding, settle_dflash
 from .draft_head import DraftHead, LazyTensors
-from .map import D2tForm, read_map, vocab_size
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
+
+D2tForm = Literal["auto", "offset", "absolute"]
+
+_INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8}
 
 
 def open_head(
@@ -112,21 +118,29 @@ def head_from_checkpoint(
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
     ids, taps, warnings = None, None, list[str]()
+    d2t, t2d = (_integers(tensors, name, location) for name in names.MAPS)
+    stated = flat.get("vocab_size")
+    vocab = stated if t2d is None else len(t2d)
+    if vocab is None or stated not in (None, vocab):
+        problem = f"vocab_size: expected the target's vocabulary size, found {stated}"
+        if t2d is not None:
+            problem += f" and {vocab} entries of t2d"
+        raise MismatchError.at(location, f"{problem}.\nCorrect config.json, or fetch the head again.")
+    flat["vocab_size"] = vocab
     if table.kind == "eagle":
         if tap_layers is not None:
             problem = "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone."
             raise MismatchError.at(location, f"{problem}\nLeave the option out.")
-        flat["vocab_size"] = vocab_size(flat, None, location)
         check_eagle(tensors, flat, location)
     else:
-        ids = read_map(tensors, flat, location, d2t_form)
+        ids = _target_ids(d2t, t2d, tensors, flat, location, d2t_form)
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):
             warnings.append("the map was not in ascending order; rows and map are sorted together")
     if table.kind == "dflash":
         taps = settle_dflash(tensors, flat, config, location, tap_layers)
     if table.kind == "eagle3":
         warnings += check_eagle3(tensors, flat, location)
-        if d2t_form == "auto" and ids is not None and "t2d" not in tensors and (ids == np.arange(len(ids))).all():
+        if d2t_form == "auto" and ids is not None and t2d is None and (ids == np.arange(len(ids))).all():
             warnings.append(
                 f"d2t is all zero, so the rows are those of the first {len(ids)} ids; a trainer whose map was never "
                 "set leaves zeros too, and there is no t2d that shows which it is"
@@ -149,3 +163,59 @@ def head_from_checkpoint(
         target_name=head_config.metadata_target(config),
         dropped=table.dropped,
     )
+
+
+def _target_ids(
+    d2t: NDArray[np.int64] | None,
+    t2d: NDArray[np.int64] | None,
+    tensors: LazyTensors,
+    config: dict[str, Any],
+    where: str,
+    form: D2tForm,
+) -> NDArray[np.int64] | None:
+    """Find the target id of each LM-head row, int64 [draft_vocab], None for the identity; set `draft_vocab_size`.
+
+    Raises:
+        MismatchError: map, LM head and configuration disagree, or the map breaks its rules.
+    """
+    vocab = config["vocab_size"]
+    stated = config.get("draft_vocab_size")
+    rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
+    # Trainers store the trivial map of a full vocabulary too: zero offsets, every token allowed.
+    is_trivial = (d2t is None or (len(d2t) == vocab and not d2t.any())) and (t2d is None or bool(t2d.all()))
+    problem, advice = None, "Fetch the complete head."
+    if is_trivial:
+        if rows not in (None, vocab):
+            problem = f"lm_head.weight has {rows} rows of {vocab}, and no d2t says which tokens they are"
+        elif stated not in (None, vocab):
+            problem = f"draft_vocab_size is {stated}, but there is no lm_head.weight of so many rows, and no d2t"
+    elif rows is None:
+        problem = "a map (d2t, t2d) without lm_head.weight: the rows that were trained with it are missing"
+    elif d2t is None:
+        problem = "t2d without d2t: which row of lm_head.weight belongs to which token is not known"
+    elif len(d2t) != rows or stated not in (None, rows):
+        problem = f"lm_head.weight has {rows} rows, d2t {len(d2t)} entries, and draft_vocab_size is {stated}"
+        advice = "Correct config.json." if len(d2t) == rows else "The files are of two heads: fetch them again."
+    if problem is not None:
+        raise MismatchError.at(where, f"{problem}.\n{advice}")
+    if is_trivial or d2t is None:
+        config["draft_vocab_size"] = vocab
+        return None
+    config["draft_vocab_size"] = rows
+    mask = None if t2d is None else t2d.astype(bool)
+    try:
+        ids = ids_from_d2t(d2t, t2d=mask, form=None if form == "auto" else form, target_vocab=vocab)
+    except VocabularyError as error:
+        raise MismatchError.at(where, f"{error}") from error
+    return np.asarray(ids, dtype=np.int64)
+
+
+def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] | None:
+    if name not in tensors:
+        return None
+    info = tensors.info(name)
+    if info.dtype not in _INTEGERS or len(info.shape) != 1:
+        problem = f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}."
+        raise MismatchError.at(where, f"{problem}\nFetch the head again.")
+    values = tensors.source.raw(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
+    return values.astype(np.int64)

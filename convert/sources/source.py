@@ -72,16 +72,12 @@ class ResolvedSource:
         """The manifest of a head that eagle-convert wrote, else None; ArtifactError where it is damaged."""
         return Manifest.load(self.folder) if (self.folder / MANIFEST_NAME).exists() else None
 
-    @cached_property
-    def _card(self) -> dict[str, Any]:
-        return _front_matter(self.folder) or _front_matter(self.root)
-
     def on_card(self, key: str) -> str | None:
         """Return what its model card, or else the repository's, says under a key of its front matter; None for several.
 
         For example "apache-2.0" for "license".
         """
-        value = self._card.get(key)
+        value = (_front_matter(self.folder) or _front_matter(self.root)).get(key)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         return value if isinstance(value, str) and value else None
