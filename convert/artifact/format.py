@@ -1,6 +1,6 @@
 """The artifact: a folder with a slim head, its manifest and its side files (FORMAT.md), and how it is loaded.
 
-    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
+config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
 """
 
 from __future__ import annotations
