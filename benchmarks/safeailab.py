@@ -38,7 +38,6 @@ from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError
 from eagle_slim.runtime.loading import choose_device
-from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor
@@ -228,7 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--runs", type=whole_from(0), default=3, help="that are timed; 0 only checks")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--device", default="cuda")
-    add("--target-backend", choices=TARGET_BACKENDS, default="auto", help="forward of the whole patch")
+    add("--target-backend", choices=("auto", "fused", "upstream"), default="auto", help="forward of the whole patch")
     args = command.parse_args(argv)
     if args.upstream is None or not (Path(args.upstream) / "eagle" / "model" / "ea_model.py").is_file():
         command.error("--upstream (or EAGLE_SLIM_UPSTREAM) must name a clone of github.com/SafeAILab/EAGLE")

@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ..settings import TreeConfig
-from ..target.attention import masked_attention, tree_attention_mask
+from ..target.attention import tree_attention_mask
+from ..target.kernels.attention import masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
 from .dimensions import DrafterConfig

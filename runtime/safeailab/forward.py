@@ -27,7 +27,6 @@ from ..tree import Trees
 from .drafting import captured
 from .reading import kind_of, rotary_of
 
-TARGET_BACKENDS = ("auto", "fused", "upstream")
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

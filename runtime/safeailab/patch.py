@@ -112,13 +112,12 @@ def unpatch_ea_model(model: Any) -> Any:
     """
     if not is_ea_model(model):
         check_ea_model(model)
-    step = step_of(model)
-    if step is not None:
-        step.remove()
-        if is_rebound(step.layer_patch.layer):
-            step.layer_patch.remove()
-    if is_rebound(model.ea_layer):
-        restore(model.ea_layer)
+    layers = {model.ea_layer}
+    if step := step_of(model):
+        layers.add(step.layer_patch.layer)
+        restore(model)
+    for layer in filter(is_rebound, layers):
+        restore(layer)
     return model
 
 
@@ -154,5 +153,5 @@ class EaModelPatch:
     def remove(self) -> None:
         """Take the patch off."""
         if self.step is not None:
-            self.step.remove()
+            restore(self.step.model)
         self.layer.remove()

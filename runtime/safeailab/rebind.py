@@ -27,6 +27,7 @@ def rebind(target: object, members: Mapping[str, Any]) -> None:
 
 
 def _new(own: Any) -> Any:
+    # Not copyreg's, for which pickle asks that the object be of this class.
     return own.__new__(own)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..drafter.buffers import Buffers
 from ..drafter.launch import timed_out
@@ -38,7 +37,7 @@ from ..target.watch import Watch
 from ..tree import Trees
 from .drafting import LayerPatch, on_buffers
 from .forward import TreeForward, take_forward
-from .rebind import rebind, restore
+from .rebind import rebind
 
 _LOOPS = ("eagenerate", "ea_generate")
 _REPLACED = ("tree_decoding", "evaluate_posterior", "update_inference_inputs")
@@ -53,11 +52,8 @@ class _Tensors:
     def __init__(self, bufs: Buffers, tree: TreeConfig, vocab: int) -> None:
         device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
-        before = {name: tensor.clone() for name, tensor in shared.items()}
-        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1], **shared)
-        # Allocating empties the slots; here one is in the middle of its sequence.
-        for name, tensor in before.items():
-            shared[name].copy_(tensor)
+        # Shared afterwards, as allocating empties the slots: this one is in the middle of its sequence.
+        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1])._replace(**shared)
         self.state.max_generated.fill_(_NO_END)
         self.trees = Trees(
             self.state.active_slots, self.state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids
@@ -87,8 +83,6 @@ class StepPatch:
         self._asked = target_backend
         self._take_base_model()
         self._tensors: _Tensors | None = None
-        self._numbers: tuple[float, ...] | None = None
-        """Numbers of the sampling rules that lie on the device."""
 
     def _take_base_model(self) -> None:
         """Choose and build the forward that verifies, over the base model as it is now."""
@@ -101,10 +95,6 @@ class StepPatch:
         """Generate with the step's kernels from now on."""
         loops = {name: self._loop(type(self.model), name) for name in _LOOPS}
         rebind(self.model, {**loops, _STEP: self})
-
-    def remove(self) -> None:
-        """Leave the model as it was before `apply`."""
-        restore(self.model)
 
     def _loop(self, model_class: type, name: str) -> Callable[..., Any]:
         original = getattr(model_class, name)
@@ -167,22 +157,16 @@ class StepPatch:
         if self._tensors is None or self._tensors.bufs is not drafting.bufs:
             vocab = self.model.base_model.lm_head.weight.shape[0]
             self._tensors = _Tensors(drafting.bufs, drafting.tree, vocab)
-            self._forward = self._numbers = None
+            self._forward = None
         return self._tensors
 
     def evaluate_posterior(self, logits: Tensor, candidates: Tensor, logits_processor: Any) -> tuple[None, None, None]:
         """Accept a path into the state, where `update_inference_inputs` finds it; ``logits`` [1, nodes, vocab]."""
-        tensors, rules, scores = self._tensors, ChoiceRules(), logits[0]
+        tensors, rules, scores = self._tensors, ChoiceRules(sampled=logits_processor is not None), logits[0]
         assert tensors is not None
         with on_buffers(self._device):
-            if logits_processor is not None:
-                known = _kernel_rules(logits_processor)
-                if known is None:
-                    scores = logits_processor(None, scores)
-                rules, numbers = known or (ChoiceRules(sampled=True), _NEUTRAL)
-                if numbers != self._numbers:
-                    tensors.choice.numbers.copy_(torch.tensor(numbers))
-                    self._numbers = numbers
+            if rules.sampled:
+                scores = logits_processor(None, scores)
                 tensors.choice.keys.random_()
             self.ops(choose_tokens)(
                 scores.contiguous(), tensors.trees, rules, tensors.choice, tensors.choices, tensors.scratch
@@ -254,27 +238,3 @@ def _check_loop(model_class: type, name: str) -> None:
             "the versions of SafeAILab's EAGLE that are known to work; patch_ea_model_with_triton_drafter replaces "
             "the drafter alone."
         )
-
-
-_NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
-
-
-def _kernel_rules(processors: Any) -> tuple[ChoiceRules, tuple[float, ...]] | None:
-    """Rules and numbers (`ChoiceState`) of warpers that `choose_tokens` applies; None for others.
-
-    Upstream cuts by top-p before top-k, transformers and the kernels after: both together are applied as they are.
-    """
-    if not isinstance(processors, list):
-        return None
-    found = {type(each): each for each in processors}
-    kinds = [type(each) for each in processors]
-    cuts = kinds[1:] if kinds[:1] == [TemperatureLogitsWarper] else kinds
-    if len(cuts) > 1 or not set(cuts) <= {TopPLogitsWarper, TopKLogitsWarper}:
-        return None
-    warmth, top_p, top_k = (found.get(kind) for kind in (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper))
-    rules = ChoiceRules(sampled=True, has_top_k=top_k is not None, has_top_p=top_p is not None)
-    temperature = 1.0 if warmth is None else float(warmth.temperature)
-    return rules, (
-        temperature, 0.0 if top_k is None else float(top_k.top_k), 1.0 if top_p is None else float(top_p.top_p),
-        *_NEUTRAL[3:],
-    )  # fmt: skip

@@ -28,10 +28,8 @@ def choose_ids(
 ) -> NDArray[np.int64] | None:  # fmt: skip
     """Choose the target ids to draft over: int64 [draft_vocab] ascending; None for all that the head has.
 
-    ``draft_vocab``: a number of ids (of ``counts`` or ``token_map``, best first), a `DraftVocab`, or the path of one or
-    of a token map. Ids of a map that the head was not trained on are left out, with a `HeadWarning`; a `DraftVocab`
-    that holds such ids is refused. With counts, forced ids come from the target's ``tokenizer``; None is that of the
-    model's own folder.
+    Arguments as in `patch_ea_model_with_triton_drafter`. Ids of a map that the head was not trained on are left out,
+    with a `HeadWarning`; a `DraftVocab` that holds such ids is refused.
 
     Raises `UsageError` for a number without a ranking, counts without a number, several rankings, and ids that the head
     does not have; `VocabularyError` and `TokenizerError` as the files' readers do.

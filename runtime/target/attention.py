@@ -18,12 +18,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .cache import ForwardBuffers, KVCache, LayerShape
-from .kernels.attention import tree_attention
+from .kernels.attention import masked_attention, tree_attention
 from .kernels.tree_rows import ForwardRows
 
 ATTENTION_NAME = "eagle_slim_tree"
@@ -63,38 +62,6 @@ def tree_attention_mask(
         query_position = lengths[:, None] + positions
         seen = seen & (query_position[:, :, None] - key_position[:, None] < sliding_window)
     return seen[:, None]
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
-
-    ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
-    [batch, 1, nodes, kv_length], every row allows at least one key. ``softcap`` c replaces a score s by c·tanh(s / c)
-    (Gemma 2); ``sinks`` [heads] adds one key per head that takes weight and gives nothing (gpt-oss). Returns
-    [batch, heads, nodes, head_dim].
-    """
-    batch, heads, nodes, _ = query.shape
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    # Query heads of one key head are laid side by side as more queries, so that keys need no copies.
-    query = query.reshape(batch, kv_heads, group * nodes, query.shape[-1])
-    mask = mask.expand(batch, group, nodes, mask.shape[-1]).reshape(batch, 1, group * nodes, mask.shape[-1])
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    else:
-        scores = (query @ key.transpose(-1, -2)).float() * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~mask, float("-inf"))
-        if sinks is not None:
-            sink = sinks.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, nodes, 1)
-            scores = torch.cat([scores, sink.reshape(batch, kv_heads, group * nodes, 1)], -1)
-        weights = scores.softmax(-1)[..., : key.shape[2]]
-        out = weights.to(value.dtype) @ value
-    return out.reshape(batch, heads, nodes, value.shape[-1])
 
 
 def tree_attention_forward(

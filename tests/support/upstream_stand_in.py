@@ -1,7 +1,7 @@
 """A small stand-in for the interface of SafeAILab's EAGLE: objects with its names and shapes, none of its code.
 
 What the patches rely on, and what they must leave alone: `EaModel` with its four generation methods, whose loops call
-four functions of this module; a base model with upstream's KV cache and mask method; heads of both kinds that draft
+four functions of this module; a base model with upstream's KV cache; heads of both kinds that draft
 with ``topK_genrate``. Drafting is the definition of the tree in plain loops, every node from its whole path.
 """
 
@@ -180,22 +180,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([Block("base") for _ in range(LAYERS)])
         self.tree_mask: Tensor | None = None
 
-    def _prepare_decoder_attention_mask(
-        self, attention_mask: Tensor, input_shape: Any, inputs_embeds: Tensor, past_key_values_length: int
-    ) -> Tensor:
-        new = input_shape[1]
-        seen = torch.arange(new)[:, None] + past_key_values_length >= torch.arange(new + past_key_values_length)
-        if self.tree_mask is not None:
-            seen[:, -new:] &= self.tree_mask[0, 0] != 0
-        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-
     def forward(self, input_ids: Tensor, past_key_values: Any, position_ids: Tensor | None = None, **_: Any) -> Any:
         past, new = int(past_key_values[0][0].current_length), input_ids.shape[1]
         positions = torch.arange(past, past + new)[None] if position_ids is None else position_ids
         x = self.embed_tokens(input_ids)[0]
-        ones = torch.ones(1, past + new, dtype=torch.bool)
-        bias = self._prepare_decoder_attention_mask(ones, (1, new), x[None], past)[0, 0]
-        taps = []
+        seen = torch.arange(past, past + new)[:, None] >= torch.arange(past + new)
+        if self.tree_mask is not None:
+            seen[:, -new:] &= self.tree_mask[0, 0] != 0
+        bias, taps = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min), []
         for block, (keys, values) in zip(self.layers, past_key_values, strict=True):
             taps.append(x[None])
             q, k, v = block.self_attn.project(block.input_layernorm(x))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -134,6 +135,38 @@ def attention_tiles(
     return AttentionTiles(programs, tail_warps=2 if nodes > 1 and (places > 1 or head_dim <= 64) else 4)
 
 
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
+
+    ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
+    [batch, 1, nodes, kv_length], every row allows at least one key. ``softcap`` c replaces a score s by c·tanh(s / c)
+    (Gemma 2); ``sinks`` [heads] adds one key per head that takes weight and gives nothing (gpt-oss). Returns
+    [batch, heads, nodes, head_dim].
+    """
+    batch, heads, nodes, _ = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    # Query heads of one key head are laid side by side as more queries, so that keys need no copies.
+    query = query.reshape(batch, kv_heads, group * nodes, query.shape[-1])
+    mask = mask.expand(batch, group, nodes, mask.shape[-1]).reshape(batch, 1, group * nodes, mask.shape[-1])
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    else:
+        scores = (query @ key.transpose(-1, -2)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, nodes, 1)
+            scores = torch.cat([scores, sink.reshape(batch, kv_heads, group * nodes, 1)], -1)
+        weights = scores.softmax(-1)[..., : key.shape[2]]
+        out = weights.to(value.dtype) @ value
+    return out.reshape(batch, heads, nodes, value.shape[-1])
+
+
 def tree_attention_ref(
     qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
     scratch: AttentionScratch | None = None, softcap: float | None = None, sinks: Tensor | None = None,
@@ -145,7 +178,7 @@ def tree_attention_ref(
     [places * nodes, heads * head_dim]. ``sinks`` [heads], of any float type. Rows of empty places and rows from
     ``counts`` on are set to 0.
     """
-    places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
+    places, head_dim = len(rows.slots), keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     out.zero_()
     for place in range(places):
@@ -160,18 +193,10 @@ def tree_attention_ref(
             at = torch.cat((torch.arange(length, device=qkv.device), length + depth))
             seen &= (length + depth)[:, None] - at < window
         query = qkv[place * nodes : place * nodes + count, : heads * head_dim].view(count, heads, head_dim)
-        key, value = (
-            cache[slot, :, : length + count].float().repeat_interleave(heads // kv_heads, 0) for cache in (keys, values)
-        )
-        scores = torch.einsum("nhd,hkd->hnk", query.float(), key) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), -1)
-        weights = scores.softmax(-1)[..., : length + count]
-        attended = torch.einsum("hnk,hkd->nhd", weights, value).flatten(1)
-        out[place * nodes : place * nodes + count] = attended.to(out.dtype)
+        key, value = (cache[slot, :, : length + count].float()[None] for cache in (keys, values))
+        query = query.float().transpose(0, 1)[None]
+        attended = masked_attention(query, key, value, seen[None, None], scale, softcap, sinks)
+        out[place * nodes : place * nodes + count] = attended[0].transpose(0, 1).flatten(1).to(out.dtype)
 
 
 def tree_attention(

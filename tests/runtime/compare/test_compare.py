@@ -177,11 +177,7 @@ def test_a_single_category_has_no_rows_of_its_own(model: SpeculativeModel) -> No
     assert [(row.label, row.category, row.num_answers) for row in result.rows] == [(PLAIN, ALL, 2), (FULL, ALL, 2)]
 
 
-def test_an_opening_is_part_of_the_prompt(model: SpeculativeModel) -> None:
-    opening = ({"role": "system", "content": "Be brief."},)
-    plain = compare(model, [Prompt(("one",), opening=opening)], greedy(max_new_tokens=6)).answers[0]
-    expected = model.generate(model.encode_chat([*opening, {"role": "user", "content": "one"}]), max_new_tokens=6)
-    assert [list(row) for row in plain.token_ids] == expected.token_ids
+def test_a_raw_prompt_is_continued_without_the_template(model: SpeculativeModel) -> None:
     raw = compare(model, [Prompt(("one",))], greedy(use_chat_template=False, max_new_tokens=6)).answers[0]
     assert [list(row) for row in raw.token_ids] == model.generate("one", max_new_tokens=6).token_ids
 
