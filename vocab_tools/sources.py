@@ -14,7 +14,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -153,17 +153,6 @@ def parse_source(spec: str) -> CorpusSource:
         except (ValueError, KeyError) as error:
             raise UsageError(f"source {spec!r}: {value!r} is not a value for {key}.") from error
     return CorpusSource(location=location.strip(), name=name.strip(), **chosen)
-
-
-def with_unique_names(sources: Sequence[CorpusSource]) -> list[CorpusSource]:
-    """Number the names that sources share: `data`, `data-2`, ..."""
-    taken: dict[str, int] = {}
-    renamed = []
-    for source in sources:
-        taken[source.name] = taken.get(source.name, 0) + 1
-        number = taken[source.name]
-        renamed.append(source if number == 1 else replace(source, name=f"{source.name}-{number}"))
-    return renamed
 
 
 # Files
