@@ -49,7 +49,8 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
             shutil.rmtree(old, ignore_errors=True)
             check_output(out, force, marker)
             yield new
-            _sync_tree(new)
+            for path in (*new.rglob("*"), new):
+                _sync(path)
             # Somebody may have written it in the meantime.
             check_output(out, force, marker)
             if os.path.lexists(out):
@@ -111,11 +112,6 @@ def _locked(new: Path, out: Path) -> int:
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

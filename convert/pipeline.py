@@ -1,8 +1,7 @@
 """`convert_head`: a draft head and a vocabulary in, slim artifacts out. The library function behind `eagle-convert`.
 
-The head, its target and its tokenizer are opened once and the vocabulary is ranked once; then each artifact is planned,
-and a plan is its tensors, its small files and its manifest. A dry run plans and checks (`plan_conversion`,
-`Conversion.check`), a conversion plans and writes.
+Head, target and tokenizer are opened once and the vocabulary is ranked once; then each artifact is planned: tensors,
+small files and manifest. A conversion writes its plans, a dry run checks them (`Conversion.check`).
 """
 
 from __future__ import annotations

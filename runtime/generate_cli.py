@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,7 +11,7 @@ import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .options_cli import check_names, load_heads, model_options, read_by, show_warnings_as_lines
+from .options_cli import load_heads, model_options, read_by, show_warnings_as_lines
 from .settings import TreeConfig
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from .model import SpeculativeModel
 
 _COMMANDS = "/reset starts over, /quit or Ctrl-D ends the chat, Ctrl-C an answer"
-_TYPED = {
-    "depth": "--depth", "top_k": "--draft-top-k", "total_tokens": "--total-tokens", "draft_vocab": "--draft-vocab"
-}  # fmt: skip
-"""Options as they are typed, by their names in Python."""
 
 
 @click.command(
@@ -84,17 +79,12 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    check_names(options)
-    try:
-        if check:
-            # A check is of drafting: no measured size may turn it off.
-            total_tokens = TreeConfig.of(depth, draft_top_k, total_tokens).total_tokens
-        (model,) = load_heads(
-            options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
-        )
-    except UsageError as error:
-        message = re.sub("|".join(rf"\b{name}\b" for name in _TYPED), lambda found: _TYPED[found[0]], str(error))
-        raise UsageError(message) from error
+    if check:
+        # A check is of drafting: no measured size may turn it off.
+        total_tokens = TreeConfig.of(depth, draft_top_k, total_tokens).total_tokens
+    (model,) = load_heads(
+        options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
+    )
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
         session.chat()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -61,25 +60,6 @@ def model_options(function: _Decorated) -> _Decorated:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Look for the heads and the target that a command names, before torch is loaded, which takes seconds.
-
-    Raises `UsageError` for a target that is not there; others as `open_head_source` and `target_files`.
-    """
-    from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO
-    from eagle_slim.convert.sources.source import open_head_source, target_files
-
-    from .target.location import given_target
-
-    for name in (options["head"], *options.get("heads", ())):
-        open_head_source(name, offline=options["offline"])
-    # The built-in copy may stand in for its repository.
-    if options["target"] not in (None, EMBEDDED_TARGET_REPO):
-        target = given_target(options["target"], options["offline"], options["revision"])
-        if not isinstance(target, Path):
-            target_files(target, options["revision"], options["offline"])
 
 
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:

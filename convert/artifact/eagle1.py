@@ -1,9 +1,7 @@
 """EAGLE-1 and EAGLE-2: the head unchanged but for small repairs, to be used with `freq_N.pt`.
 
-No engine reads a slim LM head for these: SGLang and FR-Spec gather the rows named in `freq_N.pt` from the target, vLLM
-and SafeAILab use the whole vocabulary. The repairs: a zero `fc.bias` where there is none, since SGLang always has that
-parameter and would leave it uninitialised; and no `bias` key in config.json, which vLLM and SGLang take to mean
-attention biases. A head that has biases in its layer gets the flags by which each engine loads them.
+The repairs: a zero `fc.bias` where there is none, since SGLang would leave it uninitialised; no `bias` in config.json,
+which vLLM and SGLang take to mean attention biases; of biases in the layer, the flags by which each engine loads them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """EAGLE-3: from an open head and a set of target ids to the tensors and configuration of the slim head.
 
-Pure: nothing is written here, and nothing is read before the plans are carried out. With ids (1, 4, 5) of a vocabulary
-of 6, rows 1, 4 and 5 of a full LM head become rows 0, 1 and 2; a head that already has the map (0, 1, 4, 5) gives its
-rows 1, 2 and 3; and in both cases d2t is (1, 3, 3).
+Nothing is written here, and nothing is read before the plans are carried out. With ids (1, 4, 5) of a vocabulary of 6,
+rows 1, 4 and 5 of a full LM head become rows 0, 1 and 2, and d2t is (1, 3, 3).
 """
 
 from __future__ import annotations

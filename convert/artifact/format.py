@@ -1,9 +1,6 @@
-"""The artifact: a folder with a slim head, its manifest and its side files; how it is loaded and what its files are.
+"""The artifact: a folder with a slim head, its manifest and its side files (FORMAT.md), and how it is loaded.
 
-    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
-
-FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
-weights; `verify_artifact` reads everything.
+config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
 """
 
 from __future__ import annotations

@@ -6,18 +6,25 @@ source is not at hand, is skipped with its reason. FORMAT.md gives the reasons f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_slim.vocab_tools.errors import EagleSlimError
+import numpy as np
+from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 
+from ..artifact.provenance import open_original
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
-from ..errors import ArtifactError
-from .rules import CHECKS, Doubt, Parts, SkipCheck, join
-from .source import SourceChecks
+from ..errors import ArtifactError, CheckpointError, SourceError
+from ..heads import names
+from ..heads.draft_head import DraftHead
+from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
+from ..rows.target import open_target_lm_head
+from ..sources import target as targets
+from .rules import CHECKS, Doubt, Parts, SkipCheck, join, refuse
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,10 @@ def verify_artifact(
     require_engines(engines, engine_version)
     parts = Parts(folder)
     head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
-    sources = SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
-    checks = {name: partial(check, parts) for name, check in CHECKS.items()} | sources.checks
+    sources = _SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
+    checks: dict[str, Callable[[], str]] = {name: partial(check, parts) for name, check in CHECKS.items()}
+    checks |= {"tensors of the source head": sources.source_tensors, "target": sources.target}
+    checks |= {"lm_head rows of the source": sources.source_rows, "tokenizer": sources.tokenizer}
     checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
     return Verification(folder, tuple(map(Check.made, checks, checks.values())))
 
@@ -124,3 +133,113 @@ def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
     if warnings:
         raise Doubt("; ".join(warnings))
     return "; ".join(notes) or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"
+
+
+@dataclass
+class _SourceChecks:
+    """Checks that are skipped where their source is not on this machine, unless the user named it."""
+
+    parts: Parts
+    head_name: str | None
+    target_name: str | None
+    tokenizer_name: str | None
+    offline: bool
+    _target: targets.Target | None = field(default=None, init=False)
+
+    def source_tensors(self) -> str:
+        """Every tensor that is copied is bit-identical to the source head's."""
+        parts, source = self.parts, self._source_head
+        skipped = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
+        # Zeros that a conversion adds where the source has none.
+        added = (names.FC_BIAS, *names.ATTENTION_BIASES.get(source.kind, ())[-1:])
+        skipped |= {name for name in added if name not in source.tensors}
+        copied = [name for name in sorted(parts.weights.tensors) if name not in skipped]
+        problems = []
+        for name in copied:
+            if name not in source.tensors:
+                problems.append(f"{name} is not in the source")
+            elif source.tensors.source.sha256(source.tensors.stored[name]) != parts.digests[name]:
+                problems.append(f"{name} differs from the source's")
+        for name in source.row_tensors:
+            rows = source.tensors.rows(name, rows_of_ids(source, parts.ids))
+            if name not in parts.weights.tensors or not parts.checkpoint.tensor(name).equal(rows):
+                problems.append(f"{name} differs from the source's rows")
+        join(problems)
+        return f"{len(copied)} tensors bit-identical to {source.location}"
+
+    def source_rows(self) -> str:
+        """Every lm_head row is the row of its token in the head or the target that it came from."""
+        manifest, written = self.parts.with_lm_head(), self.parts.checkpoint
+        ids = self.parts.ids if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
+        if (manifest.lm_head or {}).get("from") == "head":
+            source = self._source_head
+            refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
+            lm_head = own_lm_head(source)
+        else:
+            source = self.parts.head
+            if self._target is None:
+                raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
+            with self._skipped_unless_named("the target's LM head", "--target", self.target_name):
+                lm_head = open_target_lm_head(self._target.source, offline=self._only_cache)
+            lm_head = fitting(lm_head, source, self._target.name)
+        gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
+        start, different = 0, []
+        for chunk in gathered.pieces():
+            mine = mine_raw[start : start + len(chunk)]
+            different += (start + np.flatnonzero((mine != chunk).any(axis=1))).tolist()
+            start += len(chunk)
+        if different:
+            raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
+        how = "rounded from" if gathered.rounded else "bit-identical to"
+        return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+
+    def target(self) -> str:
+        """Widths, vocabulary and tap layers fit the target."""
+        recorded, name, revision = self.parts.manifest.target, self.target_name, None
+        if name is None and not recorded.get("wheel"):
+            name, revision = recorded.get("repo_id"), recorded.get("revision")
+            if name is None:
+                was = "was a local folder" if "name" in recorded else "is not recorded"
+                raise SkipCheck(f"the target {was}; name it with --target")
+        with self._skipped_unless_named("the target", "--target", self.target_name):
+            self._target = targets.open_target(name, revision, self._only_cache)
+        targets.check_head_fits(self.parts.head, self._target)
+        return f"{self._target.name}: widths, vocabulary and tap layers fit"
+
+    def tokenizer(self) -> str:
+        """The tokenizer is the one that the vocabulary was chosen for."""
+        recorded = self.parts.manifest.tokenizer or {}
+        if self.tokenizer_name is None and self._target is None:
+            raise SkipCheck("no tokenizer is at hand; name it with --tokenizer or --target")
+        vocab = self.parts.manifest.target_vocab
+        with self._skipped_unless_named("the target's tokenizer", "--tokenizer", self.tokenizer_name):
+            loaded = targets.open_tokenizer(self.tokenizer_name, self._target, vocab, self.offline)
+        if loaded is None or "hash" not in recorded:
+            raise SkipCheck("the target has no tokenizer, or the artifact was made without one")
+        expected, found = recorded["hash"], loaded.tokenizer_hash
+        refuse(found != expected, f"another vocabulary: expected {expected}, found {found}")
+        changed = recorded.get("chat_template_hash") != loaded.chat_template_hash
+        return "hash agrees" + ("; its chat template has changed since" if changed else "")
+
+    @property
+    def _only_cache(self) -> bool:
+        # What the user did not name is searched for on this machine only.
+        return self.offline or self.target_name is None
+
+    @contextlib.contextmanager
+    def _skipped_unless_named(self, what: str, option: str, named: str | None) -> Iterator[None]:
+        """Skip the check where its source cannot be had, unless the user named it."""
+        try:
+            yield
+        except (SourceError, CheckpointError, TokenizerError) as error:
+            if named is not None:
+                raise
+            raise SkipCheck(f"{what} is not at hand; name it with {option} ({error})") from error
+
+    @cached_property
+    def _source_head(self) -> DraftHead:
+        with self._skipped_unless_named("the source head", "--head", self.head_name):
+            found = open_original(self.parts.manifest, self.head_name, self.offline)
+        if found is None:
+            raise SkipCheck("the source head was a local folder; name it with --head")
+        return found

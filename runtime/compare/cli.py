@@ -21,7 +21,7 @@ from eagle_slim.vocab_tools.common_cli import (
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
 
-from ..options_cli import check_names, load_heads, model_options, read_by, show_warnings_as_lines
+from ..options_cli import load_heads, model_options, read_by, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
 from .options import MARKER, CompareOptions
 from .prompts import load_prompts
@@ -65,7 +65,7 @@ Examples:
               callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
               help="Depth, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
-              help="JSON lines with `turns`, `messages`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
+              help="JSON lines with `turns`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
 @click.option("--sizes", metavar="N,N,...", callback=_list_of(_size, "full,16384,4096"),
               help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.")  # fmt: skip
@@ -103,7 +103,6 @@ def compare(
     )
     # Check what needs no model before one is loaded.
     prompts = load_prompts(prompt_file, limit)
-    check_names(options)
     if out is not None:
         check_output(out, force, MARKER)
     # Loads torch.

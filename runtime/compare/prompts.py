@@ -10,29 +10,24 @@ from typing import Any
 from ..errors import PromptFileError, brief
 
 DEFAULT_CATEGORY = "all prompts"
-_KEYS = ("turns", "messages", "prompt", "question")
+_KEYS = ("turns", "prompt", "question")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation's user turns; ``category`` groups rows of a comparison.
-
-    ``opening``: messages before the first of the turns, as a chat template takes them.
-    """
+    """A conversation's user turns; ``category`` groups rows of a comparison."""
 
     turns: tuple[str, ...]
     category: str = DEFAULT_CATEGORY
-    opening: tuple[dict[str, str], ...] = ()
 
 
 def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     A file named ``.json`` or ``.jsonl``, or one that begins with a brace, holds JSON lines. Each is an object with
-    ``turns`` (list of strings, or one string; MT-bench and Spec-Bench), or ``messages`` (a conversation of roles and
-    contents, answered at its last user message), or ``prompt`` or ``question`` (a string), and optionally ``category``;
-    other keys are ignored. Any other file is plain text, a prompt per line that is not blank. ``limit`` keeps the first
-    prompts only. Raises `PromptFileError`, naming file and line.
+    ``turns`` (list of strings, or one string; MT-bench and Spec-Bench), or ``prompt`` or ``question`` (a string), and
+    optionally ``category``; other keys are ignored. Any other file is plain text, a prompt per line that is not blank.
+    ``limit`` keeps the first prompts only. Raises `PromptFileError`, naming file and line.
     """
     path = Path(path)
     try:
@@ -56,30 +51,12 @@ def _read_prompt(line: str, where: str) -> Prompt:
         raise PromptFileError(f"{where}: not a JSON object ({error}).") from error
     found = value if isinstance(value, dict) else {}
     key = next((key for key in _KEYS if key in found), None)
-    given, opening = found.get(key), tuple[dict[str, str], ...]()
+    given = found.get(key)
     turns: list[Any] = given if key == "turns" and isinstance(given, list) else [given]
-    if key == "messages":
-        opening, turns = _split(given)
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise PromptFileError(
-            f'{where}: expected "turns" (a list of texts), "messages" (with one of the user), "prompt" or "question" '
-            f"(a text), found {brief(value)}."
+            f'{where}: expected "turns" (a list of texts), "prompt" or "question" (a text), found {brief(value)}.'
         )
     # The category names a row of the table: no line breaks.
     category = " ".join(str(found.get("category") or "").split())
-    return Prompt(tuple(turns), category or DEFAULT_CATEGORY, opening)
-
-
-def _split(messages: Any) -> tuple[tuple[dict[str, str], ...], list[str]]:
-    """Split a conversation before its last user message; an answer after that is the one to be generated."""
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        return (), []
-    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
-    if last is None:
-        return (), []
-    opening = tuple({"role": message["role"], "content": message["content"]} for message in messages[:last])
-    return opening, [messages[last]["content"]]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+    return Prompt(tuple(turns), category or DEFAULT_CATEGORY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -113,5 +114,5 @@ def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
 
 
 def _interval(estimate: Estimate) -> str:
-    ends = f" ({estimate.low:.2f} to {estimate.high:.2f})" if estimate.says_something else ""
+    ends = f" ({estimate.low:.2f} to {estimate.high:.2f})" if math.isfinite(estimate.high) else ""
     return f"{estimate.value:.2f}{ends}"

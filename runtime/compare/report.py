@@ -233,11 +233,11 @@ def _timings(answers: Sequence[Answer], groups: Mapping[int, int], nodes: int) -
 
 
 def _with_range(estimate: Estimate | None, digits: int) -> str:
-    """Format a value with its interval, unless that says nothing, or is none."""
+    """Format a value with its interval, unless there is none, or it ends where it begins."""
     if estimate is None:
         return "-"
     ends = [f"{end:.{digits}f}" for end in (estimate.value, estimate.low, estimate.high)]
-    return "{} ({} to {})".format(*ends) if estimate.says_something and len(set(ends)) > 1 else ends[0]
+    return "{} ({} to {})".format(*ends) if math.isfinite(estimate.high) and len(set(ends)) > 1 else ends[0]
 
 
 def _end(estimate: Estimate | None, end: str) -> float | None:

@@ -143,8 +143,8 @@ class Run:
 
     def _warm_up(self) -> None:
         # Refuse a prompt that does not fit the context now, not after hours.
-        opening = [[*prompt.opening, _said("user", prompt.turns[0])] for prompt in self.prompts]
-        self.model.generate([self._encode(messages) for messages in opening], max_new_tokens=0)
+        opening = [self._encode([_said("user", prompt.turns[0])]) for prompt in self.prompts]
+        self.model.generate(opening, max_new_tokens=0)
         hello = self._encode([_said("user", "Hi")])
         for candidate in self.candidates:
             for batch in self.options.batches:
@@ -156,7 +156,7 @@ class Run:
     def _answer_group(self, group: tuple[int, ...], mode: str) -> None:
         """Let every candidate answer a group of prompts, turn by turn."""
         prompts = {place: self.prompts[place] for place in group}
-        talks: dict[int, list[dict[str, str]]] = {place: [*prompt.opening] for place, prompt in prompts.items()}
+        talks: dict[int, list[dict[str, str]]] = {place: [] for place in prompts}
         categories = {prompt.category for prompt in prompts.values()}
         category = categories.pop() if len(categories) == 1 else None
         for turn in range(max(len(prompt.turns) for prompt in prompts.values())):

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _NUM_RESAMPLES = 400
 _CONFIDENCE = 0.95
 _FEWEST_PROMPTS = 5
-# An interval whose upper end is further than this many times the value says nothing.
-_WIDEST = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,6 @@ class Estimate:
         error = float(np.log(resampled).std() * math.sqrt(num_prompts / (num_prompts - 1)))
         factor = math.exp(min(700.0, t.ppf(1 - (1 - _CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
         return cls(value, value / factor, value * factor)
-
-    @property
-    def says_something(self) -> bool:
-        """Whether the interval is not too wide to be worth printing."""
-        return self.high < (1 + _WIDEST) * self.value
 
 
 @dataclass(frozen=True)

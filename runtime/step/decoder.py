@@ -43,7 +43,7 @@ from .kernels.acceptance import SlotState, commit_features, commit_kv, list_acti
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
-from .shapes import shapes_up_to
+from .shapes import shapes_for, shapes_up_to
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that have graphs."""
@@ -421,8 +421,9 @@ class Decoder:
         if not self.has_graphs:
             return WarmUp()
         parts: dict[Key, Phase] = {}
-        for places in BUCKETS:
-            for tree in trees if places <= bucket_of(num_active) else ():
+        for places in BUCKETS[: BUCKETS.index(bucket_of(num_active)) + 1]:
+            # A single shape is what was asked for.
+            for tree in shapes_for(places, trees) if len(trees) > 1 else trees:
                 parts |= _parts(("step", tree, places), self.phases(places, rules, tree))
         if len(trees) > 1:
             parts |= _parts(("pairs",), [Phase("pairs", self._take_pairs)])

@@ -31,7 +31,7 @@ from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, GraphPool, WarmUp, bucket_of, recall
 from .kernels.choice_kernels import ChoiceRules
 from .run_ahead import PartialDecoder
-from .shapes import Acceptance, Costs, ShapeChooser
+from .shapes import Acceptance, Costs, ShapeChooser, shapes_for
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
@@ -203,7 +203,7 @@ class Decoders:
         """Time a step of each shape over sequences of ``length`` tokens that are made up, for each number of them."""
         for places in BUCKETS[: BUCKETS.index(bucket_of(num_slots)) + 1]:
             decoder.fill_(min(places, num_slots), length)
-            for tree in trees:
+            for tree in shapes_for(places, trees):
                 ms = decoder.time_step(min(places, num_slots), rules, tree)
                 self.costs.add(tree, decoder.places_for(min(places, num_slots)), length, ms)
         decoder.clear_()

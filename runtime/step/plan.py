@@ -189,7 +189,8 @@ def _choose_shapes(
         first = first_shape(bucket_of(slots), shapes)
         others = [shape for shape in shapes if shape != first]
         return (first, *others), "the most tokens a second, as measured here"
-    draft_bytes = decoders.drafter.draft_bytes // (tree.depth + 1)
+    # Steps without graphs take as long as the host needs to launch them.
+    draft_bytes = 0 if decoders.eager_reason else decoders.drafter.draft_bytes // (tree.depth + 1)
     fixed = shape_by_size(target.device.type == "cuda", slots, target.weight_bytes, draft_bytes, shapes)
     return (fixed,), f"by sizes alone: {fixed_for}"
 

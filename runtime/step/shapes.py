@@ -30,6 +30,8 @@ CHAIN, SHORT, LONG, LARGE = TreeConfig(1, 1, 3), TreeConfig(2, 4, 8), TreeConfig
 SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 """From plain decoding to the tree that pays for one sequence of a large model whose drafts are accepted."""
 
+MOST_ROWS = 256
+"""Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
 _FIRST_RATE = 0.6
 """p_1 before anything was seen: that of EAGLE-3 heads on chats."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
@@ -157,9 +159,9 @@ class ShapeChooser:
         self._since += 1
         if self._since > _EVERY and not self.is_unmeasured(self._shape, places):
             self._since = 1
-            rates = {each: self.rate(each, places, context) for each in self._shapes}
+            rates = {each: self.rate(each, places, context) for each in shapes_for(places, self._shapes)}
             best = max(rates, key=rates.__getitem__)
-            if rates[best] > rates[self._shape] * _SWITCH:
+            if rates[best] > rates.get(self._shape, 0.0) * _SWITCH:
                 self._shape = best
         return self._probe(places, context) if self._shape is None else self._shape
 
@@ -167,7 +169,7 @@ class ShapeChooser:
         """Draft now and then while decoding is plain, as nothing is learned else; together for `_PROBE_SHARE`."""
         plain = self._costs.guess(None, places, context)
         self._credit_ms += _PROBE_SHARE * plain
-        drafting = [shape for shape in self._shapes if shape is not None]
+        drafting = [shape for shape in shapes_for(places, self._shapes) if shape is not None]
         probe = max(drafting, key=lambda shape: self.rate(shape, places, context), default=None)
         if probe is None:
             return None
@@ -254,6 +256,11 @@ def shapes_up_to(tree: TreeConfig) -> tuple[Shape, ...]:
         or (shape.depth <= tree.depth and shape.top_k <= tree.top_k and shape.total_tokens < tree.total_tokens)
     ]  # fmt: skip
     return (*within, tree)
+
+
+def shapes_for(places: int, shapes: Sequence[Shape]) -> list[Shape]:
+    """List those of the shapes that are not too large for as many sequences in a step."""
+    return [shape for shape in shapes if shape is None or shape.total_tokens * places <= MOST_ROWS]
 
 
 def first_shape(places: int, shapes: Sequence[Shape]) -> Shape:

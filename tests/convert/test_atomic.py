@@ -138,7 +138,7 @@ def rename(*names):
     real(*names)
 os.rename = rename
 if point == "before sync":
-    atomic._sync_tree = die
+    atomic._sync = die
 if point == "before removing the old":
     atomic._sync = lambda path: die() if len(renames) == 2 else None
 with atomic.atomic_directory(out, force=True) as folder:

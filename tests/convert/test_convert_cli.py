@@ -1,10 +1,8 @@
 """The commands: wiring, output and exit codes."""
 
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from eagle_slim.convert import Artifact
@@ -120,17 +118,3 @@ def test_the_module_of_a_command_runs_it():
     module = "eagle_slim.vocab_tools.cli"
     done = subprocess.run([sys.executable, "-m", module, "show"], capture_output=True, text=True, timeout=1800)
     assert (done.returncode, "Missing" in done.stderr) == (2, True)
-
-
-def test_console_scripts_and_help():
-    for name, word in (
-        ("eagle-convert", "--draft-vocab"),
-        ("eagle-verify", "--tokenizer"),
-        ("eagle-push", "--private"),
-    ):
-        script = shutil.which(name, path=str(Path(sys.executable).parent))
-        assert script is not None
-        done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=1800)
-        assert done.returncode == 0
-        assert word in done.stdout
-        assert "Examples:" in done.stdout

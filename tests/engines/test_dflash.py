@@ -9,10 +9,7 @@ pytestmark = [pytest.mark.engine("vllm"), pytest.mark.slow]
 
 TOKENS = 24
 CYCLES = (0, 1, 5)
-CASES = {
-    "z-lab's form": ("dflash", 320),
-    "speculators' form with a map, cut again": ("dflash_mapped", 112),
-}
+CASES = {"z-lab's form": ("dflash", 320), "speculators' form with a map, cut again": ("dflash_mapped", 112)}
 
 
 def prompts() -> list[list[int]]:

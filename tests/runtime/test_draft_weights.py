@@ -36,16 +36,12 @@ def test_what_can_be_stored(sm_89: None) -> None:
 
 
 def test_what_cannot(sm_89: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raises(UsageError, option="draft_weights"):
-        check_draft_weights("int4", "auto", GPU)
-    for dtype in (torch.float16, torch.float32):
+    for draft_weights, drafter, dtype in (
+        ("int4", "auto", None), ("bf16", "auto", torch.float16), ("bf16", "auto", torch.float32),
+        ("fp8", "triton", torch.float32), ("fp8", "reference", None), ("fp8", draft_ref, None),
+    ):  # fmt: skip
         with raises(UsageError, option="draft_weights"):
-            check_draft_weights("bf16", "auto", GPU, dtype)
-    with raises(UsageError, option="draft_weights"):
-        check_draft_weights("fp8", "triton", GPU, torch.float32)
-    for drafter in ("reference", draft_ref):
-        with raises(UsageError, option="draft_weights"):
-            check_draft_weights("fp8", drafter, GPU)
+            check_draft_weights(draft_weights, drafter, GPU, dtype)
     with raises(DrafterError, option="draft_weights"):
         check_draft_weights("fp8", "auto", CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))

@@ -164,16 +164,10 @@ def write_eagle3(
         values = ids - np.arange(len(ids)) if d2t == "offset" else ids
         found["d2t"] = torch.from_numpy(values.copy()).to(d2t_dtype)
     if ids is not None and t2d:
-        found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
-        found["t2d"][torch.from_numpy(ids.copy())] = True
+        found["t2d"] = torch.from_numpy(np.isin(np.arange(VOCAB), ids))
     found = {spelled(name, spelling): tensor for name, tensor in found.items()} | (extra or {})
     config = eagle3_config(dtype, **({"draft_vocab_size": VOCAB if ids is None else len(ids)} | changes))
-    if spelling == "speculators":
-        config = as_speculators(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config)
-    write_tensors(folder, found, container)
-    return folder
+    return _write(folder, as_speculators(config) if spelling == "speculators" else config, found, container)
 
 
 def spelled(name: str, spelling: Spelling) -> str:
@@ -224,10 +218,7 @@ def write_eagle1(
     if bias is not None:
         tensors["fc.bias"] = bias
     config = eagle3_config(dtype, architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", {key: value for key, value in (config | changes).items() if value is not ...})
-    write_tensors(folder, tensors | (extra or {}), container)
-    return folder
+    return _write(folder, config | changes, tensors | (extra or {}), container)
 
 
 def write_dflash(
@@ -256,8 +247,7 @@ def write_dflash(
     tensors = {name: random(shape, 200 + number) for number, (name, shape) in enumerate(shapes.items())}
     if ids is not None:
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
-        tensors["t2d"][torch.from_numpy(ids.copy())] = True
+        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(VOCAB), ids))
     layer_config = eagle3_config(
         architectures=..., draft_vocab_size=..., model_type="qwen3", num_hidden_layers=2, tie_word_embeddings=True
     )
@@ -273,9 +263,15 @@ def write_dflash(
         config |= {"aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": TOKENS - 1}
     if ids is not None:
         config["draft_vocab_size"] = rows
+    return _write(folder, config | changes, tensors | (extra or {}))
+
+
+def _write(
+    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], container: Container = "safetensors"
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", {key: value for key, value in (config | changes).items() if value is not ...})
-    write_tensors(folder, tensors | (extra or {}), "safetensors")
+    write_json(folder / "config.json", {key: value for key, value in config.items() if value is not ...})
+    write_tensors(folder, tensors, container)
     return folder
 
 

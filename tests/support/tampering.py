@@ -23,23 +23,18 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Any], sign_rows: bo
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    digests = {
-        name: hashlib.sha256(data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]]).hexdigest()
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    raw = {name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
     entry = {
         "size_bytes": len(data),
         "header_sha256": hashlib.sha256(data[:start]).hexdigest(),
-        "tensors": digests,
+        "tensors": {name: hashlib.sha256(values).hexdigest() for name, values in raw.items()},
     }
 
     def sign(manifest: dict[str, Any]) -> None:
         manifest["files"]["model.safetensors"] = entry
         if sign_rows:
-            rows = tensors["lm_head.weight"].contiguous().view(torch.uint8).numpy()
-            manifest["row_checksums"] = encode_checksums(row_checksums(rows.reshape(len(rows), -1)))
+            rows = raw["lm_head.weight"].reshape(len(tensors["lm_head.weight"]), -1)
+            manifest["row_checksums"] = encode_checksums(row_checksums(rows))
 
     change_manifest(folder, sign)
 

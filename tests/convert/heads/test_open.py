@@ -244,8 +244,6 @@ def ones(*shape):
 
 ATTENTION = "midlayer.self_attn"
 Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
-MLP_BIASES = {f"midlayer.mlp.{name}_proj.bias": ones(MIDDLE) for name in ("gate", "up", "down")}
-UNEQUAL_NORMS = {f"{ATTENTION}.q_norm.weight": ones(8), f"{ATTENTION}.k_norm.weight": ones(16)}
 TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
 
 
@@ -258,7 +256,6 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"extra": {"lm_head.weight_scale": ones(1)}}, UnsupportedHeadError, ["weight_scale", "a quantised head"]),
         ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, ["fc.bias"]),
         ({"extra": {f"{ATTENTION}.q_norm.weight": ones(8)}}, CheckpointError, [f"{ATTENTION}.k_norm.weight"]),
-        ({"extra": UNEQUAL_NORMS}, MismatchError, [f"{ATTENTION}.k_norm.weight", "[16]"]),
         ({"extra": {"layers.0.hidden_norm.weight": ones(HIDDEN)}}, CheckpointError, ["midlayer.hidden_norm.weight"]),
         ({"vocab_size": VOCAB + 1}, MismatchError, ["vocab_size", "385"]),
         ({"draft_vocab_size": 199}, MismatchError, ["d2t"]),
@@ -266,14 +263,10 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"num_attention_heads": 2}, MismatchError, [f"{ATTENTION}.q_proj.weight", "[32, 64]"]),
         ({"vocab_size": True}, MismatchError, ["vocab_size", "True"]),
         ({"text_config": [1]}, MismatchError, ["text_config"]),
-        ({"rope_scaling": {"partial_rotary_factor": True}}, MismatchError, ["partial_rotary_factor", "True"]),
         ({"rope_scaling": "yarn"}, MismatchError, ["rope_scaling", "yarn"]),
-        ({"rope_scaling": {"type": ["linear"]}}, MismatchError, ["rope_scaling.rope_type"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, MismatchError, ["rope_scaling.factor", "0"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
         ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
-        ({"rope_theta": float("inf")}, MismatchError, ["rope_theta"]),
-        ({"rope_theta": -1.0}, MismatchError, ["rope_theta", "-1.0"]),
         ({"hidden_act": 3}, MismatchError, ["hidden_act", "3"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),
         ({"layer_types": ["sliding_attention"]}, MismatchError, ["sliding_window"]),
@@ -282,13 +275,9 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
             MismatchError,
             ["use_sliding_window"],
         ),
-        ({"eagle_config": []}, MismatchError, ["eagle_config"]),
         ({"fc_norm": True}, MismatchError, ["fc_norm", "true"]),
         ({"extra": Q_BIAS}, MismatchError, ["attention_bias", *Q_BIAS]),
         ({"extra": Q_BIAS, "attention_bias": None}, MismatchError, [*Q_BIAS]),
-        ({"extra": MLP_BIASES}, MismatchError, ["midlayer.mlp.down_proj.bias", "[48]"]),
-        ({AUX_LAYER_KEY: [-2, 2, 5]}, MismatchError, [AUX_LAYER_KEY, "[-2, 2, 5]"]),
-        ({"eagle_config": {AUX_LAYER_KEY: [1, 1, 3]}}, MismatchError, [f"eagle_config.{AUX_LAYER_KEY}", "[1, 1, 3]"]),
         ({"d2t": None}, MismatchError, ["d2t"]),
         ({"d2t": None, "t2d": False}, MismatchError, ["lm_head.weight"]),
         ({"lm_head": False}, MismatchError, ["d2t"]),
@@ -296,7 +285,6 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"drop": "norm.weight"}, CheckpointError, ["norm.weight"]),
         ({"spelling": "layers.0", "drop": "midlayer.hidden_norm.weight"}, CheckpointError, ["hidden_norm.weight"]),
         ({"stored": torch.float8_e4m3fn}, UnsupportedHeadError, ["fc.weight", "float8_e4m3fn"]),
-        ({"stored": torch.float64}, UnsupportedHeadError, ["fc.weight", "float64"]),
     ],
 )
 def test_refused(tmp_path, arguments, error, words):

@@ -58,6 +58,7 @@ def test_each_key_with_its_own_counting(tmp_path, changes, layers, expected):
         (3, {"eagle_config": {"aux_layers": [1, 3, 6]}}),
         (3, {AUX: [1, 3, 6], "target_layer_ids": [1, 3, 6]}),
         (3, {AUX: [5, 4, 2]}),
+        (3, {"eagle_config": {AUX: [1, 1, 3]}}),
         (3, {"target_layer_ids": [-2, 1, 3]}),
         (3, {AUX: [1, "3", 6]}),
     ],

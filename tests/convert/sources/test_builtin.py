@@ -6,13 +6,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import (
-    Artifact,
-    SourceError,
-    embedded_head,
-    embedded_target_folder,
-    verify_artifact,
-)
+from eagle_slim.convert import Artifact, SourceError, embedded_head, embedded_target_folder, verify_artifact
 from eagle_slim.convert.sources.builtin import embedded_counts_with_held_out, load_embedded_counts, unpermute_rows
 from eagle_slim.vocab_tools.chats import ChatTemplate, chat_spec
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer

@@ -179,13 +179,6 @@ def test_revisions(hub: HubServer, home: Path) -> None:
         assert open_head_source("org/head", revision="dev", offline=offline).commit == other
 
 
-def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
-    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-    hub.add_model("org/target", dict.fromkeys(names, "{}") | {"model.safetensors": b"huge", "vocab.bin": b"huge"})
-    found = target_files("org/target")
-    assert sorted(path.name for path in found.folder.iterdir()) == sorted(names)
-
-
 @pytest.mark.parametrize(
     ("token", "name", "words"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
@@ -43,9 +42,7 @@ def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
     ("text", "place"),
     [("", "no prompt"), ("[]", "line 1"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2"), ("null", "line 1"),
      ('{"turns": ["a"]}\nplain', "line 2"), ('{"turns": []}', "line 1"),
-     ('{"turns": [" "]}', "line 1"), ('{"messages": []}', "line 1"), ('{"messages": "Hi"}', "line 1"),
-     ('{"messages": [{"role": "system", "content": "x"}]}', "line 1"), ('{"prompt": ["Hi"]}', "line 1"),
-     ('{"messages": [{"role": "user", "content": null}]}', "line 1"), ('{"text": "Hi"}', "line 1")],
+     ('{"turns": [" "]}', "line 1"), ('{"prompt": ["Hi"]}', "line 1"), ('{"messages": []}', "line 1")],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, text: str, place: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -56,20 +53,7 @@ def test_bad_files(tmp_path: Path, text: str, place: str) -> None:
         load_prompts(tmp_path / "missing")
 
 
-def test_conversations_prompts_and_questions(tmp_path: Path) -> None:
+def test_prompts_and_questions(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
-    system = {"role": "system", "content": "Be brief."}
-    talk = [system, {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]
-    asked = {"role": "user", "content": "Two?"}
-    lines: list[dict[str, Any]] = [
-        {"messages": [*talk, asked]},
-        {"messages": [*talk, asked, {"role": "assistant", "content": "the reference answer"}], "category": "a"},
-        {"prompt": "Why?"},
-        {"question": "How?", "answer": "So."},
-    ]
-    expected = [
-        Prompt(("Two?",), opening=tuple(talk)), Prompt(("Two?",), "a", tuple(talk)),
-        Prompt(("Why?",)), Prompt(("How?",)),
-    ]  # fmt: skip
-    path.write_text("\n".join(map(json.dumps, lines)))
-    assert load_prompts(path) == expected
+    path.write_text('{"prompt": "Why?"}\n{"question": "How?", "answer": "So."}')
+    assert load_prompts(path) == [Prompt(("Why?",)), Prompt(("How?",))]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.reference import draft_ref
-from eagle_slim.runtime.errors import CheckError, LogitsError
+from eagle_slim.runtime.errors import CheckError
 from eagle_slim.runtime.step.kernels import acceptance
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -67,9 +67,8 @@ DRAFT = {
 def test_wrong_drafts_are_named(tmp_path: Path, name: str) -> None:
     spoil, message = DRAFT[name]
     model = build(tmp_path, drafter=spoil_draft(spoil))
-    with pytest.raises(CheckError, match="after draft, " + re.escape(message)) as caught:
+    with pytest.raises(CheckError, match="after draft, " + re.escape(message)):
         model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
-    assert "after draft" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["logits", "features"])
@@ -93,32 +92,23 @@ def test_numbers_of_a_forward_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(model.generate(PROMPTS[0], max_new_tokens=4, ignore_eos=True).token_ids[0]) == 4
 
 
-def test_a_nan_from_the_prompt_on_is_told_by_the_loop(tmp_path: Path) -> None:
-    model = build(tmp_path)
-    model.target.model.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(LogitsError, match="New token 0 of prompt 0 cannot be chosen: its logits hold a NaN"):
-        model.generate(PROMPTS, max_new_tokens=12)
-
-
-STATE = {
-    "path": ("walk", lambda s: s.path[1].fill_(3), "after accept, slot 1, step 0: the path's node is 3"),
-    "token": ("walk", lambda s: s.new_tokens[0, 0].add_(30), "after accept, slot 0, step 0: the token is"),
-    "length": ("walk", lambda s: s.lengths[1].add_(1), "after accept, slot 1: prefix + num_new is"),
+ACCEPTED = {
+    "path": (lambda s: s.path[1].fill_(3), "slot 1, step 0: the path's node is 3"),
+    "token": (lambda s: s.new_tokens[0, 0].add_(30), "slot 0, step 0: the token is"),
+    "length": (lambda s: s.lengths[1].add_(1), "slot 1: prefix + num_new is"),
 }
 
 
-@pytest.mark.parametrize("name", STATE)
-def test_wrong_spans_and_lists_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    operation, spoil, message = STATE[name]
-    true = getattr(acceptance, f"{operation}_ref")
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_wrong_paths_and_spans_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (spoil, message), walk = ACCEPTED[name], acceptance.walk_ref
 
-    def spoiled(*given: Any) -> None:
-        true(*given)
-        state = next(each for each in given if isinstance(each, acceptance.SlotState))
+    def spoiled(choices: Any, trees: Any, longest: int, state: acceptance.SlotState, *rest: Any) -> None:
+        walk(choices, trees, longest, state, *rest)
         # Steps alone: there both slots have taken part.
         if int((state.record[:-1, 0] > 0).sum()) == 2:
             spoil(state)
 
-    monkeypatch.setattr(acceptance, f"{operation}_ref", spoiled)
-    with pytest.raises(CheckError, match=re.escape(message)):
+    monkeypatch.setattr(acceptance, "walk_ref", spoiled)
+    with pytest.raises(CheckError, match="after accept, " + re.escape(message)):
         build(tmp_path).generate(PROMPTS[:2], max_new_tokens=12, ignore_eos=True)

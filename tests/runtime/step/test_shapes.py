@@ -177,6 +177,17 @@ def test_shapes_stay_within_the_tree_that_was_asked_for() -> None:
     assert shapes.shapes_up_to(TreeConfig(5, 1, 7)) == (None, CHAIN, TreeConfig(5, 1, 7))
 
 
+def test_no_step_passes_over_more_rows_than_pay() -> None:
+    assert shapes.shapes_for(4, shapes.SHAPES) == [None, CHAIN, SHORT, LONG, LARGE]
+    assert shapes.shapes_for(16, shapes.SHAPES) == [None, CHAIN, SHORT, LONG]
+    times = {LARGE: 1.0, None: 5.0, CHAIN: 6.0}
+    found = chooser(times)
+    for shape, ms in times.items():
+        found.time(shape, 8, 100, ms)
+    assert LARGE not in {found.next(8, 100) for _ in range(40)}
+    assert LARGE in {found.next(1, 100) for _ in range(40)}
+
+
 def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
     every = shapes.SHAPES
     assert shapes.shape_by_size(False, 1, 16_000, 500, every) == LONG
