@@ -19,7 +19,7 @@ from eagle_slim.vocab_tools.common_cli import (
     warn,
     whole_numbers,
 )
-from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, parse_sources
+from eagle_slim.vocab_tools.count_cli import SOURCE_HELP
 from eagle_slim.vocab_tools.errors import printable
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def convert(
     head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
     """
     from eagle_slim.vocab_tools.counting import count_tokens
+    from eagle_slim.vocab_tools.sources import parse_source
 
     from .options import ConvertOptions
     from .pipeline import convert_head, plan_conversion
@@ -110,7 +111,7 @@ def convert(
     request = VocabRequest(
         counts=options.pop("counts"),
         token_map=options.pop("token_map"),
-        corpus=tuple(parse_sources(options.pop("datasets"))),
+        corpus=tuple(map(parse_source, options.pop("datasets"))),
         order=options.pop("order"),
         weights=parse_weights(options.pop("weights")) or None,
         force_added=options.pop("force_added"),

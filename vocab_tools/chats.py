@@ -185,7 +185,9 @@ def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSp
         )
     added = tokenizer.backend.get_added_tokens_decoder()
     borders = {token.content for token in added.values() if token.content and not token.single_word}
-    ends = {token.content for token_id, token in added.items() if token_id in tokenizer.ending_ids and token.content}
+    # A turn ends with a special token, or what the configuration calls eos.
+    ending_ids = tokenizer.special_ids | {token_id for token_id, role in tokenizer.configured_ids if role == "eos"}
+    ends = {token.content for token_id, token in added.items() if token_id in ending_ids and token.content}
     return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), tuple(ends))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
@@ -12,7 +12,6 @@ from .common_cli import EagleCommand, emit_json, force_option, json_option, note
 from .errors import printable
 
 if TYPE_CHECKING:
-    from .sources import CorpusSource
     from .tokenizer import LoadedTokenizer
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -52,13 +51,6 @@ def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: boo
     if tokenizer_revision is not None and expand_home(tokenizer).exists():
         raise UsageError(f"{tokenizer}: a local tokenizer has no revisions. Leave out --tokenizer-revision.")
     return load_tokenizer(tokenizer, tokenizer_revision, offline)
-
-
-def parse_sources(specs: Sequence[str]) -> list[CorpusSource]:
-    """Parse sources as the user wrote them, and number names that repeat; raises as `parse_source`."""
-    from .sources import parse_source, with_unique_names
-
-    return with_unique_names([parse_source(spec) for spec in specs])
 
 
 @click.command(
@@ -103,8 +95,9 @@ def count(
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
     from .files import refuse_existing
+    from .sources import parse_source
 
-    path, corpus = refuse_existing(out, force), parse_sources(sources)
+    path, corpus = refuse_existing(out, force), [parse_source(source) for source in sources]
     loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
     template = None if chat_template is None else chat_template.read()
     counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)

@@ -6,7 +6,6 @@ ray_workers.py); results are added in the order of the source, which only limits
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +107,13 @@ def count_tokens(
         if callable(progress):
             progress(tokens)
 
-    with bar, _place_to_count(run_on, plan, workers, size) as count:
+    if run_on == "ray":
+        place = ray_tasks(plan, workers)
+    else:
+        if workers is None:
+            workers = 0 if size is not None and size < _SMALL_BYTES else len(os.sched_getaffinity(0))
+        place = processes(plan, workers) if workers else this_process(plan)
+    with bar, place as count:
         for at, source in enumerate(opened):
             total, last = _count_source(at, source, plan, count, moved, say)
             counted.append(_source_counts(source, total, last, plan, tokenizer.chat_template_hash))
@@ -210,14 +215,3 @@ def _source_counts(
         },
     }
     return SourceCounts(source.name, source.weight, total.counts, held_out, provenance)
-
-
-def _place_to_count(
-    run_on: Literal["local", "ray"], plan: CountPlan, workers: int | None, size: int | None
-) -> contextlib.AbstractContextManager[Count]:
-    if run_on == "ray":
-        return ray_tasks(plan, workers)
-    if workers is None:
-        is_small = size is not None and size < _SMALL_BYTES
-        workers = 0 if is_small else len(os.sched_getaffinity(0))
-    return processes(plan, workers) if workers else this_process(plan)

@@ -127,9 +127,6 @@ class TokenCounts:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise VocabularyError(f"Source names must be unique; found more than once: {', '.join(repeated)}.")
-        sizes = {source.name: len(source.counts) for source in self.sources}
-        if len(set(sizes.values())) > 1:
-            raise VocabularyError(f"All sources must have one vocabulary size; found {sizes}.")
 
     @property
     def vocab_size(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -134,7 +134,11 @@ def _values(lines: list[bytes], column: str | None) -> Iterator[tuple[int, Any]]
         if not line or line.isspace():
             continue
         try:
-            row = _parse(line)
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                # The standard library accepts NaN, and its messages say more.
+                row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:
             yield number, BadRecord(f"not JSON: {error}")
             continue
@@ -146,14 +150,6 @@ def _values(lines: list[bytes], column: str | None) -> Iterator[tuple[int, Any]]
             yield number, row[column]
         else:
             yield number, BadRecord(f"no column {column!r}; the line has {', '.join(map(repr, row)) or 'none'}")
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        # The standard library accepts NaN, and its messages say more.
-        return json.loads(line.decode())
 
 
 def _texts(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -209,13 +205,14 @@ def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
 
     Raises what the file system, the network or Arrow raises.
     """
+    import fsspec
     import pyarrow as pa
 
     told = start = first = 0
     held = b""
     suffix = Path(path).suffix.lower()
     is_plain = suffix not in PACKED and "://" not in path
-    with _open(path) as packed:
+    with fsspec.open(path, "rb") if "://" in path else Path(path).open("rb") as packed:
         file = pa.CompressedInputStream(packed, PACKED[suffix]) if suffix in PACKED else packed
         ahead = file.read(BLOCK_BYTES)
         if not is_text and ahead.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
@@ -235,15 +232,6 @@ def file_blocks(path: str, shard: int, is_text: bool) -> Iterator[Block]:
                 yield LinesBlock(shard, size, path, is_text, start, start + stop, data, first)
                 told, start, first = told + size, start + stop, first + held.count(b"\n", 0, stop)
             held = held[stop:]
-
-
-def _open(path: str) -> BinaryIO:
-    if "://" not in path:
-        return Path(path).open("rb")
-    import fsspec
-
-    opened: BinaryIO = fsspec.open(path, "rb").open()
-    return opened
 
 
 def _array_blocks(path: str, shard: int, size: int, data: bytes) -> Iterator[Block]:

@@ -99,11 +99,6 @@ class LoadedTokenizer:
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
-    def ending_ids(self) -> frozenset[int]:
-        """Ids of the tokens that may end a turn: the special ones, and what the configuration calls eos."""
-        return self.special_ids | {token_id for token_id, role in self.configured_ids if role == "eos"}
-
-    @cached_property
     def configured_ids(self) -> tuple[tuple[int, str], ...]:
         """Ids that configuration files name as eos, bos or pad, each with its role; some may be of no token."""
         found: list[tuple[int, str]] = []

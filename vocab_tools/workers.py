@@ -28,7 +28,7 @@ from .chats import ChatError, ChatRenderer, ChatSpec, Piece, kind_of, normalise_
 from .encoding import Encoded, EncoderSpec, build_encoder, encode_all, encode_tail
 from .errors import EagleSlimError
 from .records import BadRecord, Block
-from .sources import CorpusSource, OpenSource
+from .sources import OpenSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -153,7 +153,7 @@ class BlockCounter:
 
     def documents(self, source: int, block: Block) -> Iterator[tuple[int, list[Piece] | BadRecord, int]]:
         """Yield the number of each sampled record, its text or turns as pieces, and its hash; or a BadRecord."""
-        opened = self._plan.sources[source]
+        opened, share = self._plan.sources[source], self._plan.sources[source].source.sample
         for number, value in block.records(opened.column):
             if isinstance(value, BadRecord):
                 yield number, value, 0
@@ -167,7 +167,7 @@ class BlockCounter:
                 else:
                     raise ChatError(f"expected a string, found {kind_of(value)}")
                 key = xxh3_64_intdigest(told.encode())
-                if not self._is_sampled(opened.source, key):
+                if share is not None and draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] >= share:
                     continue
                 if opened.kind == "text":
                     pieces = [Piece(told)]
@@ -181,10 +181,6 @@ class BlockCounter:
                 yield number, BadRecord(f"column {opened.column!r}: {error}"), 0
             else:
                 yield number, pieces, key
-
-    def _is_sampled(self, source: CorpusSource, key: int) -> bool:
-        share = source.sample
-        return share is None or bool(draws(np.array([key], np.uint64), 2 * self._plan.seed + 1)[0] < share)
 
     def _encode_pieces(self, documents: Sequence[list[Piece]]) -> Encoded:
         """Encode the pieces of each document, and keep the tokens that count."""

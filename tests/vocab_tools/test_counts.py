@@ -59,7 +59,6 @@ def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
         (lambda: SourceCounts("a", 1.0, np.zeros(2, np.int32), None, {}), "counts: expected int64"),
         (lambda: TokenCounts((), None), "at least one source"),
         (lambda: TokenCounts((source([1]), source([1])), None), "more than once: text"),
-        (lambda: TokenCounts((source([1], name="a"), source([1, 2], name="b")), None), "one vocabulary size"),
         (lambda: HeldOut(np.zeros(2, np.int32), np.array([0, 3], np.int64)), "expected to rise from 0 to 2"),
     ],
 )

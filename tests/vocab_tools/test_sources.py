@@ -13,7 +13,7 @@ import pytest
 from eagle_slim.vocab_tools import records
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.records import PACKED, BadRecord, cut_text, text_documents
-from eagle_slim.vocab_tools.sources import CorpusSource, amount, open_source, parse_source, with_unique_names
+from eagle_slim.vocab_tools.sources import CorpusSource, amount, open_source, parse_source
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -319,8 +319,3 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parse_source_refuses(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_source(spec)
-
-
-def test_names_are_made_unique() -> None:
-    sources = with_unique_names([CorpusSource("a/x"), CorpusSource("b/x"), CorpusSource("y"), CorpusSource("c/x")])
-    assert [source.name for source in sources] == ["x", "x-2", "y", "x-3"]

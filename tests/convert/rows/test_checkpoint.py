@@ -14,9 +14,8 @@ from eagle_slim.convert.rows import checkpoint as checkpoint_module
 from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.rows.paths import choose_weights
 from eagle_slim.convert.rows.target import find_lm_head, open_local_lm_head, ties_embedding
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support.heads import Container, write_tensors
 from support.lm_heads import values
 from support.raising import raises_with
 
@@ -64,7 +63,7 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: Container) -> None:
     tensors = {
         "matrix": random_bits((37, 5), dtype),
         "cube": random_bits((4, 3, 2), dtype, 1),
@@ -72,10 +71,7 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
         "scalar": random_bits((1,), dtype, 3)[0],
         "empty": random_bits((0, 4), dtype),
     }
-    if suffix == "safetensors":
-        save_file(tensors, tmp_path / "model.safetensors")
-    else:
-        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    write_tensors(tmp_path, tensors, suffix)
     checkpoint = open_checkpoint(tmp_path)
     assert set(checkpoint.names) == set(tensors)
     for name, expected in tensors.items():
@@ -87,26 +83,19 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
         assert same_bits(checkpoint.rows(name, ids), expected), (name, ids)
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    rows = data.draw(st.sampled_from([0, 1, 3, 64, 333]))
-    shape = data.draw(st.sampled_from([(), (rows,), (rows, 3), (rows, 2, 5), (rows, 0)]))
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int64, torch.bool]))
-    tensor = random_bits((1,), dtype)[0] if shape == () else random_bits(shape, dtype)
-    ids = None
-    if shape and rows and data.draw(st.booleans()):
-        ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=400))
-    folder = tmp_path_factory.mktemp("pieces")
-    if data.draw(st.booleans()):
-        torch.save({"t": tensor}, folder / "pytorch_model.bin")
-    else:
-        save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, folder / "model.safetensors")
-    expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "PIECE_BYTES", data.draw(st.sampled_from([1, 8, 100, 1 << 20])))
-        pieces = open_checkpoint(folder).pieces("t", None if ids is None else np.array(ids, np.int64))
-        assert b"".join(piece.tobytes() for piece in pieces) == raw(expected)
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (333, 3), (64, 2, 5), (3, 0)])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_pieces_are_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], suffix: Container
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "PIECE_BYTES", 100)
+    tensor = random_bits(shape, torch.bfloat16) if shape else random_bits((1,), torch.bfloat16)[0]
+    write_tensors(tmp_path, {"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, suffix)
+    checkpoint = open_checkpoint(tmp_path)
+    assert b"".join(piece.tobytes() for piece in checkpoint.pieces("t")) == raw(tensor)
+    ids = np.random.default_rng(0).integers(0, max(shape[:1], default=0) or 1, 200 if shape and shape[0] else 0)
+    expected = raw(tensor[torch.from_numpy(ids)]) if shape else b""
+    assert b"".join(piece.tobytes() for piece in checkpoint.pieces("t", ids)) == expected
 
 
 def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
