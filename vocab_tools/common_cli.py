@@ -63,11 +63,7 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing ou
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:
-    """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`.
-
-    Raises:
-        UsageError: one is not of this form, or a name occurs twice.
-    """
+    """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
     weights: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
         name, _, share = value.rpartition("=")

@@ -134,8 +134,7 @@ def measure_coverage(
     """Measure what share of each source a vocabulary covers.
 
     Args:
-        vocab: ranked ids.
-        counts: text with a held-out part; sources without one are measured on the counted text, with a warning.
+        counts: sources without a held-out part are measured on the counted text, with a warning.
         sizes: draft-vocabulary sizes to measure; default a grid up to the vocabulary's own size.
         weights: share of each source in the mean, by name.
         draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: all of `vocab`.

@@ -1,12 +1,4 @@
-"""Errors a user can act on. Every folder's errors derive from the base class here.
-
-EagleSlimError              exit code 1: what, where, expected, found, what to try
-├── UsageError              exit code 2: the arguments contradict each other or the input
-├── CorpusError             a corpus file, line or column cannot be read
-├── SourceError             a folder or a repository cannot be had: other id, revision, token, connection
-├── TokenizerError          a tokenizer is missing, unusable, or not the one that counted
-└── VocabularyError         counts, a ranking or a token map break a rule of the format
-"""
+"""Errors a user can act on: what, where, expected, found, what to try. All packages' errors derive from the base."""
 
 from __future__ import annotations
 

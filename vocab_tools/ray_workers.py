@@ -1,11 +1,8 @@
 """Counting on a Ray cluster: the same blocks and the same order, so the same bytes in the end.
 
-Ray tasks count units of a source. Ray repeats a task whose process or node was lost; a unit has one result however
+A task counts one unit: about 64 MB of a plain file, a file of another kind, a shard of the Hub, or of a source with a
+limit one block that is read here. Ray repeats a task whose process or node was lost; a unit has one result however
 often it was begun, so nothing is lost and nothing is counted twice.
-
-    plain files                             unit = blocks of about 64 MB; workers read the files again
-    packed files, arrays, Parquet, the Hub  unit = one shard (file), opened and read by the worker
-    sources with a limit                    unit = one block, read here
 """
 
 from __future__ import annotations

@@ -106,11 +106,7 @@ def _default_name(location: str) -> str:
 
 
 def amount(text: str) -> int:
-    """Read a whole number above 0, or one with a unit: 500k, 10M, 1.5B.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """Read a whole number above 0, or one with a unit (500k, 10M, 1.5B); raises ValueError."""
     found = _AMOUNT.fullmatch(text.strip().replace("_", ""))
     number = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
     if number < 1 or number != int(number):
@@ -126,10 +122,7 @@ def parse_source(spec: str) -> CorpusSource:
     """Parse `[NAME=]LOCATION[,KEY=VALUE...]`.
 
     Example: `chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3` or `code=src/*.jsonl,column=content`.
-    Keys are the fields of `CorpusSource`; a hyphen may stand for an underscore.
-
-    Raises:
-        UsageError: an unknown key, a key that is given twice, or a value of the wrong kind.
+    Keys are the fields of `CorpusSource`, with hyphens or underscores. Raises UsageError for another key or value.
     """
     location, *settings = spec.split(",")
     # A comma may belong to the path: take settings from the right only.

@@ -59,11 +59,7 @@ def d2t_from_ids(target_ids: ArrayLike) -> NDArray[np.int64]:
 
 
 def t2d_from_ids(target_ids: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
-    """Return the membership mask, bool [target_vocab].
-
-    Raises:
-        VocabularyError: duplicate or out-of-range ids.
-    """
+    """Return the membership mask, bool [target_vocab]; raises VocabularyError for duplicate or out-of-range ids."""
     ids = check_ids(target_ids, target_vocab, "t2d")
     mask = np.zeros(target_vocab, np.bool_)
     mask[ids] = True
@@ -300,8 +296,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 def read_pickle(path: Path) -> Any:
     """Read a `.pt` file without running anything in it; tensors become numpy arrays.
 
-    Raises:
-        VocabularyError: damaged, or it holds more than lists and tensors.
+    Raises VocabularyError where it is damaged, or holds more than lists and tensors.
     """
     import torch
 

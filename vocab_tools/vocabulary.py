@@ -85,11 +85,7 @@ class DraftVocab:
         return None if counted is None else max(0, self.size - self.num_forced - counted)
 
     def prefix(self, size: int) -> DraftVocab:
-        """Return the first `size` ids as a vocabulary.
-
-        Raises:
-            UsageError: fewer than the forced ids, more than there are, or the order carries no rank.
-        """
+        """Return the first `size` ids; raises UsageError below the forced ids, above all, or without a rank."""
         if size == self.size:
             return self
         if size > self.size or size < max(self.num_forced, 1):
@@ -141,11 +137,7 @@ class DraftVocab:
 
     @classmethod
     def load(cls, path: str | Path) -> DraftVocab:
-        """Read what `save` wrote.
-
-        Raises:
-            VocabularyError: not such a file, of a later version, or its ids break a rule.
-        """
+        """Read what `save` wrote; raises VocabularyError."""
         return cls.from_json(read_json(path, VocabularyError), str(path))
 
     @classmethod
@@ -212,11 +204,7 @@ def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
 
 
 def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.int64]:
-    """Return ids as int64 [n], if they are integers of the vocabulary, at least one, and no duplicates.
-
-    Raises:
-        VocabularyError: naming the first offender.
-    """
+    """Return ids as int64 [n]; raises VocabularyError for the first duplicate or id out of range, or for no ids."""
     array = np.asarray(values)
     if array.size == 0:
         raise VocabularyError(f"{where}: there are no ids.")

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all, and paths in the user's home."""
+"""Files are written whole or not at all, and only regular ones are read."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import EagleSlimError
-from eagle_slim.vocab_tools.files import expand_home, write_file
+from eagle_slim.vocab_tools.files import write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
@@ -54,9 +54,3 @@ def test_nothing_waits_for_what_is_not_a_regular_file(
     path.symlink_to("/dev/zero")
     with waiting_for_nothing(), pytest.raises(EagleSlimError, match="a pipe or a device"):
         read(path)
-
-
-def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert expand_home("~/head") == Path("/home/someone/head")
-    assert expand_home("~no-such-user/head") == Path("~no-such-user/head")

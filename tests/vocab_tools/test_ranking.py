@@ -136,12 +136,6 @@ def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
     assert rank_vocabulary(weighed, size=3, forced=[], weights={"b": 0}).num_uncounted == 2
 
 
-def test_a_found_size_holds_the_forced_ids() -> None:
-    found = rank_vocabulary(token_counts([100, *[0] * 299]), coverage=0.5, forced=list(range(200, 300)))
-    assert found.size == 128
-    assert found.num_forced == 100
-
-
 def test_repruning_chooses_only_trained_ids() -> None:
     trained = [1, 3, 5, 7]
     forced = ForcedIds(np.array([0, 3]), {0: "eos", 3: "bos"})
