@@ -65,8 +65,6 @@ class OpenedHead:
     """Folder of a converted head."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
-    offline: bool = False
-    """Whether nothing may be fetched for it later either."""
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
@@ -145,17 +143,13 @@ def open_any_head(
         else:
             head = Artifact.load(source)
     if isinstance(head, Artifact):
-        manifest = head.manifest
-        name = EMBEDDED_TARGET_REPO if "wheel" in manifest.target else head.target
-        folder_name = manifest.target.get("name")
-        return OpenedHead(
-            head.head, manifest.ranks, head.tokenizer_hash, name, folder_name, head.folder, offline=offline
-        )
+        target = head.manifest.target
+        name = EMBEDDED_TARGET_REPO if "wheel" in target else head.target
+        return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(
         head, tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
         target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO, is_embedded=is_embedded,
-        offline=offline,
     )  # fmt: skip
 
 

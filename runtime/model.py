@@ -67,12 +67,9 @@ class SpeculativeModel:
 
     def __init__(
         self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None,
-        opened: loading.OpenedHead | None = None, tokenizer_source: str | None = None,
-        tokenizer_hash: str | None = None, is_tree_sized: bool = False,
+        opened: loading.OpenedHead | None = None, tokenizer_hash: str | None = None, is_tree_sized: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
-        self.tokenizer_source = tokenizer_source
-        """Hub id or folder that the tokenizer was loaded from; None if it was given as an object, or there is none."""
         self.tokenizer_hash = tokenizer_hash
         """Hash of the tokenizer that ids belong to; None if neither target, tokenizer nor converted head tells it."""
         if max_model_len is not None:
@@ -163,11 +160,10 @@ class SpeculativeModel:
             # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
             opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
             draft_ids = opened.choose(draft_vocab)
-        loaded_tokenizer = tokenizer_source = tokenizer_hash = None
+        loaded_tokenizer = tokenizer_hash = None
         if not isinstance(target, nn.Module):
             loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
-            tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
         if tokenizer is not None:
             tokenizer_hash = loading.hash_of_source(tokenizer) or tokenizer_hash
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
@@ -185,9 +181,8 @@ class SpeculativeModel:
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built = choose_drafter(drafter, weights, tree, draft_weights, order)
         return cls(
-            wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_source, tokenizer_hash,
-            total_tokens is None,
-        )  # fmt: skip
+            wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_hash, total_tokens is None
+        )
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -252,9 +247,8 @@ class SpeculativeModel:
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
         return SpeculativeModel(
-            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
-            self.tokenizer_hash, is_tree_sized,
-        )  # fmt: skip
+            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_hash, is_tree_sized
+        )
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location

@@ -31,8 +31,6 @@ class CompareOptions:
             prompts, the last one filled up from the beginning.
         max_new_tokens: most tokens of an answer.
         partial_verification: "exact" or "lossy" lets drafted answers run ahead on a part of the KV cache.
-        repeats: how many times all of it is measured.
-        use_chat_template: False continues the prompts as they are.
 
     Raises `UsageError` for values out of range, and for values given twice.
     """
@@ -46,8 +44,6 @@ class CompareOptions:
     batches: Sequence[int] = (1,)
     max_new_tokens: int = 128
     partial_verification: str | None = None
-    repeats: int = 1
-    use_chat_template: bool = True
 
     def __post_init__(self) -> None:
         for name in ("sizes", "trees", "follow", "modes", "batches"):
@@ -61,7 +57,7 @@ class CompareOptions:
             for value in getattr(self, name):
                 if value not in known:
                     raise misfit(name, " or ".join(map(str, known)), value)
-        for name, least in (("batches", 1), ("max_new_tokens", 2), ("repeats", 1)):
+        for name, least in (("batches", 1), ("max_new_tokens", 2)):
             value = getattr(self, name)
             if min(value if isinstance(value, Sequence) else (value,)) < least:
                 raise misfit(name, f"at least {least}", value)
