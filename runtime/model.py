@@ -39,7 +39,6 @@ from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError, brief, misfit
-from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
@@ -155,7 +154,7 @@ class SpeculativeModel:
                 named = Path(target).resolve().name if Path(target).is_dir() else str(target)
                 opened = replace(opened, target_name=named)
         text_config = config.get_text_config()
-        check_pairing(opened.head, text_config, name)
+        loading.check_pairing(opened.head, text_config, name)
         if opened.head.target_vocab != text_config.vocab_size:
             # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
             opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
@@ -163,16 +162,16 @@ class SpeculativeModel:
         loaded_tokenizer = tokenizer_hash = None
         if not isinstance(target, nn.Module):
             loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
-            check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
+            loading.check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         if tokenizer is not None:
             tokenizer_hash = loading.hash_of_source(tokenizer) or tokenizer_hash
-            check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
+            loading.check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
-        check_vocabulary(draft_vocab, tokenizer_hash, name)
+        loading.check_vocabulary(draft_vocab, tokenizer_hash, name)
         model = target
         if not isinstance(model, nn.Module):
             model = loading.load_target(location, wanted, place, revision, offline)
-        taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
+        taps = loading.resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
         if follow is not None:
@@ -194,7 +193,7 @@ class SpeculativeModel:
         """
         if self.opened is None:
             raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
-        check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
+        loading.check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids)

@@ -24,7 +24,6 @@ class CompareOptions:
             that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
-        follow_rows: most ids that join.
         modes: "greedy", "sampled", or both.
         sampling: how the mode "sampled" chooses tokens.
         batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
@@ -38,7 +37,6 @@ class CompareOptions:
     sizes: Sequence[int | Literal["full"]] | None = None
     trees: Sequence[TreeConfig | None] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
-    follow_rows: int = 512
     modes: Sequence[str] = MODES
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)
