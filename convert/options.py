@@ -26,7 +26,7 @@ DraftVocabSize = int | Literal["full"]
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion.
+    """Options of a conversion; UsageError where they contradict each other, or a value means nothing.
 
     Attributes:
         draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it. With `gguf` alone,
@@ -44,9 +44,6 @@ class ConvertOptions:
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
         gguf: types of the matrices of GGUF files to write, too, which llama.cpp reads; "auto" for the head's own.
         offline: use only local files and the Hub cache.
-
-    Raises:
-        UsageError: options that contradict each other, or a value that means nothing.
     """
 
     draft_vocab: DraftVocabSize | list[DraftVocabSize] | tuple[DraftVocabSize, ...] | None = None

@@ -78,7 +78,6 @@ class Conversion:
 
     Attributes:
         folder: where it goes.
-        head: what is converted.
         lm_head: whose rows are gathered; None for EAGLE-1/2.
         tensors: of the weights file.
         files: the small files by name, but for the manifest.
@@ -319,7 +318,10 @@ def _manifest(
 ) -> Manifest:
     """Make the manifest as far as it is known before anything is written."""
     head, coverage, warnings = inputs.head, None, [*inputs.head.warnings]
-    tokenizer = None if inputs.tokenizer is None else provenance.describe_tokenizer(inputs.tokenizer)
+    tokenizer, loaded = None, inputs.tokenizer
+    if loaded is not None:
+        hashes = {"hash": loaded.tokenizer_hash, "chat_template_hash": loaded.chat_template_hash}
+        tokenizer = {**hashes, "vocab_size": loaded.vocab_size, "tokens": len(loaded.real_ids)}
     ranked = ranked_manifest(head)
     if tokenizer is None and ranked is not None and ranking is not None and options.vocabulary.is_default:
         tokenizer = ranked.tokenizer

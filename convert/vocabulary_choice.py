@@ -120,12 +120,13 @@ class Ranking:
         trained = self.head.trained_ids
         if size is not None and trained is not None and size == len(trained):
             size = None
+        forced: ForcedIds | tuple[int, ...] = self.request.force_ids
+        if self.tokenizer is not None:
+            forced = forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
+        vocab = self.head.target_vocab
         common: dict[str, Any] = {
-            "tokenizer": self.tokenizer,
-            "forced": self._forced,
-            "target_vocab": self.head.target_vocab,
-            "candidates": trained,
-        }
+            "tokenizer": self.tokenizer, "forced": forced, "target_vocab": vocab, "candidates": trained
+        }  # fmt: skip
         if counts is not None:
             return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
         if coverage is not None:
@@ -134,18 +135,12 @@ class Ranking:
             return rank_by_order(None, size, **common)
         given = self.request.token_map
         if not isinstance(given, DraftVocab):
-            given = import_token_map(given, target_vocab=self.head.target_vocab)
+            given = import_token_map(given, target_vocab=vocab)
         if not given.ranked and size is not None and size < len(given):
             # An unranked map has no smaller prefix; `prefix` says so.
             given.prefix(size)
         origin = {key: value for key, value in given.provenance.items() if key != "warnings"}
         return rank_by_order(given, size, provenance={"token_map": origin}, **common)
-
-    @property
-    def _forced(self) -> ForcedIds | tuple[int, ...]:
-        if self.tokenizer is None:
-            return self.request.force_ids
-        return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
 
     def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
         """Measure what a vocabulary covers of text that the ranking did not see, with a note on that text.
@@ -176,13 +171,9 @@ def make_ranking(
     say: Say,
     sizes: Sequence[int] = (),
 ) -> Ranking:
-    """Read or count what a request names, once for all sizes.
+    """Read or count what a request names, once for all `sizes`, of which one that cannot be cut is refused beforehand.
 
-    Args:
-        embedded: whether the head is the built-in one, which has counts of its own.
-        offline: refuse to fetch the default dataset.
-        count: counts text.
-        sizes: that will be cut; those that cannot be are refused before text is counted.
+    `embedded`: the head is the built-in one, which has counts of its own. `offline`: the default dataset is refused.
 
     Raises:
         UsageError: a tokenizer is needed and there is none, or a weight is for no source.

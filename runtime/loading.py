@@ -1,4 +1,4 @@
-"""Finding and opening head, target and tokenizer for generation."""
+"""Head, target and tokenizer: found and opened; whether they belong together is checked before weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
-from eagle_slim.convert.heads.open import DraftHead, open_head
+from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
+from eagle_slim.convert.heads.open import open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
@@ -28,7 +30,7 @@ from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
-from .errors import DeviceMemoryError, SpeedWarning, TargetError, UsageError, misfit
+from .errors import DeviceMemoryError, PairingError, SpeedWarning, TargetError, UsageError, misfit
 from .target.location import given_target, recorded_target
 from .target.wrapper import check_supported
 
@@ -65,8 +67,6 @@ class OpenedHead:
     """Folder of a converted head."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
-    offline: bool = False
-    """Whether nothing may be fetched for it later either."""
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
@@ -145,17 +145,13 @@ def open_any_head(
         else:
             head = Artifact.load(source)
     if isinstance(head, Artifact):
-        manifest = head.manifest
-        name = EMBEDDED_TARGET_REPO if "wheel" in manifest.target else head.target
-        folder_name = manifest.target.get("name")
-        return OpenedHead(
-            head.head, manifest.ranks, head.tokenizer_hash, name, folder_name, head.folder, offline=offline
-        )
+        target = head.manifest.target
+        name = EMBEDDED_TARGET_REPO if "wheel" in target else head.target
+        return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(
         head, tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
         target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO, is_embedded=is_embedded,
-        offline=offline,
     )  # fmt: skip
 
 
@@ -352,3 +348,54 @@ def target_location(
     if opened.target_folder is not None and opened.folder is not None:
         return recorded_target(opened.target_folder, opened.folder)
     raise UsageError(f"Head {opened.head.location} does not say which target it belongs to. Give the target.")
+
+
+def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
+    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2).
+
+    Raises `MismatchError` where the head's configuration contradicts itself, or names a layer that the target lacks.
+    """
+    taps = head.taps(num_layers)
+    if head.kind == "eagle" or taps == ():
+        return None
+    return default_taps(num_layers) if taps is None else taps
+
+
+def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
+    """Compare a head with a target's (text) configuration.
+
+    Raises `PairingError`, naming the value of both sides, when hidden sizes or vocabularies differ, when a draft id is
+    outside the target's vocabulary, or when a tap layer is not one of the target's.
+    """
+    hidden, vocab = int(text_config.hidden_size), int(text_config.vocab_size)
+    layers = int(text_config.num_hidden_layers)
+    where = f"Head {head.location} and target {target_name} do not belong together"
+    problem = None
+    highest = -1 if head.draft_ids_to_target is None else int(head.draft_ids_to_target.max())
+    taps = resolve_tap_layers(head, layers)
+    fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
+    if head.target_hidden_size != hidden:
+        problem = f"the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}"
+    elif not has_padding_of(head.target_vocab, vocab):
+        problem = f"the head's vocab_size is {head.target_vocab}, the target's {vocab}"
+    elif highest >= vocab:
+        problem = f"the head drafts id {highest}, the target has {vocab} tokens; d2t may have the other form (d2t_form)"
+    elif taps is not None and fc_columns not in (None, len(taps) * hidden):
+        problem = f"fc.weight takes {fc_columns} features, and {len(taps)} tap layers of width {hidden} give other ones"
+    if problem is not None:
+        raise PairingError(f"{where}: {problem}. Give the target that the head was trained for.")
+
+
+def check_tokenizer(made_with: str | None, target_hash: str | None, what: str, target_name: str) -> None:
+    """Raise `PairingError` when both tokenizer hashes are known and differ; ``what`` was made with the first."""
+    if made_with is not None and target_hash is not None and made_with != target_hash:
+        raise PairingError(
+            f"{what} was made with another tokenizer than that of target {target_name}: expected {target_hash[:23]}…, "
+            f"found {made_with[:23]}…. Its ids are other tokens there. Convert or rank for this target."
+        )
+
+
+def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -> None:
+    """Raise `PairingError` when a `DraftVocab` says that it was made with another tokenizer than the target's."""
+    made_with = getattr(vocab, "provenance", {}).get("tokenizer_hash")
+    check_tokenizer(made_with, target_hash, "The draft vocabulary", target_name)

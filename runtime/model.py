@@ -39,7 +39,6 @@ from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError, brief, misfit
-from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
@@ -67,12 +66,9 @@ class SpeculativeModel:
 
     def __init__(
         self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None,
-        opened: loading.OpenedHead | None = None, tokenizer_source: str | None = None,
-        tokenizer_hash: str | None = None, is_tree_sized: bool = False,
+        opened: loading.OpenedHead | None = None, tokenizer_hash: str | None = None, is_tree_sized: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
-        self.tokenizer_source = tokenizer_source
-        """Hub id or folder that the tokenizer was loaded from; None if it was given as an object, or there is none."""
         self.tokenizer_hash = tokenizer_hash
         """Hash of the tokenizer that ids belong to; None if neither target, tokenizer nor converted head tells it."""
         if max_model_len is not None:
@@ -158,25 +154,24 @@ class SpeculativeModel:
                 named = Path(target).resolve().name if Path(target).is_dir() else str(target)
                 opened = replace(opened, target_name=named)
         text_config = config.get_text_config()
-        check_pairing(opened.head, text_config, name)
+        loading.check_pairing(opened.head, text_config, name)
         if opened.head.target_vocab != text_config.vocab_size:
             # Rows that pad the head's vocabulary are never drafted: the target has no such tokens.
             opened = replace(opened, head=opened.head.without_padding(int(text_config.vocab_size)))
             draft_ids = opened.choose(draft_vocab)
-        loaded_tokenizer = tokenizer_source = tokenizer_hash = None
+        loaded_tokenizer = tokenizer_hash = None
         if not isinstance(target, nn.Module):
             loaded_tokenizer, tokenizer_hash = loading.load_tokenizer_and_hash(location, revision, offline)
-            check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
-            tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
+            loading.check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         if tokenizer is not None:
             tokenizer_hash = loading.hash_of_source(tokenizer) or tokenizer_hash
-            check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
+            loading.check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
         tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
-        check_vocabulary(draft_vocab, tokenizer_hash, name)
+        loading.check_vocabulary(draft_vocab, tokenizer_hash, name)
         model = target
         if not isinstance(model, nn.Module):
             model = loading.load_target(location, wanted, place, revision, offline)
-        taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
+        taps = loading.resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
         if follow is not None:
@@ -185,9 +180,8 @@ class SpeculativeModel:
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built = choose_drafter(drafter, weights, tree, draft_weights, order)
         return cls(
-            wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_source, tokenizer_hash,
-            total_tokens is None,
-        )  # fmt: skip
+            wrapped, built, tokenizer or loaded_tokenizer, max_model_len, opened, tokenizer_hash, total_tokens is None
+        )
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -199,7 +193,7 @@ class SpeculativeModel:
         """
         if self.opened is None:
             raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
-        check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
+        loading.check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids)
@@ -252,9 +246,8 @@ class SpeculativeModel:
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
         return SpeculativeModel(
-            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
-            self.tokenizer_hash, is_tree_sized,
-        )  # fmt: skip
+            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_hash, is_tree_sized
+        )
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location

@@ -66,7 +66,7 @@ FLOORS = {
         target
         drafter/follow
         drafter/kernels
-        drafter pairing
+        drafter
         drafter/tuning
         loading api
         step/kernels

@@ -16,14 +16,11 @@ def model_card(
     manifest: Manifest, title: str, rows_before: int, bytes_before: int, bytes_after: int, licence: str | None,
     refused: Collection[str],
 ) -> str:  # fmt: skip
-    """Write the text of README.md.
+    """Write the text of README.md for an artifact of the name `title`.
 
-    Args:
-        manifest: of the artifact, whose name is `title`.
-        rows_before: rows of the LM head that was cut.
-        bytes_before, bytes_after: weights that one draft step reads, LM head included.
-        licence: the head's licence as the Hub spells it, or None where its files do not say.
-        refused: keys of the engines (`engines.ENGINES`) that cannot take the head; they get no command.
+    `rows_before`: of the LM head that was cut. `bytes_before`, `bytes_after`: weights that one draft step reads, all of
+    them. `licence`: the head's, as the Hub spells it; None where its files do not say. `refused`: keys of the engines
+    (`engines.ENGINES`) that cannot take the head; they get no command.
     """
     sizes = [
         ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),

@@ -44,11 +44,7 @@ def encode_checksums(checksums: NDArray[np.uint8]) -> str:
 
 
 def decode_checksums(text: str, num_rows: int) -> NDArray[np.uint8]:
-    """Decode what `encode_checksums` returned.
-
-    Raises:
-        ValueError: not base64, or not `num_rows` checksums.
-    """
+    """Decode what `encode_checksums` returned; ValueError where it is not base64, or not `num_rows` checksums."""
     data = base64.b64decode(text, validate=True)
     if len(data) != num_rows * ROW_CHECKSUM_BYTES:
         raise ValueError(f"expected {num_rows} row checksums of 8 bytes, found {len(data)} bytes")

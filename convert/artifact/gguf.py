@@ -97,11 +97,7 @@ def choose_gguf(
 def write_gguf(folder: Path, choice: GgufChoice, name: str) -> dict[str, dict[str, Any]]:
     """Write the GGUF files of an artifact from its config.json and model.safetensors; return their manifest entries.
 
-    `name` is the model's, which llama.cpp's tools show.
-
-    Raises:
-        MismatchError: a value is too large for a type.
-        OSError: the disk refused.
+    `name` is the model's, which llama.cpp's tools show. Raises MismatchError where a value is too large for a type.
     """
     head, written = open_head(folder), {}
     for kind in choice.kinds:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..heads import names
@@ -50,16 +49,6 @@ def describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
         # Counts from memory and from a file differ in the order of their keys alone.
         found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
     return found
-
-
-def describe_tokenizer(tokenizer: LoadedTokenizer) -> dict[str, Any]:
-    """Describe a tokenizer by the hashes of its vocabulary and chat template."""
-    return {
-        "hash": tokenizer.tokenizer_hash,
-        "chat_template_hash": tokenizer.chat_template_hash,
-        "vocab_size": tokenizer.vocab_size,
-        "tokens": len(tokenizer.real_ids),
-    }
 
 
 def describe_dropped(head: DraftHead) -> dict[str, str]:

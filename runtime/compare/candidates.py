@@ -29,8 +29,6 @@ class Candidate:
     """See `Drafter.draft_bytes`."""
     follow: str | None = None
     """"prompt" where ids of the prompt join the draft vocabulary."""
-    follow_rows: int = 0
-    """Most ids that join."""
     head: str = ""
     tree: tuple[int, int, int] = (0, 0, 1)
     """Depth, top_k and total_tokens; zeros where each step chooses its tree."""
@@ -41,7 +39,7 @@ class Candidate:
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
             size, size, model, model.draft_vocab, model.drafter.draft_bytes,
-            None if weights.follow is None else "prompt", weights.num_joining, head,
+            None if weights.follow is None else "prompt", head,
             (0, 0, 0) if model.is_tree_sized else (tree.depth, tree.top_k, tree.total_tokens),
         )  # fmt: skip
 
@@ -57,7 +55,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return what identifies it as plain values."""
-        names = ("size", "draft_vocab", "draft_bytes", "follow", "follow_rows", "head")
+        names = ("size", "draft_vocab", "draft_bytes", "follow", "head")
         tree = dict(zip(("depth", "top_k", "total_tokens"), self.tree, strict=True))
         return {"candidate": self.label, **{name: getattr(self, name) for name in names}, **tree}
 
@@ -106,7 +104,7 @@ def _cut(model: SpeculativeModel, head: str, options: CompareOptions) -> list[Ca
         following = []
         if "prompt" in options.follow:
             try:
-                followed = alone.with_follow("prompt", options.follow_rows)
+                followed = alone.with_follow("prompt")
                 following = [Candidate.of(followed, f"{size_words} + prompt", head)]
             except NothingToFollowError as error:
                 refusal = error

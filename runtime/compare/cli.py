@@ -78,15 +78,13 @@ Examples:
 @click.option("--batch", "batches", default="1", show_default=True, callback=_list_of(int, "1,4,16"), metavar="B,B,...",
               help="Prompts answered at a time; the speed is for all of them together.")  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Number of rounds.")
-@click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
 @version_option()
 def compare(
-    prompt_file: str, limit: int | None, temperature: float, seed: int, raw: bool, out: str | None, force: bool,
-    as_json: bool, **options: Any,
+    prompt_file: str, limit: int | None, temperature: float, seed: int, out: str | None, force: bool, as_json: bool,
+    **options: Any,
 ) -> int:  # fmt: skip
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
@@ -99,7 +97,6 @@ def compare(
     asked = CompareOptions(
         **{field.name: options.pop(field.name) for field in fields(CompareOptions) if field.name in options},
         sampling=SamplingConfig(temperature, seed=seed),
-        use_chat_template=not raw,
     )
     # Check what needs no model before one is loaded.
     prompts = load_prompts(prompt_file, limit)

@@ -24,15 +24,12 @@ class CompareOptions:
             that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
-        follow_rows: most ids that join.
         modes: "greedy", "sampled", or both.
         sampling: how the mode "sampled" chooses tokens.
         batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
             prompts, the last one filled up from the beginning.
         max_new_tokens: most tokens of an answer.
         partial_verification: "exact" or "lossy" lets drafted answers run ahead on a part of the KV cache.
-        repeats: how many times all of it is measured.
-        use_chat_template: False continues the prompts as they are.
 
     Raises `UsageError` for values out of range, and for values given twice.
     """
@@ -40,14 +37,11 @@ class CompareOptions:
     sizes: Sequence[int | Literal["full"]] | None = None
     trees: Sequence[TreeConfig | None] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
-    follow_rows: int = 512
     modes: Sequence[str] = MODES
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)
     max_new_tokens: int = 128
     partial_verification: str | None = None
-    repeats: int = 1
-    use_chat_template: bool = True
 
     def __post_init__(self) -> None:
         for name in ("sizes", "trees", "follow", "modes", "batches"):
@@ -61,7 +55,7 @@ class CompareOptions:
             for value in getattr(self, name):
                 if value not in known:
                     raise misfit(name, " or ".join(map(str, known)), value)
-        for name, least in (("batches", 1), ("max_new_tokens", 2), ("repeats", 1)):
+        for name, least in (("batches", 1), ("max_new_tokens", 2)):
             value = getattr(self, name)
             if min(value if isinstance(value, Sequence) else (value,)) < least:
                 raise misfit(name, f"at least {least}", value)

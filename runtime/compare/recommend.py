@@ -37,20 +37,18 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     is_decided = beats is False or all(row is best or _is_as_fast(others[row.label]) for row in close)
     reasons = (*_reasons(chosen, best, close, measured, others), *_reasons_to_follow(measured))
     return Advice(
-        mode, batch, f"{where}: {_headline(chosen, close, measured, beats)}", advised.label,
+        mode, batch, f"{where}: {_headline(chosen, close, beats)}", advised.label,
         advised.candidate.draft_vocab, is_decided, tuple(row.label for row in close), beats, reasons,
     )  # fmt: skip
 
 
-def _headline(chosen: Row, close: Sequence[Row], measured: Sequence[Row], beats: bool | None) -> str:
+def _headline(chosen: Row, close: Sequence[Row], beats: bool | None) -> str:
     speed = "" if chosen.speedup is None else f" at {_interval(chosen.speedup)} times its speed"
     if beats is False:
         return f"plain decoding is faster here: drafting with {chosen.label} runs{speed}"
     begin = f"drafting beats plain decoding here: it runs{speed}"
     if beats is None:
         begin = f"no significant difference from plain decoding: drafting ran{speed}"
-    if len(measured) == 1:
-        return f"{begin}; only {chosen.label} was compared"
     if len(close) == 1:
         return f"{begin}; best draft vocabulary: {chosen.label}"
     names = "; ".join(row.label for row in close)

@@ -9,7 +9,7 @@ types, a difference is an error. Times are of this device alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from operator import eq
 from typing import Any
@@ -98,7 +98,7 @@ class Run:
         }
         groups = [group for batch in options.batches for group in self._groups(batch)]
         num_turns = sum(max(len(prompts[place].turns) for place in group) for group in groups)
-        self.num_calls = len(candidates) * num_turns * len(options.modes) * options.repeats
+        self.num_calls = len(candidates) * num_turns * len(options.modes)
         """How many calls of `generate` it takes."""
 
     def setup(self) -> dict[str, Any]:
@@ -118,7 +118,6 @@ class Run:
             "modes": {mode: options.generation(mode) for mode in options.modes},
             "max_new_tokens": options.max_new_tokens,
             "partial_verification": options.partial_verification,
-            "repeats": options.repeats,
             "versions": {package: version(package) for package in ("eagle-slim", "torch", "transformers")},
         }
 
@@ -126,11 +125,10 @@ class Run:
         """Return the answers in the order they were made; fewer than planned where Ctrl-C ended it."""
         self._warm_up()
         try:
-            for _ in range(self.options.repeats):
-                for batch in self.options.batches:
-                    for group in self._groups(batch):
-                        for mode in self.options.modes:
-                            self._answer_group(group, mode)
+            for batch in self.options.batches:
+                for group in self._groups(batch):
+                    for mode in self.options.modes:
+                        self._answer_group(group, mode)
         except KeyboardInterrupt:
             if not self.answers:
                 raise
@@ -143,9 +141,9 @@ class Run:
 
     def _warm_up(self) -> None:
         # Refuse a prompt that does not fit the context now, not after hours.
-        opening = [self._encode([_said("user", prompt.turns[0])]) for prompt in self.prompts]
+        opening = [self.model.encode_chat([_said("user", prompt.turns[0])]) for prompt in self.prompts]
         self.model.generate(opening, max_new_tokens=0)
-        hello = self._encode([_said("user", "Hi")])
+        hello = self.model.encode_chat([_said("user", "Hi")])
         for candidate in self.candidates:
             for batch in self.options.batches:
                 # Keep one-off work (allocation, packing) out of the first prompt's times.
@@ -163,7 +161,7 @@ class Run:
             asked = [place for place in group if turn < len(prompts[place].turns)]
             for place in dict.fromkeys(asked):
                 talks[place].append(_said("user", prompts[place].turns[turn]))
-            ids, outputs = [self._encode(talks[place]) for place in asked], dict[str, GenerationOutput]()
+            ids, outputs = [self.model.encode_chat(talks[place]) for place in asked], dict[str, GenerationOutput]()
             for number in next(self.orders[mode, len(group)]):
                 candidate = self.candidates[number]
                 try:
@@ -193,11 +191,6 @@ class Run:
             time_phases=True, **self.options.generation(mode),
             partial_verification=None if candidate.is_plain else self.options.partial_verification,
         )  # fmt: skip
-
-    def _encode(self, messages: Sequence[Mapping[str, str]]) -> Any:
-        if self.options.use_chat_template:
-            return self.model.encode_chat(messages)
-        return "\n".join(message["content"] for message in messages)
 
 
 def _said(role: str, content: str) -> dict[str, str]:

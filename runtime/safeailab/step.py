@@ -131,7 +131,10 @@ class StepPatch:
         with on_buffers(self._device):
             # The next draft's pairs, so that nothing has to grow between the walk and that draft.
             drafting.reserve(drafting.length + drafting.tree.path_width)
-            tensors = self._current()
+            if self._tensors is None or self._tensors.bufs is not drafting.bufs:
+                self._tensors = _Tensors(drafting.bufs, drafting.tree, model.base_model.lm_head.weight.shape[0])
+                self._forward = None
+            tensors = self._tensors
             tensors.state.lengths.fill_(input_ids.shape[1])
             if self._target is not None:
                 (data,) = model.past_key_values_data
@@ -150,15 +153,6 @@ class StepPatch:
         if self.layer_patch.kind == "eagle3":
             features = torch.cat(list(outputs["hidden_states"]), -1)
         return logits, features, outputs
-
-    def _current(self) -> _Tensors:
-        """Return the tensors over the drafter's buffers as they are now."""
-        drafting = self.layer_patch
-        if self._tensors is None or self._tensors.bufs is not drafting.bufs:
-            vocab = self.model.base_model.lm_head.weight.shape[0]
-            self._tensors = _Tensors(drafting.bufs, drafting.tree, vocab)
-            self._forward = None
-        return self._tensors
 
     def evaluate_posterior(self, logits: Tensor, candidates: Tensor, logits_processor: Any) -> tuple[None, None, None]:
         """Accept a path into the state, where `update_inference_inputs` finds it; ``logits`` [1, nodes, vocab]."""

@@ -70,8 +70,8 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Serve one attention layer of the target; transformers' attention-function signature.
 
-    Raises `UnsupportedModelError` if the model does not hand keyword arguments down, adds a position bias, or computes
-    a mask of its own.
+    Raises `UnsupportedModelError` if the model does not hand keyword arguments down, or computes a mask or bias of its
+    own.
     """
     context: Any = kwargs.get(CONTEXT_ARGUMENT)
     if context is None:
@@ -79,14 +79,13 @@ def tree_attention_forward(
             f"{type(module).__name__} does not receive the keyword arguments of forward, so the tree mask cannot reach "
             "it. Use a model whose attention takes **kwargs (Llama, Qwen2, Qwen3, Mistral and most others do)."
         )
-    if kwargs.get("position_bias") is not None:
+    is_mark = attention_mask is None or (attention_mask.shape, attention_mask.dtype) == ((1, 1, 1, 1), torch.int64)
+    if not is_mark or not getattr(module, "is_causal", True) or kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} adds a position bias to its scores, which counts rows, not positions on a path; "
-            "tree verification needs rotary positions."
+            f"{type(module).__name__} computes an attention mask of its own, by rows of the cache or over tokens that "
+            "follow; tree verification needs a causal mask, with or without a sliding window."
         )
-    if not getattr(module, "is_causal", True):
-        raise _own_mask(module)
-    window = None if attention_mask is None else _marked_window(attention_mask, module)
+    window = None if attention_mask is None else int(attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = context.attend(query, key, value, scale, window, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
@@ -216,19 +215,6 @@ def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = Fals
     if not allow_is_causal_skip:
         return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device="cpu")
     return None if local_size is None else torch.full((1, 1, 1, 1), local_size, device="cpu")
-
-
-def _marked_window(attention_mask: Tensor, module: nn.Module) -> int:
-    if attention_mask.shape == (1, 1, 1, 1) and attention_mask.dtype == torch.int64:
-        return int(attention_mask)
-    raise _own_mask(module)
-
-
-def _own_mask(module: nn.Module) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(module).__name__} computes an attention mask of its own, by rows of the cache or over tokens that "
-        "follow; tree verification needs a causal mask, with or without a sliding window."
-    )
 
 
 def is_built_in(name: str) -> bool:

@@ -60,7 +60,7 @@ class Watch:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in plain]
-        self._states = _states(tensors)
+        self._states = list(map(_state, tensors))
 
     def has_changed(self) -> bool:
         """Whether anything that a forward depends on has changed; waits for no device."""
@@ -69,7 +69,7 @@ class Watch:
             return (
                 len(tensors) != len(self._tensors)
                 or not all(tensor is before() for tensor, before in zip(tensors, self._tensors, strict=True))
-                or _states(tensors) != self._states
+                or list(map(_state, tensors)) != self._states
                 or (list(map(len, self._attributes)) != self._sizes and self._read_names() != self._names)
                 or list(map(type, self._modules)) != self._types
                 or [get(each) for get, each in zip(self._getters, self._attributes, strict=True)] != self._values
@@ -126,27 +126,13 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _states(tensors: list[Tensor]) -> list[Any]:
-    try:
-        return [
-            [tensor._version for tensor in tensors],
-            [tensor.untyped_storage()._cdata for tensor in tensors],
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-        ]
-    except (RuntimeError, NotImplementedError):
-        # Tensors made under inference mode have no counter, and those that wrap others no storage.
-        return [_state(tensor) for tensor in tensors]
-
-
 def _state(tensor: Tensor) -> tuple[Any, ...]:
+    if hasattr(tensor, "__tensor_flatten__"):  # it wraps others and has no storage
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return tuple((id(each), _state(each)) for each in inner)
     try:
         version = tensor._version
-    except RuntimeError:
+    except RuntimeError:  # made under inference mode: it has no counter
         version = None
-    if hasattr(tensor, "__tensor_flatten__"):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return version, *((id(each), *_state(each)) for each in inner)
-    return version, tensor.data_ptr(), tensor.dtype, tensor.shape
+    storage = tensor.untyped_storage()._cdata
+    return version, storage, tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape

@@ -34,6 +34,8 @@ MORE_CASES = {
     "norms of q and k, map, to 320": ("head_norms", 320),
     "EAGLE-1, unchanged head": ("eagle1", 320),
     "EAGLE-1 with biases of attention and MLP": ("eagle1_biased", 320),
+    "DFlash in z-lab's form": ("dflash", 320),
+    "DFlash in speculators' form with a map, cut again": ("dflash_mapped", 112),
 }
 
 
@@ -50,8 +52,11 @@ def job(files: OracleFiles, head: Path | None, **more: object) -> Json:
 
 
 def case(files: OracleFiles, head: str, draft_vocab: int | str, *options: str) -> Json:
-    method = "eagle" if head.startswith("eagle1") else "eagle3"
-    return job(files, files.artifact(head, draft_vocab, *options), method=method)
+    artifact = files.artifact(head, draft_vocab, *options)
+    if head.startswith("dflash"):
+        # Of its drafted tokens the first is right.
+        return job(files, artifact, method="dflash", k=1, dtype="float32")
+    return job(files, artifact, method="eagle" if head.startswith("eagle1") else "eagle3")
 
 
 def broken(files: OracleFiles, how: str) -> Json:
@@ -74,18 +79,20 @@ def more_served(oracle_files: OracleFiles) -> dict[str, Json]:
     """Results of the other cases."""
     jobs = {name: case(oracle_files, *what) for name, what in MORE_CASES.items()}
     jobs |= {how: broken(oracle_files, how) for how in ("missing", "absolute")}
+    unmapped = break_map(oracle_files.artifact("dflash", 320), oracle_files.folder / "broken" / "dflash", "missing")
+    jobs["DFlash without its map"] = job(oracle_files, unmapped, method="dflash", k=1, dtype="float32")
     return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values())), strict=True))
 
 
-def all_are_accepted(result: Json) -> None:
+def all_are_accepted(result: Json, k: int = K) -> None:
     """Assert that every draft was accepted and that the output is the oracle's."""
     assert "error" not in result, result
     assert result["tokens"] == [oracle.continuation(prompt, MAX_TOKENS) for prompt in PROMPTS]
-    # One token comes from the prompt; each step then yields K drafted tokens and one of the target's own.
-    steps = len(PROMPTS) * -(-(MAX_TOKENS - 1) // (K + 1))
+    # One token comes from the prompt; each step then yields k drafted tokens and one of the target's own.
+    steps = len(PROMPTS) * -(-(MAX_TOKENS - 1) // (k + 1))
     assert result["drafts"] == steps
-    assert result["per_position"] == [steps] * K
-    assert result["accepted"] == result["drafted"] == K * steps
+    assert result["per_position"] == [steps] * k
+    assert result["accepted"] == result["drafted"] == k * steps
 
 
 def test_the_oracle_target_says_what_it_should(served: dict[str, Json]) -> None:
@@ -101,7 +108,12 @@ def test_all_drafts_are_accepted_and_the_output_is_unchanged(served: dict[str, J
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_all_drafts_are_accepted_of_other_heads(more_served: dict[str, Json], name: str) -> None:
-    all_are_accepted(more_served[name])
+    all_are_accepted(more_served[name], 1 if name.startswith("DFlash") else K)
+
+
+@pytest.mark.slow
+def test_without_its_map_no_draft_of_dflash_is_accepted(more_served: dict[str, Json]) -> None:
+    assert more_served["DFlash without its map"]["accepted"] == 0
 
 
 def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(

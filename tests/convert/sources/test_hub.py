@@ -138,19 +138,12 @@ def test_sharded_head(hub: HubServer, home: Path) -> None:
 def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     head: dict[str, bytes | str] = {"config.json": "{}", "model.safetensors": save(WEIGHTS)}
     files = {f"heads/{name}/{file}": content for name in "ab" for file, content in head.items()}
-    files |= {"README.md": "all of them", "config.json": "{}", "heads/b/README.md": "b", "heads/a/more/x.bin": b"x"}
-    commit = hub.add_model("org/heads", files)
+    commit = hub.add_model("org/heads", files | {"README.md": "all of them", "heads/a/more/x.bin": b"x"})
     found = open_head_source("org/heads", subfolder="heads/a")
-    assert found.label == f"org/heads@{commit[:12]}/heads/a"
-    assert (found.commit, found.root.name, found.subfolder) == (commit, commit, "heads/a")
+    assert (found.label, found.commit) == (f"org/heads@{commit[:12]}/heads/a", commit)
     # With the card of the repository, as the folder has none.
-    assert {path.relative_to(found.root).as_posix() for path in found.root.rglob("*") if path.is_file()} == {
-        "README.md",
-        "heads/a/config.json",
-        "heads/a/model.safetensors",
-    }
-    # Its files are links to the blobs of the repository.
-    assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
+    names = {path.relative_to(found.root).as_posix() for path in found.root.rglob("*") if path.is_file()}
+    assert names == {"README.md", "heads/a/config.json", "heads/a/model.safetensors"}
     hub.reset_counts()
     assert open_head_source("org/heads", offline=True, subfolder="heads/a").folder == found.folder
     with raises_hub_error("offline"):
@@ -172,11 +165,8 @@ def test_revisions(hub: HubServer, home: Path) -> None:
     first = hub.repo("org/head").branches["v1"]
     newer = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save({"x": torch.ones(1)})})
     assert open_head_source("org/head").commit == newer
-    assert open_head_source("org/head", revision="v1").commit == first
-    assert open_head_source("org/head", revision=first).commit == first
-    other = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save(WEIGHTS)}, branch="dev")
-    for offline in (False, True):
-        assert open_head_source("org/head", revision="dev", offline=offline).commit == other
+    for revision, offline in (("v1", False), ("v1", True), (first, True)):
+        assert open_head_source("org/head", revision=revision, offline=offline).commit == first
 
 
 @pytest.mark.parametrize(

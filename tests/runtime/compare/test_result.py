@@ -42,7 +42,7 @@ def made_up(
     options = CompareOptions(modes=("greedy",), max_new_tokens=24)
     setup = {
         "target": "T", "heads": ["</script><b>H"], "device": "D", "dtype": "float32", "drafter": "reference",
-        "draft_weights": "fp32", "trees": ["3/4/25"], "num_prompts": 20, "max_new_tokens": 24, "repeats": 1,
+        "draft_weights": "fp32", "trees": ["3/4/25"], "num_prompts": 20, "max_new_tokens": 24,
         "versions": {},
     }  # fmt: skip
     answers = [answer for answer in answers if answer.candidate not in unmeasured]

@@ -33,7 +33,7 @@ def test_a_local_target_is_found_beside_the_head_or_among_the_models(
     with pytest.raises(UsageError, match=r"neither beside it .* nor in EAGLE_SLIM_MODELS .*--target"):
         SpeculativeModel.from_pretrained(head=slim)
     monkeypatch.setenv("EAGLE_SLIM_MODELS", str(tmp_path / "parts"))
-    assert SpeculativeModel.from_pretrained(head=slim).tokenizer_source == str(tmp_path / "parts" / "my-target")
+    assert SpeculativeModel.from_pretrained(head=slim).config.name_or_path == str(tmp_path / "parts" / "my-target")
     monkeypatch.delenv("EAGLE_SLIM_MODELS")
     shutil.copytree(tmp_path / "parts" / "my-target", tmp_path / "my-target")
     assert SpeculativeModel.from_pretrained(head=slim).draft_vocab == 340
