@@ -33,8 +33,6 @@ from .shared_copy import SharedCopy
 from .watch import Watch
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_WRAPPED = ("_orig_mod", "base_model", "model")
-"""Attributes in which wrappers hold a model."""
 _RECURRENT_MARKS = (
     "ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "rescale_every", "lru_width",
 )  # fmt: skip
@@ -310,7 +308,7 @@ class TargetModel(Target):
             return hook
 
         if self.tap_layers is None:
-            copy.of(_inner_model(self.model).base_model).register_forward_hook(keep(0, _output_states))
+            copy.of(self.model.get_decoder()).register_forward_hook(keep(0, _output_states))
         for place, layer in enumerate(self.tap_layers or ()):
             if layer == len(self.layers):
                 copy.of(self.layers[-1]).register_forward_hook(keep(place, _output_states))
@@ -426,13 +424,3 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
             f"{type(model).__name__}: no list of {count} decoder layers was found to read features from."
         )
     return found
-
-
-def _inner_model(model: Any) -> Any:
-    """Unwrap a transformers model from `torch.compile` and peft."""
-    while not hasattr(type(model), "base_model_prefix"):
-        inner = next((child for name, child in model.named_children() if name in _WRAPPED), None)
-        if inner is None:
-            break
-        model = inner
-    return model

@@ -61,9 +61,6 @@ def build() -> Path:
         return program
     program.parent.mkdir(parents=True, exist_ok=True)
     with source() as folder, tempfile.TemporaryDirectory(dir=program.parent) as made:
-        # Its 52 files read the same headers; read together, the whole build takes a quarter less.
-        with (folder / "CMakeLists.txt").open("a", encoding="utf-8") as file:
-            file.write("set_target_properties(llama-common PROPERTIES UNITY_BUILD ON)\n")
         subprocess.run(["cmake", "-S", folder, "-B", made, *_OPTIONS], check=True)
         jobs = str(len(os.sched_getaffinity(0)))
         subprocess.run(["cmake", "--build", made, "--target", _PROGRAM, "--parallel", jobs], check=True)

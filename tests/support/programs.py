@@ -20,17 +20,10 @@ def skip_or_fail(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def find_program(*names: str, install: str) -> str:
-    """Path of the first of these programs that is installed; without any, the test ends here."""
-    for name in names:
-        if path := shutil.which(name):
-            return path
-    skip_or_fail(f"needs {names[0]}: {install}")
-
-
 def headless_browser(profile: Path) -> list[str]:
     """Command line of a Chromium without a window, on an empty profile folder; what it is to open follows."""
-    chromium = find_program("chromium", "chromium-browser", "google-chrome", install="apt-get install chromium")
+    found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    chromium = next(filter(None, found), None) or skip_or_fail("needs chromium: apt-get install chromium")
     return [
         chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",

@@ -49,14 +49,6 @@ def test_small_files_only_and_afterwards_offline(hub: HubServer, folder: Path, t
     assert hub.requests == []
 
 
-def test_a_repository_without_a_tokenizer_or_that_is_closed(hub: HubServer, folder: Path, tmp_path: Path) -> None:
-    hub.add_model("org/gated", files(folder), gated=True)
-    hub.add_model("org/weights", {"model.safetensors": b"x", "config.json": '{"model_type": "llama"}'})
-    for name, words in (("gated", "HF_TOKEN"), ("weights", "no tokenizer.json")):
-        with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=rf"org/{name}: (.|\n)*{words}"):
-            load_tokenizer(f"org/{name}")
-
-
 def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
