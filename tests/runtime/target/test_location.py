@@ -1,4 +1,4 @@
-"""Where a target is found, and what is said where it is not."""
+"""Where a target is found, what is said where it is not, and its type on a CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
-from eagle_slim.runtime import PairingError, SpeculativeModel
-from eagle_slim.runtime.errors import HeadWarning, TargetWarning, UsageError
+from eagle_slim.runtime import PairingError, SpeculativeModel, loading
+from eagle_slim.runtime.errors import HeadWarning, SpeedWarning, TargetWarning, UsageError
 from eagle_slim.runtime.target.location import given_target
 from support.conversion import BY_ID, convert
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
-from support.tiny_models import tiny_target, write_head, write_pair
+from support.tiny_models import SIZES, tiny_target, write_head, write_pair
 
 
 @pytest.fixture
@@ -76,3 +78,44 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
     found = [str(each.message) for each in caught if each.category is HeadWarning]
     assert len(found) == 1
     assert name.removeprefix("midlayer.") in found[0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "instructions", "dtype"),
+    [("bfloat16", "avx512f avx512_bf16", "auto"), ("bfloat16", "avx512f avx512_fp16", torch.float32),
+     ("bfloat16", "", torch.float32), ("float16", "asimd asimdhp", "auto"), ("float16", "bf16", torch.float32),
+     ("float32", "", "auto"), (None, "", "auto")],
+)  # fmt: skip
+def test_sixteen_bits_only_where_the_processor_multiplies_in_them(
+    monkeypatch: pytest.MonkeyPatch, stored: str | None, instructions: str, dtype: torch.dtype | str
+) -> None:
+    monkeypatch.setattr(loading, "cpu_instructions", lambda: frozenset(instructions.split()))
+    config = transformers.LlamaConfig(**SIZES)
+    config.dtype = None if stored is None else getattr(torch, stored)
+    assert loading.dtype_on_cpu(config) == dtype
+
+
+def test_a_model_is_loaded_in_it_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = write_pair(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(target)
+    monkeypatch.setattr(loading, "cpu_instructions", frozenset)
+    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu")
+    assert model.dtype == model.drafter.weights.dtype == torch.float32
+    told = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu", dtype="bfloat16")
+    assert told.dtype == torch.bfloat16
+    needed = 4 * sum(weight.numel() for weight in model.target.model.parameters())
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: needed)
+    with pytest.warns(SpeedWarning, match="the target stays in bfloat16"):
+        kept = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, device="cpu")
+    assert kept.dtype == torch.bfloat16
+
+
+def test_free_memory_is_that_of_the_control_group_where_it_is_less(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   4000 kB\n")
+    assert loading.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert loading.free_memory_bytes(tmp_path, tmp_path) == 4000 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\nfile 5000\n")
+    assert loading.free_memory_bytes(tmp_path, tmp_path) == 2_000_000
+    assert loading.free_memory_bytes() > 0
