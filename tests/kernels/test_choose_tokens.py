@@ -14,13 +14,7 @@ from eagle_slim.runtime.api.sampling import build_processors
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
-from eagle_slim.runtime.step.kernels.choose_tokens import (
-    ChoiceRules,
-    bit_mask,
-    mark_seen,
-    mark_seen_ref,
-    token_bits,
-)
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, bit_mask, mark_seen, mark_seen_ref, token_bits
 from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise_ref
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from eagle_slim.runtime.target.kernels.machine import NO_FUSION

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR
+import triton
+import triton.language as tl
+from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, grid_barrier, leave_grid
 from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.errors import DrafterError
-from kernels.parts import count_rounds
 from kernels.replaying import assert_equal_trees, draft, run
 from support.drafting import random_head
 from support.raising import raises
+from torch import Tensor
+
+
+@triton.jit
+def _count_rounds_kernel(state_ptr, seen_ptr, out_ptr, num_rounds, NUM_CTAS: tl.constexpr):
+    """Each round every program publishes the round number and, after the barrier, checks its neighbour's."""
+    pid = tl.program_id(0)
+    neighbour = (pid + 1) % NUM_CTAS
+    good = 0
+    for i in range(num_rounds):
+        tl.store(seen_ptr + pid, i + 1)
+        grid_barrier(state_ptr, 2 * i + 1, NUM_CTAS)
+        good += (tl.load(seen_ptr + neighbour, volatile=True) == i + 1).to(tl.int32)
+        grid_barrier(state_ptr, 2 * i + 2, NUM_CTAS)
+    tl.store(out_ptr + pid, good)
+    leave_grid(state_ptr, NUM_CTAS)
+
+
+def count_rounds(state: Tensor, num_programs: int, num_rounds: int, num_warps: int = 8) -> Tensor:
+    """Run ``2 * num_rounds`` barriers and return, per program, the rounds that were seen right: int32 [programs].
+
+    ``state``: int32 [4] zeros, on the GPU; its ERROR word tells of a timeout afterwards.
+    """
+    seen = torch.zeros(num_programs, dtype=torch.int32, device=state.device)
+    out = torch.full_like(seen, -1)
+    cooperative = {"launch_cooperative_grid": True} if state.is_cuda else {}
+    _count_rounds_kernel[(num_programs,)](
+        state, seen, out, num_rounds, NUM_CTAS=num_programs, num_warps=num_warps, **cooperative
+    )
+    return out
 
 
 def test_all_programs_pass_together(device: str) -> None:
@@ -19,6 +51,16 @@ def test_all_programs_pass_together(device: str) -> None:
     for _ in range(3):
         assert count_rounds(state, programs, rounds).tolist() == [rounds] * programs
         assert state.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_barrier_cannot_hang() -> None:
+    """A program that never comes: the others give up within seconds and raise the flag."""
+    state = torch.zeros(4, dtype=torch.int32, device="cuda")
+    seen, out = (torch.zeros(8, dtype=torch.int32, device="cuda") for _ in range(2))
+    _count_rounds_kernel[(7,)](state, seen, out, 3, NUM_CTAS=8, num_warps=8, launch_cooperative_grid=True)
+    torch.cuda.synchronize()
+    assert int(state[ERROR]) == 1
 
 
 def test_a_timeout_is_reported_once_and_the_next_draft_is_whole(device: str) -> None:
