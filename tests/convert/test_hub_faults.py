@@ -82,13 +82,3 @@ def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(
             upload_files(tmp_path, ["config.json"], "tester/slim")
         finally:
             set_client_factory(default_client_factory)
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_an_upload_that_the_hub_refuses_says_why(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    hub.inject("/commit/main", Fault(status=403))
-    with connected(hub, tmp_path / "home", token="hf_good"), raises_hub_error("access") as caught:
-        upload_files(tmp_path, ["config.json"], "tester/slim")
-    assert "as asked for" in str(caught.value)
-    assert hub.repo("tester/slim").files == {}

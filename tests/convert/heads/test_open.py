@@ -82,6 +82,8 @@ def test_own_embedding_of_another_width(tmp_path):
     del tensors["embed_tokens.weight"]
     with raises_with(MismatchError, "embed_tokens.weight"):
         open_head(write_eagle3(tmp_path / "without", tensors=tensors, target_hidden_size=48))
+    trained = open_head(write_eagle3(tmp_path / "trained", embed_requires_grad=True))
+    assert any("the file has none" in warning for warning in trained.warnings)
 
 
 def test_last_hidden_state_only(tmp_path):

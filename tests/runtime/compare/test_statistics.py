@@ -144,13 +144,6 @@ def test_plain_decoding_that_is_faster_is_said_to_be() -> None:
     assert advice.headline.startswith("greedy: plain decoding is faster here: drafting with 4096 runs at 0.25 (0.2")
 
 
-def test_a_candidate_that_made_no_step_is_left_out() -> None:
-    none = np.zeros(0)
-    empty = Timings(none, none, none, none.astype(np.int64), np.zeros(24), np.zeros(24), 60)
-    assert list(measure({"a": timings(0.02, 2.5), "b": empty})) == ["a"]
-    assert measure({"b": empty}) == {}
-
-
 def test_an_interval_that_says_nothing_is_not_printed() -> None:
     plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
     found = advise({"a": timings(0.02, 2.0, 2, difficulty=np.array([0.5, 1.5]))}, {"a": 2}, plain)
