@@ -16,7 +16,7 @@ from eagle_slim.runtime.drafter.tuned_cache import always
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
-from support.drafting import problem, random_head, with_options
+from support.drafting import problem, random_head, with_follow, with_options
 from support.raising import raises, raises_with
 from torch import Tensor
 
@@ -138,7 +138,9 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
     [("embedding", {"embedding": torch.zeros(300, 32)}), ("lm_head", {"lm_head": torch.zeros(120, 32)}),
      ("draft_to_target", {"draft_to_target": torch.arange(119)}),
      ("draft_to_target", {"draft_to_target": torch.arange(120, device="meta")}),
-     ("norm.weight", {"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}})],
+     ("norm.weight", {"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}}),
+     ("follow", {"follow": with_follow(random_head(dtype=torch.float16), 60).follow}),
+     ("follow", {"follow": with_follow(random_head(hidden=48, heads=3, kv_heads=3), 60).follow})],
 )  # fmt: skip
 def test_heads_whose_tensors_do_not_fit(name: str, changed: dict[str, Any]) -> None:
     with raises_with(UsageError, name):
@@ -223,12 +225,9 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
         Weights(random_head(draft_vocab=90), weights.packed)
     with raises(UsageError):
         Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
-
-
-@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0)])
-def test_orders_of_other_rows(step: Problem, order: torch.Tensor) -> None:
-    with raises(UsageError):
-        Weights.pack(step[2].head, step[0], order)
+    for order in (torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0)):
+        with raises(UsageError):
+            Weights.pack(weights.head, cfg, order)
 
 
 def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.drafting import random_head, with_follow
-from support.raising import raises, raises_with
+from support.raising import raises_with
 from support.tiny_models import VOCAB, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -50,13 +48,6 @@ def test_base_and_tail_side_by_side() -> None:
     hidden = torch.tensor([[[1.0, 0]], [[1, 0]]])
     logits = joined.logits(torch.tensor([[[0.5, 1, 2, 3]], [[0, 1, 2, 3]]]), hidden)
     assert logits[:, 0].tolist() == [[0.5, 1, 2, 3, 7, 9], [0, 1, 2, 3, -torch.inf, -torch.inf]]
-
-
-def test_rows_of_another_head_are_refused() -> None:
-    head = with_follow(random_head(), 60)
-    for other in (random_head(dtype=torch.float16), random_head(hidden=48, heads=3, kv_heads=3)):
-        with raises(UsageError):
-            replace(other, follow=head.follow)
 
 
 TREE = {"depth": 3, "top_k": 3, "total_tokens": 15}
