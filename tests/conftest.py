@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -33,13 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-def pytest_collection_finish() -> None:
-    if "triton.runtime.interpreter" in sys.modules:
-        from support.interpreter import patch_once
-
-        patch_once()
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     token_bits,
 )
 from eagle_slim.runtime.tree import Trees
-from support.noise import first_in_race
-from support.warping import warp
+from support.sampling import first_in_race, warp
 from torch import Tensor
 
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)

@@ -27,20 +27,16 @@ from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors,
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
 from eagle_slim.runtime.drafter.launch import compile_options, kernel_constants
 from eagle_slim.runtime.drafter.launch_params import Chip, choose_launch
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
+from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-LLAMA_8B = DrafterConfig(
-    kind="eagle3", hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, feature_width=12288,
-    target_vocab=128256, draft_vocab=32000, depth=5, top_k=10, total_tokens=60, norm_eps=1e-5, num_slots=1,
-    max_positions=8192,
-)  # fmt: skip
-SMOLLM2 = replace(
-    LLAMA_8B, hidden=576, intermediate=1536, num_heads=9, num_kv_heads=3, head_dim=64, feature_width=1728,
-    target_vocab=49152,
-)  # fmt: skip
+LLAMA_8B, SMOLLM2 = (
+    draft_config(MODELS[name], 32000, TreeConfig(5, 10, 60), 1, 8192) for name in ("llama-3.1-8b", "smollm2-135m")
+)
 OPTIONS: dict[str, Any] = {
     "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": "gelu", "norm_before_residual": True,
     "norm_output": True, "tap_norms": 3, "sliding_window": 512, "has_head_norms": True,

@@ -21,7 +21,6 @@ from eagle_slim.runtime.drafter import launch as host
 from eagle_slim.runtime.drafter.kernels import persistent
 from eagle_slim.runtime.drafter.launch_params import Chip
 from kernels.cases import CASES, draft
-from support.interpreter import patch_once
 from triton.runtime.interpreter import interpreter_builder
 
 FORK = multiprocessing.get_context("fork")
@@ -69,7 +68,6 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    patch_once()
     host.launch = launch
     for name, case in CASES.items():
         chip = Chip("interpreter", 0, 1 << 30, case.programs)

@@ -11,12 +11,15 @@ import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.api.sampling import build_processors
+from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choice_kernels import ALL_BARRED, NO_NUMBER
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
     bit_mask,
+    choice_scratch,
+    choose_tokens,
     mark_seen,
     mark_seen_ref,
     token_bits,
@@ -24,10 +27,10 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
 from eagle_slim.runtime.step.kernels.token_noise import token_noise, token_noise_ref
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from eagle_slim.runtime.target.kernels.machine import NO_FUSION
-from kernels.choosing import CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
+from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
 from scipy import stats
-from support.noise import exponentials, splitmix
 from support.raising import raises_with
+from support.sampling import exponentials, splitmix
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -97,24 +100,14 @@ def test_by_hand() -> None:
         assert choose(replace(SAMPLED, has_min_p=True)).flatten().tolist() == [2, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "logits", "seen", "wanted"),
-    [
-        # Root 0, below it 1, below that 2: after the root 1 is best, after 1 it is 2, after 2 only 3 is new.
-        ([0, 1, 2], [4.0, 3.0, 2.5, 2.1], 0, [1, 2, 3]),
-        # A prompt's last chunk chooses after a root of -1: the prompt has been seen already, the last id need not be.
-        ([-1], [1.0, 3.0, 2.0, 4.0], 1, [3]),
-    ],
-    ids=["path", "no root"],
-)
-def test_penalties_by_hand(tokens: list[int], logits: list[float], seen: int, wanted: list[int]) -> None:
-    case = random_case(4, slots=1, parents=range(-1, len(tokens) - 1))
-    case.logits = torch.tensor([logits] * len(tokens))
-    case.trees = case.trees._replace(draft_tokens=torch.tensor([tokens]))
-    case.state.seen[0] = token_bits(torch.tensor([seen]), 4)
+def test_a_penalty_after_no_root() -> None:
+    """A prompt's last chunk chooses after a root of -1: the prompt has been seen already, the last id need not be."""
+    case = row_case(torch.tensor([[1.0, 3.0, 2.0, 4.0]]), torch.tensor([0]))
+    case.trees.draft_tokens.fill_(-1)
+    case.state.seen[0] = token_bits(torch.tensor([1]), 4)
     case.set_numbers(repetition_penalty=2.0)
     for choose in (case.choose, case.choose_ref):
-        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [wanted]
+        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [[3]]
 
 
 def test_weights() -> None:
@@ -283,3 +276,53 @@ def test_logits_in_float64_and_vocabularies_beyond_int64_sums_are_refused() -> N
         case.logits = logits
         with raises_with(UsageError, "logits"):
             case.choose(GREEDY)
+
+
+WIDE_TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("vocab", [128256, 49152, 50257])
+def test_kernels_equal_the_twin_at_real_vocabularies(vocab: int, rules: ChoiceRules) -> None:
+    case = random_case(vocab, slots=2, parents=WIDE_TREE, active=[1], dtype=torch.bfloat16, device="cuda")
+    for numbers in ((0.7, 20, 0.9, 0.01, 1.1, 4), (1.5, 50000, 0.5, 1e-4, 2.0, 0), (0.05, 3, 0.999, 0.3, 0.5, 9)):
+        case.set_numbers(*numbers)
+        wanted = case.choose_ref(rules)
+        assert torch.equal(case.choose(rules, part=4096), wanted)
+        if rules.has_top_k or rules.has_top_p:
+            assert torch.equal(case.choose(rules, part=1024, capacity=0), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("rules", [GREEDY, ALL_RULES], ids=["greedy", "everything"])
+def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
+    """Replays follow logits, numbers, keys and active slots; nothing is allocated and nothing waits."""
+    vocab = 49152
+    case = random_case(vocab, slots=2, parents=WIDE_TREE, dtype=torch.bfloat16, device="cuda")
+    case.set_numbers(0.7, 20, 0.9, 0.01, 1.1, 4)
+    out = torch.empty(2, case.nodes, dtype=torch.int32, device="cuda")
+    scratch = choice_scratch(2, case.nodes, vocab, "cuda")
+
+    def choose() -> None:
+        choose_tokens(case.logits, case.trees, rules, case.state, out, scratch)
+
+    choose()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.cuda.device(0):
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            choose()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    graph = capture(choose)
+    for active, numbers in (([1, 0], (1.2, 100, 0.7, 0.0, 1.3, 0)), ([0], (0.4, 5000, 0.95, 0.02, 0.8, 8))):
+        case.trees.active_slots.copy_(torch.tensor(active + [1 - active[0]] * (2 - len(active)), dtype=torch.int32))
+        case.trees.active_count.fill_(len(active))
+        case.set_numbers(*numbers)
+        case.logits.copy_(torch.randn(case.logits.shape) * 3)
+        case.state.keys.random_()
+        graph()
+        assert torch.equal(out, case.choose_ref(rules))

@@ -77,31 +77,6 @@ def test_the_drafter_fits_and_does_not_spill(reports: dict[str, Future[Report]],
     assert not any(spills)
 
 
-LISTING = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], [R4.64] ;
-        /*0020*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24 ;
-        /*0030*/                   {middle} ;
-        /*0040*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8], R24 ;
-        /*0050*/                   {after} ;
-        /*0060*/              @P0  BRA `(.L_x_1) ;
-        /*0070*/                   STL [R1], R2 ;
-.L_x_2:
-        /*0080*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0090*/              @P0  BRA `(.L_x_2) ;
-        /*00a0*/                   EXIT ;
-"""
-
-
-def test_the_listing_is_read_right() -> None:
-    """A loop without copies is no loop of the stream, and what lies outside the products is told apart."""
-    from kernels.compiled_drafter import spills_among_products
-
-    for middle, after, spills in (("NOP", "NOP", 0), ("NOP", "LDL R2, [R1]", 0), ("STL.64 [R1], R2", "NOP", 1)):
-        assert spills_among_products(LISTING.format(middle=middle, after=after)) == [spills]
-
-
 AHEAD = """
 import torch
 from eagle_slim.runtime.drafter.launch_params import choose_launch

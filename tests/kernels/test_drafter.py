@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -51,33 +52,19 @@ def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
-@pytest.mark.parametrize(
-    ("bound", "trees"),
-    [
-        ((3, 3, 20), [(3, 3, 19), (1, 3, 12), (2, 3, 2), (0, 3, 4), (2, 3, 17), (3, 3, 20)]),
-        ((6, 1, 8), [(2, 1, 4), (1, 1, 3), (6, 1, 8), (5, 1, 3)]),
-    ],
-    ids=["trees", "chains"],
-)
-def test_smaller_trees_from_one_compiled_bound(
-    bound: tuple[int, int, int], trees: list[tuple[int, int, int]], device: str
-) -> None:
-    """Each equals the reference's, and in every output the draft of a kernel compiled for that tree alone."""
-    head, active = random_head(device=device), [2, 0]
-    cfg, features, weights, bufs = problem(head, TreeConfig(*bound), [5, 9, 7], [3, 2, 1], active)
+def test_smaller_trees_from_one_compiled_bound(device: str) -> None:
+    cfg, features, weights, bufs = problem(
+        random_head(device=device), TreeConfig(3, 3, 20), [5, 9, 7], [3, 2, 1], [2, 0]
+    )
     keys, values = bufs.keys.clone(), bufs.values.clone()
-    for tree in trees:
+    for tree in ((3, 3, 19), (1, 3, 12), (2, 3, 2), (0, 3, 4), (2, 3, 17), (3, 3, 20)):
         bufs.keys.copy_(keys)
         bufs.values.copy_(values)
-        nan_fill(bufs)
         drafted = run(cfg, features, weights, bufs.of_tree(TreeConfig(*tree)))
         assert drafted.tree.draft_tokens.shape == (3, tree[2])
         assert drafted.tree.retrieve_indices.shape == (3, tree[2], tree[0] + 2)
         assert_agrees(drafted)
         assert_equal_trees(drafted.tree, drafted.reference_tree())
-        if tree[0] > 0:
-            own = draft(head, tree, [5, 9, 7], [3, 2, 1], active)
-            assert_equal_trees(drafted.tree, own.tree)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -130,17 +117,13 @@ def test_separate_taps_are_the_concatenated_ones(device: str) -> None:
     assert_equal_trees(joined.tree, separate.tree)
 
 
-def odd_tiles(params: LaunchParams) -> LaunchParams:
-    """Parts of stored chunks, several of the LM head's at once, and its stored tiles cut in two."""
-    layout = replace(params.layout, chunks={"layer": 32, "mlp": 32, "head": 16}, head_rows=64)
-    tiles = {"layer": Tile(32, 16, 2), "mlp": Tile(16, 16, 1), "head": Tile(32, 32, 3)}
-    return replace(params, layout=layout, tiles=tiles)
+def odd_tiles(params: LaunchParams, columns: int = 16) -> LaunchParams:
+    """Parts of stored chunks, several of the LM head's at once, and its stored tiles cut in two.
 
-
-def odd_fp8_tiles(params: LaunchParams) -> LaunchParams:
-    """The same in the least columns that matrix units multiply of FP8."""
-    layout = replace(params.layout, chunks={"layer": 32, "mlp": 64, "head": 32}, head_rows=64)
-    tiles = {"layer": Tile(32, 32, 2), "mlp": Tile(16, 32, 1), "head": Tile(32, 64, 3)}
+    ``columns``: the least that are multiplied, 32 of FP8.
+    """
+    layout = replace(params.layout, chunks={"layer": 32, "mlp": 2 * columns, "head": columns}, head_rows=64)
+    tiles = {"layer": Tile(32, columns, 2), "mlp": Tile(16, columns, 1), "head": Tile(32, 2 * columns, 3)}
     return replace(params, layout=layout, tiles=tiles)
 
 
@@ -154,7 +137,7 @@ def no_groups(params: LaunchParams) -> LaunchParams:
 def test_launch_parameters_change_no_result(
     kind: str, fp8: bool, change: Callable[[LaunchParams], LaunchParams], device: str
 ) -> None:
-    change = odd_fp8_tiles if change is odd_tiles and fp8 else change
+    change = partial(odd_tiles, columns=32) if change is odd_tiles and fp8 else change
     case = Case(1, (1, 3, 12), [9, 4], [2, 5], head={"kind": kind, "device": device}, fp8=fp8, change=change)
     result = draft_case(case, chip_of(torch.device(device)), torch.float16 if fp8 else torch.float32)
     assert result["agrees"], result["is"]
@@ -209,30 +192,24 @@ def test_drafts_follow_each_other(device: str) -> None:
     assert_equal_trees(second.tree, second.reference_tree())
 
 
-def test_inactive_slots_are_blank(device: str) -> None:
-    drafted = draft(random_head(device=device), (1, 2, 5), [4, 4, 4], [1, 1, 1], [1])
-    assert_agrees(drafted)
-    for slot in (0, 2):
-        assert (drafted.tree.draft_tokens[slot] == -1).all()
-        assert (drafted.tree.retrieve_indices[slot] == -1).all()
-        assert not drafted.tree.tree_mask[slot].any()
-        assert (drafted.tree.tree_position_ids[slot] == 0).all()
-        assert drafted.tree.num_leaves[slot] == 0
-        assert torch.equal(drafted.bufs.keys[slot], drafted.step.keys[slot])
-
-
 # Programs share the work out by a division by the number of sequences, whose result nothing uses when there are none.
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in:RuntimeWarning")
-def test_no_active_slot(device: str) -> None:
-    cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [4, 4], [1, 1], [])
-    trees = []
+@pytest.mark.parametrize("active", [[], [1]])
+def test_inactive_slots_are_blank(active: list[int], device: str) -> None:
+    cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [4] * 3, [1] * 3, active)
+    keys, trees = bufs.keys.clone(), []
     for backend in ("triton", "reference"):
         nan_fill(bufs)
         launch_drafter(cfg, features, weights, bufs, backend)
         trees.append(tree_of(bufs))
     assert_equal_trees(*trees)
-    assert (trees[0].draft_tokens == -1).all()
-    assert not bufs.keys.any()
+    for slot in {0, 1, 2} - {*active}:
+        assert (trees[0].draft_tokens[slot] == -1).all()
+        assert (trees[0].retrieve_indices[slot] == -1).all()
+        assert not trees[0].tree_mask[slot].any()
+        assert (trees[0].tree_position_ids[slot] == 0).all()
+        assert trees[0].num_leaves[slot] == 0
+        assert torch.equal(bufs.keys[slot], keys[slot])
 
 
 @pytest.mark.slow
@@ -276,7 +253,6 @@ def test_the_replay_sees_a_wrong_draft(device: str) -> None:
 @pytest.mark.slow
 def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory, device: str) -> None:
     from eagle_slim.runtime import SpeculativeModel
-    from eagle_slim.runtime.api.stats import GenerationStats
     from eagle_slim.runtime.generate_cli import figures
     from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
@@ -294,7 +270,6 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
     stats = outputs["triton"].stats
     assert (stats.tuned_hits, stats.tuned_misses) == (0, len(stats.steps))
     assert outputs["reference"].stats.tuned_misses == 0
-    assert GenerationStats.sum([stats, stats]).tuned_misses == 2 * len(stats.steps)
     assert "the drafter's launch parameters are not tuned here" in figures(stats)
     assert "drafter" not in figures(outputs["reference"].stats)
 

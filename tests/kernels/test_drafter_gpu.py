@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
 from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.drafter.packing import Weights
@@ -18,7 +17,6 @@ from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS
-from kernels.parts import _count_rounds_kernel
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
 from support.drafting import with_follow, with_options
@@ -115,15 +113,8 @@ def test_real_dimensions(
         assert_agrees(drafted)
 
 
-def test_few_nodes_many_candidates_and_a_chain_of_separate_taps() -> None:
-    head = small_head(dtype=torch.bfloat16, **MEDIUM)
-    assert_agrees(draft(head, (5, 3, 3), [50], [2]))
-    assert_agrees(draft(head, (10, 16, 100), [50], [2]))
-    assert_agrees(draft(head, (7, 1, 8), [64], [8], separate_taps=True))
-
-
 def test_graph_replays_take_new_inputs() -> None:
-    """One graph, recorded once, drafts what a plain launch drafts, also after its inputs changed."""
+    """One graph, recorded once, drafts what a plain launch drafts, also after its inputs changed, to the last bit."""
     head = small_head(dtype=torch.bfloat16, **MEDIUM)
     plain = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
     bufs, features = plain.bufs, plain.features
@@ -137,10 +128,12 @@ def test_graph_replays_take_new_inputs() -> None:
         features.copy_(torch.randn_like(features))
         step = Step.of(features, bufs)
         launch_drafter(plain.cfg, features, plain.weights, bufs)
-        launched = tree_of(bufs)
+        launched, scores = tree_of(bufs), candidates_of(bufs).scores
         for name in FIELDS:
             getattr(bufs, name).fill_(-2 if name != "tree_mask" else 1)
-        graph()
+        for _ in range(20):
+            graph()
+            assert torch.equal(candidates_of(bufs).scores, scores)
         check_finished(bufs)
         assert_equal_trees(tree_of(bufs), launched)
         agreement = replay(
@@ -165,24 +158,6 @@ def test_trees_within_a_bound_share_one_compiled_kernel() -> None:
         smaller = run(wide.cfg, wide.features, wide.weights, wide.bufs.of_tree(TreeConfig(*tree)))
         assert_agrees(smaller)
     assert num_kernels() == before
-
-
-def test_drafts_repeat_to_the_last_bit() -> None:
-    head = small_head(dtype=torch.bfloat16, **MEDIUM)
-    first = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
-    scores = candidates_of(first.bufs).scores
-    for _ in range(20):
-        launch_drafter(first.cfg, first.features, first.weights, first.bufs)
-        assert torch.equal(candidates_of(first.bufs).scores, scores)
-
-
-def test_barrier_cannot_hang() -> None:
-    """A program that never comes: the others give up within seconds and raise the flag."""
-    state = torch.zeros(4, dtype=torch.int32, device="cuda")
-    seen, out = (torch.zeros(8, dtype=torch.int32, device="cuda") for _ in range(2))
-    _count_rounds_kernel[(7,)](state, seen, out, 3, NUM_CTAS=8, num_warps=8, launch_cooperative_grid=True)
-    torch.cuda.synchronize()
-    assert int(state[ERROR]) == 1
 
 
 @NEEDS_FP8

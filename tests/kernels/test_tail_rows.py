@@ -19,40 +19,32 @@ from support.drafting import problem, random_head, with_follow
 from support.raising import raises
 
 
-def follow_of(head: object) -> FollowRows:
-    follow = head.follow  # type: ignore[attr-defined]
-    assert follow is not None
-    return follow
-
-
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float8_e4m3fn])
 def test_rows_are_gathered_where_they_are_not_yet(weight_dtype: torch.dtype, device: str) -> None:
     dtype = torch.float32 if weight_dtype == torch.float32 else torch.float16
     head = with_follow(random_head(dtype=dtype, device=device), 20)
-    follow = follow_of(head)
+    follow = head.follow
     cfg = DrafterConfig.of(head, TreeConfig(1, 3, 10), 2, 8, weight_dtype)
     params = choose_launch(cfg, chip_of(torch.device(device)))
     mine, wanted = (allocate_tails(cfg, params, device) for _ in range(2))
-    assert mine is not None
-    assert wanted is not None
     for slot, tail in ((1, tuple(range(20))), (0, (4, 9)), (1, (2, 50, 51))):
         for tails, gather in ((mine, gather_rows), (wanted, gather_rows_ref)):
             tails.set_slot(slot, tail, follow)
             gather(follow, tails)
-    assert torch.equal(mine.loaded, wanted.loaded)  # type: ignore[arg-type]
+    assert torch.equal(mine.loaded, wanted.loaded)
     if weight_dtype == torch.float32:
-        assert torch.equal(mine.rows, wanted.rows)  # type: ignore[arg-type]
+        assert torch.equal(mine.rows, wanted.rows)
     else:
         # On a GPU PyTorch divides by 448 by multiplying: a scale may be off in its last bit, and a rounding with it.
         torch.testing.assert_close(mine.scales, wanted.scales, rtol=2e-7, atol=0)
-        different = [tails.rows.view(torch.uint8) for tails in (mine, wanted)]  # type: ignore[union-attr]
+        different = [tails.rows.view(torch.uint8) for tails in (mine, wanted)]
         assert (different[0] != different[1]).float().mean() < 1e-3
-        dequantised = [tails.rows.float() for tails in (mine, wanted)]  # type: ignore[union-attr]
+        dequantised = [tails.rows.float() for tails in (mine, wanted)]
         torch.testing.assert_close(*dequantised, rtol=0.13, atol=2**-9)
     # A row that lies there is not copied again.
-    mine.rows.view(torch.uint8).fill_(0)  # type: ignore[union-attr]
+    mine.rows.view(torch.uint8).fill_(0)
     gather_rows(follow, mine)
-    assert not mine.rows.view(torch.uint8).any()  # type: ignore[union-attr]
+    assert not mine.rows.view(torch.uint8).any()
 
 
 def test_fp8_tails(device: str) -> None:
@@ -65,8 +57,8 @@ def test_fp8_tails(device: str) -> None:
 def test_ties_go_to_the_smaller_id_in_base_or_tail(device: str) -> None:
     """All logits are 0: the children of every node are the smallest ids of both, and nodes of a level tie."""
     head = with_follow(random_head(device=device, draft_vocab=40), 16)
-    rows = torch.zeros_like(follow_of(head).rows)
-    follow = FollowRows.of(16, head.draft_to_target, rows, follow_of(head).row_of_id)
+    rows = torch.zeros_like(head.follow.rows)
+    follow = FollowRows.of(16, head.draft_to_target, rows, head.follow.row_of_id)
     head = replace(head, lm_head=torch.zeros_like(head.lm_head), follow=follow)
     drafted = draft(head, (2, 8, 30), [5], [2], texts={0: list(range(60))})
     assert drafted.bufs.tails is not None

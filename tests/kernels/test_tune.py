@@ -1,14 +1,16 @@
-"""The tuner's choices, with times made up and kernels under the interpreter."""
+"""The tuner: its choices with times made up, variants timed in turn, kernels compiled ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from eagle_slim.runtime import tune
+from eagle_slim.runtime.drafter.dimensions import MAX_NEW_TOKENS, DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import (
     INTERPRETER,
     LaunchParams,
@@ -17,6 +19,7 @@ from eagle_slim.runtime.drafter.launch_params import (
     choose_layout,
 )
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key
+from eagle_slim.runtime.drafter.tuning import precompile, problem, timing
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -24,6 +27,7 @@ from kernels.chips import KNOWN_CHIPS
 from support.raising import raises, raises_with
 
 CHIP = KNOWN_CHIPS[90]
+TINY = Dims(32, 32, 2, 1, 16, 100)
 CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
 
 
@@ -124,12 +128,17 @@ def test_the_command_tunes_once_unless_asked_again(
     shapes, tuned = tmp_path / "shapes.json", tmp_path / "tuned.json"
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(shapes))
     TunedCache(tmp_path / "none.json").find(CFG, CHIP)
+    asked = [str(shapes), "--out", str(tuned)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(asked)
+    assert stopped.value.code == 1
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune, "chip_of", lambda _: CHIP)
     monkeypatch.setattr(tune, "compile_all", lambda jobs, *_: [True] * len(jobs))
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
-    asked = [str(shapes), "--out", str(tuned)]
     for more, said in (([], "1 of 1 drafts tuned"), ([], "0 of 0 drafts tuned"), (["--again"], "1 of 1 drafts tuned")):
         tune.main([*asked, *more])
         assert said in capsys.readouterr().out
@@ -152,12 +161,20 @@ def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert min(timer(cfg, derived, changed)) > 0
 
 
-def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    shapes = tmp_path / "shapes.json"
-    shapes.touch()
-    with pytest.raises(SystemExit) as stopped:
-        tune.main([str(shapes)])
-    assert stopped.value.code == 1
-    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+def test_variants_are_timed_in_turn() -> None:
+    order: list[str] = []
+    times = timing.interleave({name: partial(order.append, name) for name in "ab"}, torch.device("cpu"), 3)
+    assert "".join(order) == "ab" * 5
+    assert [len(times[name]) for name in "ab"] == [3, 3]
+
+
+def test_compiling_ahead_needs_more_than_one_kernel() -> None:
+    assert precompile.compile_all([], 90, 1.0) == []
+    cfg = draft_config(TINY, 50, TreeConfig(1, 2, 5), 1, 20)
+    assert precompile.compile_all([precompile.Job(TINY, cfg, choose_launch(cfg, INTERPRETER))], 90, 1.0) == [False]
+
+
+def test_the_configuration_compiled_ahead_is_that_of_a_drafter() -> None:
+    tree = TreeConfig(1, 2, 4)
+    head = problem.random_head(TINY, torch.device("cpu")).of_rows(slice(40))
+    assert draft_config(TINY, 40, tree, 1, 64) == DrafterConfig.of(head, tree, 1, 64 + MAX_NEW_TOKENS)

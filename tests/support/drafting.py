@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.launch import allocate_buffers, prefill_drafter
 from eagle_slim.runtime.drafter.packing import Weights
@@ -135,16 +134,3 @@ def union_head(head: HeadWeights, tail: Sequence[int]) -> HeadWeights:
     order = ids.argsort()
     rows = torch.cat((head.lm_head, head.follow.rows_of(tail)))
     return replace(head, lm_head=rows[order], draft_to_target=ids[order], follow=None)
-
-
-def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]] | None = None) -> list[list[int]]:
-    """Nodes that the reference drafts for three new sequences, whose ``tails`` (ranks, by slot) have joined."""
-    drafter = Drafter(head, TreeConfig(2, 4, 20)).on_slots(3, 30)
-    drafter.features[:, :2] = torch.randn(3, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
-    drafter.bufs.set_step([0, 1, 2], [[3, 5], [7], [1, 2]], [0, 0, 0])
-    for slot, tail in (tails or {}).items():
-        assert head.follow is not None
-        assert drafter.bufs.tails is not None
-        drafter.bufs.tails.set_slot(slot, tail, head.follow)
-    drafter.draft()
-    return drafter.bufs.draft_tokens.tolist()

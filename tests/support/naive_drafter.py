@@ -6,9 +6,9 @@ It knows no slots, no mask and no scratch rows, so an error in any of them shows
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
+from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor
 from transformers.masking_utils import sliding_window_overlay
@@ -33,13 +33,12 @@ def rotate(x: Tensor, position: int, frequencies: list[float]) -> Tensor:
 class Naive:
     """The definition, one sequence of (hidden, token) pairs at a time: outputs of every pair, all recomputed.
 
-    ``weights``: a `HeadWeights`, or what has its names. ``frequencies`` of RoPE, by pair; by default 10,000^(-2i/d).
+    RoPE turns pair i by the position times 10,000^(-2i/d).
     """
 
-    def __init__(self, weights: Any, frequencies: list[float] | None = None) -> None:
+    def __init__(self, weights: HeadWeights) -> None:
         self.w, self.t = weights, weights.tensors
-        size = weights.head_dim
-        self.frequencies = frequencies or [10000.0 ** (-2 * i / size) for i in range(size // 2)]
+        self.frequencies = [10000.0 ** (-2 * i / weights.head_dim) for i in range(weights.head_dim // 2)]
 
     def first_hidden(self, features: Tensor) -> Tensor:
         if self.w.kind == "eagle" or features.shape[-1] == self.w.hidden:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.drafting import draft, random_head, union_head, with_follow
-from support.raising import raises, raises_with
+from support.raising import raises_with
 from support.tiny_models import VOCAB, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -52,23 +50,6 @@ def test_base_and_tail_side_by_side() -> None:
     assert logits[:, 0].tolist() == [[0.5, 1, 2, 3, 7, 9], [0, 1, 2, 3, -torch.inf, -torch.inf]]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-def test_a_draft_is_that_of_a_head_of_base_and_tail(kind: str) -> None:
-    head = with_follow(random_head(kind), 60)
-    tails = {0: tuple(range(60)), 1: (), 2: (3, 4, 50)}
-    mine = draft(head, tails)
-    for slot, tail in tails.items():
-        assert mine[slot] == draft(union_head(head, tail))[slot], slot
-    assert mine[0] != draft(replace(head, follow=None))[0]
-
-
-def test_rows_of_another_head_are_refused() -> None:
-    head = with_follow(random_head(), 60)
-    for other in (random_head(dtype=torch.float16), random_head(hidden=48, heads=3, kv_heads=3)):
-        with raises(UsageError):
-            replace(other, follow=head.follow)
-
-
 TREE = {"depth": 3, "top_k": 3, "total_tokens": 15}
 
 
@@ -100,21 +81,16 @@ def test_what_joins_is_drafted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "facts"),
+    ("follow", "rows", "words"),
     [
-        ({"follow": "text"}, {"option": "follow", "found": "text"}),
-        ({"follow": "prompt", "follow_rows": 0}, {"option": "follow_rows", "found": 0}),
-        ({"follow": "prompt", "follow_rows": 8193}, {"option": "follow_rows", "found": 8193}),
-        ({"follow": "prompt", "follow_rows": True}, {"option": "follow_rows", "found": True}),
-        ({"follow": "prompt", "follow_rows": 2.5}, {"option": "follow_rows", "found": 2.5}),
-        ({"follow": "prompt"}, {"option": "follow"}),
+        ("text", None, ("follow", "text")),
+        *(("prompt", rows, ("follow_rows", str(rows))) for rows in (0, 8193, True, 2.5)),
+        ("prompt", None, ("follow",)),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
-    tmp_path: Path, options: dict[str, object], facts: dict[str, object]
-) -> None:
+def test_what_cannot_be_followed_is_refused(tmp_path: Path, follow: str, rows: object, words: tuple[str, ...]) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
-    with raises_with(UsageError, *map(str, facts.values())):
-        SpeculativeModel.from_pretrained(target, head, **TREE, **options)  # type: ignore[arg-type]
-    with raises_with(UsageError, *map(str, facts.values())):
-        SpeculativeModel.from_pretrained(target, head, **TREE).with_follow(**options)  # type: ignore[arg-type]
+    with raises_with(UsageError, *words):
+        SpeculativeModel.from_pretrained(target, head, **TREE, follow=follow, follow_rows=rows)  # type: ignore[arg-type]
+    with raises_with(UsageError, *words):
+        SpeculativeModel.from_pretrained(target, head, **TREE).with_follow(follow, rows)  # type: ignore[arg-type]

@@ -30,8 +30,8 @@ from eagle_slim.runtime.target import known
 from eagle_slim.vocab_tools import DraftVocab
 from eagle_slim.vocab_tools.errors import TokenizerError
 from support import upstream_stand_in
-from support.noise import first_in_race
 from support.raising import raises
+from support.sampling import first_in_race
 from support.small_tokenizers import write_folder
 from support.token_counts import token_counts
 from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt

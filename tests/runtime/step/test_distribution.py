@@ -14,8 +14,8 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import SamplingConfig
 from scipy import stats
+from support.sampling import warp
 from support.tiny_models import tiny_target, write_head
-from support.warping import warp
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 

@@ -1,10 +1,17 @@
-"""The race that chooses sampled tokens, in float64: what every implementation is held to."""
+"""How tokens are sampled: transformers' own warpers, and the race in float64 that every implementation is held to."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from eagle_slim.runtime.settings import SamplingConfig
 from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 
 def splitmix(key: int, ids: Tensor) -> np.ndarray:
@@ -30,3 +37,18 @@ def first_in_race(scores: Tensor, key: int) -> int:
     left = scores[ids].double().cpu()
     arrivals = exponentials(key, ids.cpu()).log() + (left.max() - left)
     return int(ids[int(arrivals.argmin())])
+
+
+def warp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Apply temperature and the cuts to float [rows, target_vocab]; excluded tokens get -inf. Returns float32."""
+    scores = logits.float()
+    ids = torch.empty((scores.shape[0], 0), dtype=torch.int64, device=scores.device)
+    if sampling.temperature != 1.0:
+        scores = TemperatureLogitsWarper(max(float(sampling.temperature), 1e-30))(ids, scores)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(int(sampling.top_k))(ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    if sampling.min_p > 0:
+        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+    return scores
