@@ -15,29 +15,24 @@ CHATS = Path(__file__).parents[2] / "convert" / "default" / "self_chat.jsonl.gz"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats as plain, compressed and Parquet files, plain text, and a file with broken lines."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    """Chats as plain and compressed files, plain text, and a file with broken lines."""
     folder = tmp_path_factory.mktemp("corpus")
     lines = gzip.decompress(CHATS.read_bytes()).splitlines(keepends=True)
-    for name in ("plain", "packed", "table"):
+    for name in ("plain", "packed"):
         (folder / name).mkdir()
     for part in range(6):
         (folder / "plain" / f"{part}.jsonl").write_bytes(b"".join(lines[part::6]))
     for part in range(3):
         with gzip.open(folder / "packed" / f"{part}.jsonl.gz", "wb", compresslevel=1) as file:
             file.write(b"".join(lines[part * 500 : (part + 1) * 500]))
-    rows = [{"messages": json.loads(line)["messages"]} for line in lines[:600]]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "table" / "chats.parquet", row_group_size=100)
-    text = "\n\n".join(message["content"] for row in rows for message in row["messages"])
+    text = "\n\n".join(message["content"] for line in lines[:600] for message in json.loads(line)["messages"])
     (folder / "text.txt").write_text(text, encoding="utf-8")
     (folder / "bad.jsonl").write_bytes(b"".join([*lines[:40], b"{not json\n", *lines[40:80], b'{"messages": 7}\n']))
     return folder
 
 
 def test_the_file_is_the_same_byte_for_byte(corpus: Path, tmp_path: Path) -> None:
-    places = ("plain={0}/plain,max-tokens=70000", "packed={0}/packed", "table={0}/table", "text={0}/text.txt")
+    places = ("plain={0}/plain,max-tokens=70000", "packed={0}/packed", "text={0}/text.txt")
     sources = [place.format(corpus) for place in (*places, "bad={0}/bad.jsonl")]
     files = [tmp_path / f"{run_on}.safetensors" for run_on in ("local", "ray")]
     said = [

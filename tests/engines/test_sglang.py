@@ -15,10 +15,6 @@ EAGLE3_CASES = {
 }
 
 
-def load(files: OracleFiles, jobs: list[Json]) -> list[Json]:
-    return ask("sglang_worker.py", [{"target": str(files.target), **job} for job in jobs])
-
-
 @pytest.fixture(scope="module")
 def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs: dict[str, Json] = {
@@ -30,7 +26,8 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs["EAGLE-2"] = {"head": str(artifact), "algorithm": "EAGLE", "token_map": token_map}
     jobs["token map"] = {"token_map": token_map}
     jobs["token map of an EAGLE-3 artifact"] = {"token_map": str(oracle_files.artifact("full", 640) / "freq_640.pt")}
-    return dict(zip(jobs, load(oracle_files, list(jobs.values())), strict=True))
+    asked = [{"target": str(oracle_files.target), **job} for job in jobs.values()]
+    return dict(zip(jobs, ask("sglang_worker.py", asked), strict=True))
 
 
 @pytest.mark.parametrize("name", EAGLE3_CASES)

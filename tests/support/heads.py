@@ -97,7 +97,6 @@ def eagle3_tensors(
     fc_norms: bool = False,
     input_norm: bool = False,
     embedding: bool = False,
-    head_norms: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -114,8 +113,6 @@ def eagle3_tensors(
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     if input_norm:
         shapes["input_norm.weight"] = (taps * target_hidden,)
-    if head_norms:
-        shapes |= {f"midlayer.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
     if fc_norms:
         shapes |= {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps)}
     return {name: random(shape, number, dtype) for number, (name, shape) in enumerate(shapes.items())}
@@ -201,7 +198,6 @@ def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
 def write_eagle1(
     folder: Path,
     *,
-    bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     container: Container = "safetensors",
     extra: dict[str, torch.Tensor] | None = None,
@@ -215,8 +211,6 @@ def write_eagle1(
         "layers.0.post_attention_layernorm.weight": (HIDDEN,),
     }
     tensors = {name: random(shape, 50 + number, dtype) for number, (name, shape) in enumerate(shapes.items())}
-    if bias is not None:
-        tensors["fc.bias"] = bias
     config = eagle3_config(dtype, architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
     return _write(folder, config | changes, tensors | (extra or {}), container)
 

@@ -36,13 +36,8 @@ Content = bytes | str | Path
 _LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
 
 
-def etag_of(name: str, content: bytes) -> str:
-    """SHA-256 of a large file, git's SHA-1 of a small one."""
-    return hashlib.sha256(content).hexdigest() if name.endswith(_LFS_SUFFIXES) else git_sha1(content)
-
-
-def git_sha1(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @dataclass
@@ -55,7 +50,7 @@ class Repo:
     branches: dict[str, str] = field(default_factory=dict)
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
-        listing = [self.id, len(self.commits), sorted((name, git_sha1(content)) for name, content in files.items())]
+        listing = [self.id, len(self.commits), sorted((name, digest_of(content)) for name, content in files.items())]
         oid = hashlib.sha1(json.dumps(listing).encode()).hexdigest()
         self.commits[oid] = files
         self.branches[branch] = oid
@@ -337,7 +332,7 @@ class _Handler(BaseHTTPRequestHandler):
             {"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)
         ]
         for name, content in sorted(inside.items()):
-            entries.append({"type": "file", "path": name, "size": len(content), "oid": git_sha1(content)})
+            entries.append({"type": "file", "path": name, "size": len(content), "oid": digest_of(content)})
         here = [entry for entry in entries if entry["path"].startswith(prefix)]
         self.send(200, [entry for entry in here if recursive or "/" not in entry["path"][len(prefix) :]])
 
@@ -348,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
-        etag = f'"{etag_of(name, content)}"'
+        etag = f'"{digest_of(content)}"'
         if not name.endswith(_LFS_SUFFIXES):
             self.content(name, content, headers | {"ETag": etag})
             return
@@ -360,7 +355,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.token is not None:
             self.hub.leaked_tokens.append(self.token)
         content = self.hub.repos[kind, repo].commits[oid][name]
-        self.content(name, content, {"ETag": f'"{etag_of(name, content)}"', "Accept-Ranges": "bytes"})
+        self.content(name, content, {"ETag": f'"{digest_of(content)}"', "Accept-Ranges": "bytes"})
 
     def content(self, name: str, content: bytes, headers: dict[str, str]) -> None:
         self.file = name
@@ -385,12 +380,10 @@ class _Handler(BaseHTTPRequestHandler):
         if owner != "tester":
             raise _RefusedError(403, "", f"You don't have the rights to create a model under the namespace {owner}")
         repo_id = f"{owner}/{wanted['name']}"
-        known = ("model", repo_id) in self.hub.repos
-        if not known:
-            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-            self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
-            self.hub.repo(repo_id).commit({})
-        self.send(409 if known else 200, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
+        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
+        self.hub.repo(repo_id).commit({})
+        self.send(200, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
 
     def preupload(self, kind: str, repo: str, revision: str) -> None:
         self._check_writer()
@@ -416,21 +409,19 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
-_API = r"/api/(?P<kind>model|dataset|space)s/" + _REPO
+_API = r"/api/(?P<kind>model|dataset)s/" + _REPO
 _ROUTES = [
     (re.compile(pattern), method)
     for pattern, method in (
         (r"/stored/(?P<kind>[a-z]+)/" + _REPO + r"/(?P<oid>[0-9a-f]{40})/(?P<name>.+)", _Handler.stored),
         (_API, _Handler.info),
-        # Old models have no namespace; this Hub has none of them.
-        (r"/api/(?P<kind>model|dataset|space)s/(?P<repo>[^/]+)", _Handler.info),
         (_API + r"/revision/(?P<revision>[^/]+(?:/[^/]+)*)", _Handler.info),
         (_API + r"/tree/(?P<revision>[^/]+)(?P<path>/.*)?", _Handler.tree),
         (_API + r"/preupload/(?P<revision>.+)", _Handler.preupload),
         (_API + r"/commit/(?P<revision>.+)", _Handler.commit),
         (r"/api/repos/create", _Handler.create),
         (r"/api/validate-yaml", _Handler.validate_yaml),
-        (r"/(?P<kinds>datasets/|spaces/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
+        (r"/(?P<kinds>datasets/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
     )
 ]
 

@@ -344,29 +344,28 @@ def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
 
 
 @pytest.mark.parametrize("said", [{"qkv_bias": True}, {"attention_bias": ...}])
-def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said):
+def test_eagle1_keeps_its_biases_with_the_flags_of_every_engine(tmp_path, target, said):
     sizes = {"self_attn.q": HIDDEN, "self_attn.k": 16, "self_attn.v": 16, "mlp.gate": 48, "mlp.up": 48, "mlp.down": 32}
-    biases = {f"layers.0.{name}_proj.bias": random((size,), size) for name, size in sizes.items()}
-    head = write_eagle1(tmp_path / "head", extra=biases, **said)
+    own = {f"layers.0.{name}_proj.bias": random((size,), size) for name, size in sizes.items()}
+    own["fc.bias"] = random((HIDDEN,), 77)
+    head = write_eagle1(tmp_path / "head", extra=own, **said)
     done = audited(tmp_path, head, target)
     found, config = written(done.folder), config_of(done.folder)
-    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
     # vLLM and SGLang build one with those of q, k and v, and leave uninitialised what the file lacks.
     assert torch.equal(found["layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN, dtype=torch.bfloat16))
     assert all(config[flag] is True for flag in ("attention_bias", "qkv_bias", "mlp_bias"))
-    assert any("SGLang" in warning and "MLP are not loaded" in warning for warning in done.manifest.warnings)
-
-
-def test_eagle1_keeps_its_own_bias_and_norms(tmp_path):
-    own = {f"layers.0.self_attn.{name}_norm.weight": random((HEAD_DIM,), 90) for name in "qk"}
-    own["fc.bias"] = random((HIDDEN,), 77)
-    head = write_eagle1(tmp_path / "head", extra=own)
-    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    assert all(torch.equal(written(done.folder)[name], tensor) for name, tensor in own.items())
-    for words in ("fc.bias is dropped", "raise ValueError with an EAGLE-1/2 head"):
+    for words in ("fc.bias is dropped", "MLP are not loaded"):
         assert any(words in warning for warning in done.manifest.warnings)
     with raises(UsageError, option="--for"):
         convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
+
+
+def test_eagle1_keeps_its_norms(tmp_path):
+    own = {f"layers.0.self_attn.{name}_norm.weight": random((HEAD_DIM,), 90) for name in "qk"}
+    done = audited(tmp_path, write_eagle1(tmp_path / "head", extra=own))
+    assert all(torch.equal(written(done.folder)[name], tensor) for name, tensor in own.items())
+    assert any("raise ValueError with an EAGLE-1/2 head" in warning for warning in done.manifest.warnings)
 
 
 def test_counts_rank_and_coverage_is_measured(tmp_path, target):
@@ -474,37 +473,23 @@ def test_nan_rows_and_tensors_are_refused(tmp_path):
 
 def test_sizes_that_do_not_fit(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
-    counted = []
-
-    def attempt(**arguments):
-        convert(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
-
-    with pytest.raises(UsageError, match=r"of 100 was asked for: expected at least \d+ "):
-        attempt(draft_vocab=100, vocabulary=BY_ID)
-    with pytest.raises(UsageError, match=r"100.*259"):
-        attempt(draft_vocab=100)
-    assert not counted
-    with pytest.raises(UsageError, match=r"360.*360"):
-        attempt(draft_vocab=TOKENS, vocabulary=BY_ID)
-    with pytest.raises(UsageError, match="not both"):
-        attempt(draft_vocab=300, coverage=0.9)
-    with raises(UsageError, option="--draft-vocab"):
-        attempt()
-    with raises(UsageError, option="--offline"):
-        attempt(draft_vocab=300, offline=True)
-    with raises(UsageError, option="--coverage"):
-        attempt(coverage=0.9, vocabulary=BY_ID)
-    for share in (0, 1.5, float("nan")):
-        with pytest.raises(UsageError, match="is not a share of tokens"):
-            attempt(coverage=share)
     source = parse_source(f"chat={tmp_path / 'chats.jsonl'}")
-    for weights in ({"nope": 3.0}, {"chat": 0.0}):
-        with raises(UsageError):
-            attempt(draft_vocab=300, vocabulary=VocabRequest(corpus=(source,), weights=weights))
-    # Of several sizes none is written where one does not fit.
-    with pytest.raises(UsageError, match=r"360.*360"):
-        attempt(draft_vocab=[300, TOKENS], vocabulary=BY_ID)
-    assert not counted
+    for arguments, words in (
+        ({"draft_vocab": 100, "vocabulary": BY_ID}, r"of 100 was asked for: expected at least \d+ "),
+        ({"draft_vocab": 100}, r"100.*259"),
+        # Of several sizes none is written where one does not fit.
+        ({"draft_vocab": [300, TOKENS], "vocabulary": BY_ID}, r"360.*360"),
+        ({"draft_vocab": 300, "coverage": 0.9}, "not both"),
+        ({"draft_vocab": 300, "offline": True}, "--offline"),
+        ({"coverage": 0.9, "vocabulary": BY_ID}, "--coverage"),
+        ({"coverage": 0}, "is not a share of tokens"),
+        ({"coverage": 1.5}, "is not a share of tokens"),
+        ({"coverage": float("nan")}, "is not a share of tokens"),
+        ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), weights={"nope": 3.0})}, "nope"),
+        ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), weights={"chat": 0.0})}, "weight 0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            convert(head, target=target, out=tmp_path / "out", count=lambda *_: pytest.fail("counted"), **arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -640,7 +625,7 @@ def test_weights_of_the_target_are_looked_at_before_text_is_counted(tmp_path, ta
 
 
 def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
-    head = write_eagle1(tmp_path / "old", bias=random((HIDDEN,), 1))
+    head = write_eagle1(tmp_path / "old", extra={"fc.bias": random((HIDDEN,), 1)})
     ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(330)))
     arguments = (convert_command, head, *ranking, "--draft-vocab", "310,320", "--out", "o")
     (_, _, dry), (_, out, _), (code, _, real) = (

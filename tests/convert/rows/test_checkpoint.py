@@ -16,7 +16,6 @@ from eagle_slim.convert.rows.paths import choose_weights
 from eagle_slim.convert.rows.target import find_lm_head, open_local_lm_head, ties_embedding
 from safetensors.torch import save_file
 from support.heads import Container, write_tensors
-from support.lm_heads import values
 from support.raising import raises_with
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool]
@@ -136,7 +135,7 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     head = open_local_lm_head(tmp_path, "target")
     assert (head.name, head.info.shape) == ("lm_head.weight", (4, 2))
     assert head.file == "model-00002-of-00002.safetensors"
-    assert torch.equal(values(head), two["lm_head.weight"])
+    assert torch.equal(head.checkpoint.tensor(head.name), two["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> 
         (tmp_path / "config.json").write_text(f'{{"tie_word_embeddings": {tied}}}')
         head = open_local_lm_head(tmp_path, "target")
         assert head.name == name
-        assert torch.equal(values(head), expected)
+        assert torch.equal(head.checkpoint.tensor(head.name), expected)
 
 
 def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
 from eagle_slim.convert.rows import hub_tensor
+from eagle_slim.convert.rows.lm_head import LmHead
+from eagle_slim.convert.rows.target import open_target_lm_head
+from eagle_slim.convert.sources.source import target_files
 from safetensors.torch import load_file, save
 from support.hub_server import Fault, HubServer, connected
-from support.lm_heads import open_lm_head, values
 from support.raising import raises_hub_error, raises_with
 
 ROWS, HIDDEN = 4000, 64
@@ -41,6 +43,14 @@ def sharded() -> dict[str, bytes | str]:
         SHARD: save(second),
         "pytorch_model.bin": b"never fetched",
     }
+
+
+def open_lm_head(name: str, revision: str | None = None, offline: bool = False) -> LmHead:
+    return open_target_lm_head(target_files(name, revision, offline), offline)
+
+
+def values(lm_head: LmHead) -> torch.Tensor:
+    return lm_head.checkpoint.tensor(lm_head.name)
 
 
 @pytest.fixture

@@ -99,16 +99,9 @@ def test_running_ahead_changes_no_token(
         assert "steps from CUDA graphs;" in found.stats.path
 
 
-def greedy(model: SpeculativeModel, prompt: list[int], count: int, **options: Any) -> list[int]:
-    ids = torch.tensor([prompt], device="cuda")
-    output = model.target.model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
+def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
+    ids, rest = torch.tensor([prompt], device="cuda"), {"do_sample": False, "pad_token_id": 0}
+    output = model.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **rest)  # type: ignore[operator]
     return output[0, len(prompt) :].tolist()
 
 

@@ -169,18 +169,6 @@ def test_who_ran_is_counted(tmp_path: Path) -> None:
     assert drafted.stats.finish_reasons == Counter(result.finish_reason for result in drafted.results)
 
 
-def test_a_finished_slot_costs_no_draft_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(tmp_path)
-    passes = count_positions(model, monkeypatch)
-    output = model.generate(random_prompts([4, 6, 5]), max_new_tokens=24, ignore_eos=True)
-    depth = model.drafter.tree.depth
-    active = [sequences for sequences, _ in passes[:: depth + 1]]
-    assert active[0] == 3
-    assert active[-1] < 3
-    assert [sequences for sequences, _ in passes] == [count for count in active for _ in range(depth + 1)]
-    assert output.stats.num_passes == sum(active)
-
-
 def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft computes the pairs of the last step's tokens and its own nodes; a prompt's pairs take no pass at all."""
     model = build(tmp_path)
