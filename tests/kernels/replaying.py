@@ -46,15 +46,10 @@ class Drafted:
 
 
 def draft(
-    head: HeadWeights,
-    tree: tuple[int, int, int],
-    prefixes: list[int],
-    num_new: list[int],
-    active: list[int] | None = None,
-    weight_dtype: torch.dtype | None = None,
-    separate_taps: bool = False,
+    head: HeadWeights, tree: tuple[int, int, int], prefixes: list[int], num_new: list[int],
+    active: list[int] | None = None, weight_dtype: torch.dtype | None = None, separate_taps: bool = False,
     texts: dict[int, list[int]] | None = None,
-) -> Drafted:
+) -> Drafted:  # fmt: skip
     cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype)
     for slot, token_ids in (texts or {}).items():
         set_tail(cfg, weights, bufs, slot, token_ids)

@@ -85,28 +85,24 @@ def test_options_of_a_head(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weight_dtype"),
+    ("kind", "weight_dtype", "size"),
     [
-        ("eagle3", torch.float16),
-        ("eagle", torch.float8_e4m3fn),
-        pytest.param("eagle3", torch.float8_e4m3fn, marks=SLOW),
-        pytest.param("eagle", torch.float16, marks=SLOW),
+        ("eagle3", torch.float16, 1.0),
+        ("eagle", torch.float8_e4m3fn, 1.0),
+        ("eagle3", torch.float8_e4m3fn, 300.0),
+        pytest.param("eagle3", torch.float8_e4m3fn, 0.01, marks=SLOW),
+        pytest.param("eagle3", torch.float8_e4m3fn, 1.0, marks=SLOW),
+        pytest.param("eagle", torch.float16, 1.0, marks=SLOW),
     ],
 )
-def test_lower_precision(kind: str, weight_dtype: torch.dtype, device: str) -> None:
+def test_lower_precision(kind: str, weight_dtype: torch.dtype, size: float, device: str) -> None:
+    """Pairs of FP8 numbers hold values of order one: taps and hidden states are scaled to it, each by its own."""
     head = random_head(kind, dtype=torch.float16, device=device)
-    drafted = draft(head, (2, 3, 15), [9, 4], [2, 5], [1], weight_dtype)
+    cfg, features, weights, bufs = problem(head, TreeConfig(2, 3, 15), [9, 4], [2, 5], [1], weight_dtype)
+    drafted = run(cfg, features * size, weights, bufs)
     assert_agrees(drafted)
     # The replay did not just accept anything: the error is that of rounding.
     assert drafted.agreement.rms_error > 1e-5
-
-
-@pytest.mark.parametrize("size", [pytest.param(0.01, marks=SLOW), 300.0])
-def test_fp8_with_features_of_any_size(size: float, device: str) -> None:
-    """Pairs of FP8 numbers hold values of order one: taps and hidden states are scaled to it, each by its own."""
-    head = random_head(dtype=torch.float16, device=device)
-    cfg, features, weights, bufs = problem(head, TreeConfig(1, 3, 12), [9, 4], [2, 5], [1], torch.float8_e4m3fn)
-    assert_agrees(run(cfg, features * size, weights, bufs))
 
 
 def test_separate_taps_are_the_concatenated_ones(device: str) -> None:

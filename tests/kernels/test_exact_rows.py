@@ -25,7 +25,6 @@ from torch import Tensor
 VOCAB = 96
 SMALL = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 4096}
 LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-GPU = pytest.mark.gpu
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,7 @@ class Slots:
         self.target, device = text.target, text.target.device
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.cache = KVCache.allocate(text.target, len(lengths), text.capacity)
-        self.rows_of(text.keys, text.values)
-
-    def rows_of(self, keys: Tensor, values: Tensor) -> None:
-        for mine, theirs in zip(self.cache.stacks[0], (keys, values), strict=True):
+        for mine, theirs in zip(self.cache.stacks[0], (text.keys, text.values), strict=True):
             mine.fill_(float("nan"))
             for slot, length in enumerate(self.lengths.tolist()):
                 mine[:, slot, :, :length] = theirs[:, 0, :, :length]
@@ -165,7 +161,7 @@ def test_small(device: str, kind: str) -> None:
     check_trees(text, [97, 3, 64], 7, [2, 0], 5)
 
 
-@GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "dtype", "length", "sizes"),
     [

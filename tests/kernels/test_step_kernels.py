@@ -155,44 +155,33 @@ def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
     ("eos", "most", "kept", "ended"),
     [
         ([-1, -1], 100, 3, acceptance.RUNNING),
-        ([3, -1], 100, 2, acceptance.ENDED_BY_EOS),
+        ([5, -1], 100, 2, acceptance.ENDED_BY_EOS),
         ([8, 7], 100, 3, acceptance.ENDED_BY_EOS),
         ([7, -1], 2, 2, acceptance.ENDED_BY_LENGTH),
         ([-1, -1], 3, 3, acceptance.ENDED_BY_LENGTH),
-        ([3, -1], 2, 2, acceptance.ENDED_BY_EOS),
+        ([5, -1], 2, 2, acceptance.ENDED_BY_EOS),
     ],
 )
 @pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
 def test_ends_in_the_middle_of_a_path(
     device: str, walk: Callable[..., None], eos: list[int], most: int, kept: int, ended: int
 ) -> None:
-    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; the target chooses A, C, then 7."""
+    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; the target chooses B, E, then 7."""
     tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
     state = some_state(1, device, [0])
     state.eos_ids[0] = torch.tensor(eos)
     state.max_generated[0] = most
-    choices = torch.tensor([[1, 3, 0, 7, 0, 0, 0]], dtype=torch.int32, device=device)
+    choices = torch.tensor([[2, 0, 5, 0, 0, 7, 0]], dtype=torch.int32, device=device)
     walk(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, device)), 4, state)
     assert state.record[0, :3].tolist() == [3, kept, ended]
     assert int(state.running[0]) == int(ended == acceptance.RUNNING)
     assert int(state.num_generated[0]) == kept
     if ended == acceptance.RUNNING:
-        assert state.path[0, :4].tolist() == [0, 1, 3, -1]
-        assert state.record[0, 3:7].tolist() == [1, 3, 7, -1]
-        assert state.record[0, 3 + 16 : 3 + 20].tolist() == [0, 0, 0, 0]
+        assert state.path[0, :4].tolist() == [0, 2, 5, -1]
+        assert state.record[0, 3:7].tolist() == [2, 5, 7, -1]
+        # Ranks: of the root, of B, which A precedes, and of E.
+        assert state.record[0, 3 + 16 : 3 + 20].tolist() == [0, 1, 0, 0]
         assert (state.lengths[0], state.prefix[0], state.num_new[0]) == (4 + 3, 4, 3)
-
-
-@pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
-def test_a_record_tells_the_ranks_of_accepted_nodes(device: str, walk: Callable[..., None]) -> None:
-    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B, G 6 under E; the target chooses B, E, G, then 7."""
-    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 5]]), path_width=4)
-    state = some_state(1, device, [0])
-    choices = torch.tensor([[2, 0, 5, 0, 0, 6, 7]], dtype=torch.int32, device=device)
-    walk(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, device)), 4, state)
-    assert state.record[0, 3:8].tolist() == [2, 5, 6, 7, -1]
-    # Of the root, of B, which A precedes, of E and of G.
-    assert state.record[0, 3 + 16 : 3 + 21].tolist() == [0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])

@@ -47,13 +47,9 @@ def random_head(
 
 
 def with_options(
-    head: HeadWeights,
-    tap_norms: int = 0,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    head_norms: bool = False,
+    head: HeadWeights, tap_norms: int = 0, o_bias: bool = False, mlp_bias: bool = False, head_norms: bool = False,
     **fields: Any,
-) -> HeadWeights:
+) -> HeadWeights:  # fmt: skip
     """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`.
 
     ``head_norms``: RMSNorms over each head of q and of k.
@@ -87,18 +83,13 @@ def with_follow(head: HeadWeights, most: int) -> HeadWeights:
 
 
 def problem(
-    head: HeadWeights,
-    tree: TreeConfig,
-    prefixes: list[int],
-    num_new: list[int],
-    active: list[int] | None = None,
+    head: HeadWeights, tree: TreeConfig, prefixes: list[int], num_new: list[int], active: list[int] | None = None,
     weight_dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
+) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:  # fmt: skip
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype)
     weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)
