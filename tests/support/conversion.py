@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.convert.pipeline import Conversion, convert_head
 from eagle_slim.convert.vocabulary_choice import VocabRequest
 from eagle_slim.vocab_tools.counting import count_tokens
+from safetensors.torch import load_file
 
 from .heads import write_freq
 
@@ -32,3 +34,8 @@ def convert(head: str | Path | None = None, **options: Any) -> Conversion:
     """The one conversion of `convert_all`."""
     (done,) = convert_all(head, **options)
     return done
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an artifact."""
+    return load_file(folder / "model.safetensors")

@@ -198,7 +198,6 @@ def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
 def write_eagle1(
     folder: Path,
     *,
-    dtype: torch.dtype = torch.bfloat16,
     container: Container = "safetensors",
     extra: dict[str, torch.Tensor] | None = None,
     **changes: Any,
@@ -210,8 +209,8 @@ def write_eagle1(
         **layer_shapes("layers.0.", HIDDEN),
         "layers.0.post_attention_layernorm.weight": (HIDDEN,),
     }
-    tensors = {name: random(shape, 50 + number, dtype) for number, (name, shape) in enumerate(shapes.items())}
-    config = eagle3_config(dtype, architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
+    tensors = {name: random(shape, 50 + number) for number, (name, shape) in enumerate(shapes.items())}
+    config = eagle3_config(architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
     return _write(folder, config | changes, tensors | (extra or {}), container)
 
 

@@ -29,7 +29,7 @@ from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.conversion import BY_ID, by_map, convert, convert_all
+from support.conversion import BY_ID, by_map, convert, convert_all, written
 from support.heads import (
     HEAD_DIM,
     HIDDEN,
@@ -49,10 +49,6 @@ from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import token_counts
-
-
-def written(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 def config_of(folder: Path):

@@ -12,8 +12,7 @@ from eagle_slim.convert import MismatchError, UnsupportedHeadError, VocabRequest
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.errors import UsageError
-from safetensors.torch import load_file
-from support.conversion import BY_ID, by_map, convert
+from support.conversion import BY_ID, by_map, convert, written
 from support.heads import (
     HEAD_DIM,
     HEADS,
@@ -58,10 +57,6 @@ def read(path: Path) -> tuple[dict, dict]:
 
 def floats(tensor) -> np.ndarray:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-
-
-def written(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 def test_every_tensor_and_key(tmp_path, target):

@@ -47,7 +47,6 @@ def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
         output = model.generate(prompts, max_new_tokens=40, **options)
         assert output.token_ids == wanted, options
         assert "CUDA graphs" in output.stats.path
-        # The host learns one step late that a slot has ended; a call of one wave ends with one empty step at most.
 
 
 def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
