@@ -4,10 +4,15 @@ import json
 
 import pytest
 from eagle_slim.convert import ArtifactError, push_folder
+from eagle_slim.convert.push import upload_files
 from eagle_slim.convert.push_cli import main as push_command
+from eagle_slim.vocab_tools import hub as our_hub
+from huggingface_hub import set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from support.conversion import BY_ID, convert
 from support.heads import write_eagle3
-from support.hub_server import HubServer, connected
+from support.hub_server import Fault, HubServer, connected
+from support.raising import raises_hub_error
 
 # huggingface_hub uploads with an argument that its HTTP library calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -60,6 +65,21 @@ def test_a_card_that_is_a_link_is_not_uploaded(run, hub, slim, tmp_path):
     code, _, err = run(push_command, "slim", "tester/slim")
     assert (code, hub.requests) == (1, [])
     assert "README.md" in err
+
+
+def test_a_command_gives_up_what_the_library_would_wait_for_for_ever(hub, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(our_hub, "SILENCE_S", 0.3)
+    hub.inject("/api/repos/create", Fault(silent=True))
+    try:
+        our_hub.limit_silence()
+        our_hub.keep_limit()
+        with raises_hub_error("unreachable"):
+            upload_files(tmp_path, ["config.json"], "tester/slim")
+        hub.clear_faults()
+        upload_files(tmp_path, ["config.json"], "tester/slim")
+    finally:
+        set_client_factory(default_client_factory)
 
 
 @pytest.mark.parametrize(("token", "name"), [(None, "tester/x"), ("hf_good", "other/x"), ("hf_expired", "tester/x")])

@@ -1,13 +1,5 @@
 """A small Hugging Face Hub on loopback: enough of the API for `huggingface_hub` and `datasets` to work unchanged.
 
-    with HubServer() as hub:
-        hub.add_model("org/name", {"config.json": "{}", "model.safetensors": some_bytes_or_path})
-        hub.add_dataset("org/chats", {"train.jsonl": lines})
-        with connected(hub, cache_dir):              # this process
-            hf_hub_download("org/name", "config.json")
-        assert hub.bytes_sent("model.safetensors") < 1000
-        hub.inject("model.safetensors", Fault(break_after=100, times=2))
-
 Large files (`.safetensors`, `.bin`, `.parquet`) are redirected, as on the Hub, to a second origin without
 authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated.
 Uploads go through create_repo, preupload and commit.

@@ -47,12 +47,6 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def write_sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> None:
-    for name, tensors in shards.items():
-        save_file(tensors, folder / name)
-    write_index(folder, {tensor: shard for shard, tensors in shards.items() for tensor in tensors})
-
-
 def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -124,7 +118,10 @@ def test_a_bin_as_torch_wrote_it_before_1_6(tmp_path: Path) -> None:
 
 def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     one, two = {"a": torch.ones(2), "b": torch.zeros(3)}, {"lm_head.weight": torch.randn(4, 2)}
-    write_sharded(tmp_path, {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two})
+    shards = {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two}
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+    write_index(tmp_path, {tensor: name for name, tensors in shards.items() for tensor in tensors})
     checkpoint = open_checkpoint(tmp_path)
     assert set(checkpoint.names) == {"a", "b", "lm_head.weight"}
     assert torch.equal(checkpoint.tensor("a"), one["a"])

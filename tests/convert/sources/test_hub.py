@@ -1,19 +1,22 @@
 """Heads and targets from folders and from a Hub, through the real huggingface_hub; every failure says what to do."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
 from eagle_slim.convert.rows.checkpoint import open_checkpoint
 from eagle_slim.convert.sources.source import open_head_source, target_files
 from eagle_slim.vocab_tools.errors import UsageError
+from huggingface_hub import constants
 from safetensors.torch import save
 from support.heads import eagle3_tensors
-from support.hub_server import HubServer, connected
+from support.hub_server import Fault, HubServer, connected
 from support.raising import raises, raises_hub_error, raises_with
 
 WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
@@ -209,3 +212,36 @@ def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
     with connected(hub, tmp_path, offline=True), raises_hub_error("offline"):
         open_head_source("org/gated")
     assert hub.requests == []
+
+
+API = "/api/models/org/head"
+FAULTS = {
+    "silent": (API, Fault(silent=True), "unreachable"),
+    "dropped": (API, Fault(unanswered=True), "unreachable"),
+    "busy": (API, Fault(status=503), "busy"),
+    "quota": (API, Fault(status=402), "refused"),
+    "login page": (API, Fault(answer=b"<!DOCTYPE html><html><title>Log in</title></html>"), "unreachable"),
+    "no commit": (API, Fault(answer={"id": "org/head", "siblings": []}), "unreachable"),
+    "a file that breaks off": ("config.json", Fault(break_after=1), "unreachable"),
+    "a file of another size": ("model.safetensors", Fault(extra_bytes=7), "disk"),
+}
+
+
+@pytest.mark.parametrize(("path", "fault", "reason"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_the_hub_is_named_and_leaves_nothing(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch, path: str, fault: Fault, reason: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    # The library waits before it asks again.
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    hub.inject(path, fault)
+    with raises_hub_error(reason) as caught:
+        open_head_source("org/head")
+    headline, advice = str(caught.value).split("\n")
+    assert advice
+    if fault.status is not None:
+        assert "as asked for" in headline, "the Hub's own reason"
+    hub.clear_faults()
+    if fault.extra_bytes and huggingface_hub.__version__.startswith("1."):
+        pytest.skip("before 2.0 huggingface_hub keeps a download that came too long")
+    assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == save(WEIGHTS)

@@ -14,6 +14,7 @@ from eagle_slim.convert.rows.lm_head import LmHead
 from eagle_slim.convert.rows.target import open_target_lm_head
 from eagle_slim.convert.sources.source import target_files
 from safetensors.torch import load_file, save
+from support.heads import random
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises_hub_error, raises_with
 
@@ -23,13 +24,9 @@ PIECE = 50_000
 SHARD = "model-00002-of-00002.safetensors"
 
 
-def noise(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-LM_HEAD = noise(ROWS, HIDDEN, 1)
-EMBEDDING = noise(ROWS, HIDDEN, 2)
-OTHERS = {f"model.layers.{i}.weight": noise(3000, HIDDEN, i) for i in range(3)}
+LM_HEAD = random((ROWS, HIDDEN), 1)
+EMBEDDING = random((ROWS, HIDDEN), 2)
+OTHERS = {f"model.layers.{i}.weight": random((3000, HIDDEN), i) for i in range(3)}
 
 
 def sharded() -> dict[str, bytes | str]:
@@ -90,7 +87,7 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
 def test_each_commit_has_its_own_tensor(hub: HubServer, home: Path) -> None:
     old = hub.repo("org/target").branches["main"]
     open_lm_head("org/target")
-    other = noise(ROWS, HIDDEN, 9)
+    other = random((ROWS, HIDDEN), 9)
     hub.add_model("org/target", sharded() | {SHARD: save({"lm_head.weight": other, **OTHERS})})
     assert torch.equal(values(open_lm_head("org/target")), other)
     assert torch.equal(values(open_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
