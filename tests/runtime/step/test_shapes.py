@@ -47,7 +47,9 @@ def model_of_any_shape(
         def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
             return False
 
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), depth=3, top_k=4)
+    # In float64, so that no near-tie of a sampled token falls the other way.
+    target = tiny_target("llama").double()
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), depth=3, top_k=4)
     own = model._decoders
     monkeypatch.setattr(own, "new_chooser", lambda found: InTurn(own.acceptance, own.costs, found))
     return model
