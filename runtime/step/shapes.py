@@ -28,7 +28,7 @@ Shape: TypeAlias = "TreeConfig | None"
 """None decodes plainly."""
 CHAIN, SHORT, LONG, LARGE = TreeConfig(1, 1, 3), TreeConfig(2, 4, 8), TreeConfig(5, 4, 16), TreeConfig(5, 10, 60)
 SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
-"""From plain decoding to the tree of EAGLE-3's papers. No clock but this device's says which one pays."""
+"""From plain decoding to the 60 nodes of EAGLE-3."""
 
 MOST_ROWS = 256
 """Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
