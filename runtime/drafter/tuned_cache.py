@@ -90,7 +90,7 @@ class TunedCache:
         _record_launches_at_exit()
         if found is not None:
             return found, True
-        if os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0"):
+        if is_strict():
             raise DrafterError(
                 f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Record "
                 "shapes with EAGLE_SLIM_SHAPES=FILE and without EAGLE_SLIM_STRICT, then run python -m "
@@ -127,6 +127,11 @@ Launcher = Callable[[DrafterConfig], tuple[LaunchParams, bool]]
 def always(params: LaunchParams) -> Launcher:
     """Return a `Launcher` of the same parameters for every configuration: for tests and the tuner."""
     return lambda cfg: (params, False)
+
+
+def is_strict() -> bool:
+    """Return whether ``EAGLE_SLIM_STRICT`` is set."""
+    return os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0")
 
 
 def tuned_path() -> Path:
