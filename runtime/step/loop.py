@@ -142,8 +142,7 @@ class GenerationLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        is_exact = self.decoders.model.exactness is not None
-        held = HeldRow(decoder.cache, slot, first, is_exact) if first > 0 else None
+        held = HeldRow(decoder.cache, slot, first, self.decoders.model.has_exact_rows) if first > 0 else None
         decoder.enter(len(prompt) - first, self.rules, self.host, held)
 
     def _enter_again(self, record: _Record) -> None:
