@@ -379,7 +379,9 @@ class SpeculativeModel:
                 streamer.end()
         chosen = loop.chooser
         path = describe(plan, self.target, self._decoders, self.drafting, {} if chosen is None else chosen.steps)
-        stats = replace(stats, path=path, exactness=self.target.exactness if plan.is_exact else None)
+        stats = replace(stats, path=path)
+        if plan.is_exact:
+            stats = replace(stats, exactness=self.target.exactness, is_exact=self.target.has_exact_rows)
         if chosen is not None:
             _warn_if_nothing_is_accepted(chosen.num_drafts, chosen.num_accepted, self.drafter)
         elif plan.is_drafted:
@@ -410,7 +412,7 @@ class SpeculativeModel:
         keywords = {renamed.get(name, name): value for name, value in options.items()}
         if len(keywords) < len(options):
             raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.")
-        keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
+        keywords.setdefault("reuse_prefix", self.target.exactness is not None)
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 
     def warmup(

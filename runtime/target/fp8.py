@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,31 +16,48 @@ _CHUNK = 1 << 24
 """Numbers that are quantised at a time."""
 
 
-class Fp8Weight(NamedTuple):
-    """A matrix [out, in] in FP8.
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A matrix [out, in] in FP8, ``in`` a multiple of 16; `of` makes one of numbers in their own order.
 
-    ``values`` float8_e4m3fn [out, in] and ``scales`` fp32 [out, groups], both contiguous. One group: a row's scale.
-    ceil(in / 128) groups: a scale for every 128 columns of a row. Published scales of 128 x 128 blocks are repeated for
-    each row of a block, so that matrices of any number of rows can be packed behind one another.
+    ``words`` int32 [out, in / 4]: four numbers each. Of every 16 columns of a row, number ``8 h + 2 t + i`` is byte
+    ``2 i + h`` of word t: a word is what a thread of a matrix instruction multiplies, and two shifts widen it.
+    ``scales`` fp32 [out, groups]. One group: a row's scale. ceil(in / 128) groups: a scale for every 128 columns of a
+    row. Published scales of 128 x 128 blocks are repeated for each row of a block, so that matrices of any number of
+    rows can be packed behind one another. Both are contiguous.
     """
 
-    values: Tensor
+    words: Tensor
     scales: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor) -> Fp8Weight:
+        """Bring numbers, float8_e4m3fn [out, in], into the order of ``words``."""
+        out, size = values.shape
+        apart = values.view(torch.uint8).view(out, size // 16, 2, 4, 2).permute(0, 1, 3, 4, 2)
+        return cls(apart.contiguous().view(out, size).view(torch.int32), scales)
+
+    @property
+    def values(self) -> Tensor:
+        """A copy of the numbers in their own order: float8_e4m3fn [out, in]."""
+        out, size = self.shape
+        apart = self.words.view(torch.uint8).view(out, size // 16, 4, 2, 2).permute(0, 1, 4, 2, 3)
+        return apart.contiguous().view(out, size).view(torch.float8_e4m3fn)
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the matrix, [out, in]."""
-        return self.values.shape
+        return torch.Size((self.words.shape[0], 4 * self.words.shape[1]))
 
     @property
     def device(self) -> torch.device:
         """Device of the matrix."""
-        return self.values.device
+        return self.words.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
+        """Bytes of numbers and scales."""
+        return self.words.nbytes + self.scales.nbytes
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [out, in] in another type, each number rounded once from fp32."""
@@ -57,20 +74,20 @@ Weight = Tensor | Fp8Weight
 class Fp8Linear(nn.Module):
     """A linear layer whose ``weight`` is an `Fp8Weight`; its own forward dequantises, for models run as a reference."""
 
-    values: Tensor
+    words: Tensor
     scales: Tensor
     bias: nn.Parameter | None
 
     def __init__(self, weight: Fp8Weight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.register_buffer("values", weight.values)
+        self.register_buffer("words", weight.words)
         self.register_buffer("scales", weight.scales)
         self.register_parameter("bias", bias)
 
     @property
     def weight(self) -> Fp8Weight:
         """The matrix."""
-        return Fp8Weight(self.values, self.scales)
+        return Fp8Weight(self.words, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the dequantised matrix."""
@@ -92,4 +109,4 @@ def quantise_rows(weight: Tensor) -> Fp8Weight:
         scale = torch.where(largest > 0, largest / LARGEST, 1.0)
         scales[first : first + count] = scale
         values[first : first + count] = (part / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return Fp8Weight(values, scales)
+    return Fp8Weight.of(values, scales)

@@ -195,7 +195,7 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
 def _pack_weights(modules: Sequence[nn.Module]) -> Weight:
     """Pack the weights of linear layers, which are all in FP8 or all in the model's type."""
     if isinstance(modules[0], Fp8Linear):
-        return Fp8Weight(_pack(modules, "values"), _pack(modules, "scales"))
+        return Fp8Weight(_pack(modules, "words"), _pack(modules, "scales"))
     return _pack(modules, "weight")
 
 

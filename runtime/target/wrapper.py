@@ -254,10 +254,17 @@ class TargetModel(Target):
         return None
 
     @property
+    def has_exact_rows(self) -> bool:
+        """Whether a row's bits depend on that row alone."""
+        return self._fused is not None and self._fused.ops.use_kernels
+
+    @property
     def exactness(self) -> str | None:
-        """Why rows are exact (a row's bits depend on that row alone); None where they may not be."""
-        is_exact = self._fused is not None and self._fused.ops.use_kernels
-        return f"rows are exact (sums {SUMS_VERSION})" if is_exact else None
+        """Why, and how far, tokens do not depend on the rows beside theirs; None where nothing promises it."""
+        if self.has_exact_rows:
+            return f"rows are exact (sums {SUMS_VERSION})"
+        is_precise = self.dtype == torch.float32
+        return "rows are float32, which rounds differently at ties within its last bits alone" if is_precise else None
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""

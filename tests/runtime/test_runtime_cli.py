@@ -119,7 +119,7 @@ def test_a_check_that_finds_another_token_fails(generate: Run, monkeypatch: pyte
             output = made(self, *args, ignore_eos=True, **options)
             if options.get("speculative", True):
                 output.results[0].token_ids[4] = 7
-            return replace(output, stats=replace(output.stats, exactness=proof))
+            return replace(output, stats=replace(output.stats, exactness=proof, is_exact=proof is not None))
 
         monkeypatch.setattr(SpeculativeModel, "generate", generate)
 

@@ -261,6 +261,15 @@ def test_what_a_target_is_loaded_in(tmp_path: Path) -> None:
         assert SpeculativeModel.from_pretrained(target, head, dtype=dtype).target.dtype == torch.bfloat16
 
 
+def test_exactness_says_what_holds_in_each_type(model: SpeculativeModel, tmp_path: Path) -> None:
+    stats = model.generate([3, 4], max_new_tokens=2).stats
+    assert "float32" in str(stats.exactness)
+    assert not stats.is_exact, "only an exact row's ties are decided alike"
+    assert model.generate([3, 4], max_new_tokens=2, logits_processor=[lambda _, scores: scores]).stats.exactness is None
+    half = SpeculativeModel.from_pretrained(tiny_target("llama").bfloat16(), write_head(tmp_path))
+    assert half.generate([3, 4], max_new_tokens=2).stats.exactness is None
+
+
 def test_a_streamer_is_ended_where_the_call_fails(model: SpeculativeModel) -> None:
     class Reader:
         num_ends = 0
