@@ -148,9 +148,12 @@ class _Loader:
         linears = [layer.get_submodule(name) for name in names]
         sizes, columns = [linear.out_features for linear in linears], linears[0].in_features
         groups = ceil(columns / SCALE_BLOCK) if self.form.strategy == "block" else 1
-        values = torch.empty((sum(sizes), columns), dtype=torch.float8_e4m3fn, device=self.device)
+        if columns % 16:
+            problem = f"has {columns} columns, and matrices in FP8 need a multiple of 16"
+            raise UnsupportedModelError(f"{type(self.model).__name__}: {prefix}{names[0]} {problem}.")
+        words = torch.empty((sum(sizes), columns // 4), dtype=torch.int32, device=self.device)
         scales = torch.empty((sum(sizes), groups), dtype=torch.float32, device=self.device)
-        for name, linear, *weight in zip(names, linears, values.split(sizes), scales.split(sizes), strict=True):
+        for name, linear, *weight in zip(names, linears, words.split(sizes), scales.split(sizes), strict=True):
             path = f"{prefix}{name}"
             replaced = Fp8Linear(Fp8Weight(*weight), linear.bias)
             parent, _, attribute = name.rpartition(".")
@@ -182,10 +185,10 @@ class _Loader:
         """Hold a tensor's shape and type against those expected."""
         info = self.checkpoint.info(name)
         dtypes: tuple[str, ...] = FLOATS
-        tensor = self._rest[name] if name in self._rest else self._linears[name].values
-        shapes: list[tuple[int, ...]] = [tuple(tensor.shape)]
+        shape = self._rest[name].shape if name in self._rest else self._linears[name].weight.shape
+        shapes: list[tuple[int, ...]] = [tuple(shape)]
         if name in self._linears and not name.endswith(".weight"):
-            shapes = list(self._scale_shapes(*tensor.shape))
+            shapes = list(self._scale_shapes(*shape))
         elif name in self._linears and self._is_published:
             dtypes = ("F8_E4M3",)
         if info.dtype not in dtypes or info.shape not in shapes:
@@ -217,10 +220,10 @@ class _Loader:
             # E4M3 has no infinity; its NaN are all ones below the sign.
             if ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any():
                 raise self._wrong(name, "holds NaN")
-            linear.values.copy_(tensor)
+            linear.words.copy_(Fp8Weight.of(tensor, linear.scales).words)
         else:
             weight = quantise_rows(self._finite(name, tensor))
-            linear.values.copy_(weight.values)
+            linear.words.copy_(weight.words)
             linear.scales.copy_(weight.scales)
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:

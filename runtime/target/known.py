@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_file
 
 from ..errors import UnsupportedModelError, check_choice
-from .fp8 import Fp8Linear
+from .fp8 import Fp8Linear, Weight
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FUSED_ON = ("cuda",)
@@ -186,12 +186,10 @@ def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
     return None
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    held = {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
+def _tensors(module: nn.Module) -> dict[str, Weight]:
     if isinstance(module, Fp8Linear):
-        held["weight"] = held.pop("values")
-        del held["scales"]
-    return held
+        return {"weight": module.weight} | ({} if module.bias is None else {"bias": module.bias})
+    return {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
 
 
 def _unfit_config(config: Any, family: str) -> str | None:
