@@ -98,8 +98,10 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-Launches = Counter[bool]
-"""Launches of the drafter, by whether their parameters were tuned (`drafter.tuned_cache`), graph replays included."""
+Launches = Counter[tuple[Any, bool]]
+"""Launches of the drafter, graph replays included, by shape (`drafter.tuned_cache`) and by whether that is tuned."""
+ALL_LAUNCHES: Launches = Counter()
+"""Those of this process so far, warm-ups and captures included."""
 
 
 class _Counts(threading.local):
@@ -111,8 +113,15 @@ _COUNTS = _Counts()
 
 
 def count_launches(launches: Launches) -> None:
-    """Add launches to this thread's count."""
+    """Add launches to this thread's count, and to the process's."""
     _COUNTS.launches.update(launches)
+    ALL_LAUNCHES.update(launches)
+
+
+def tuned_counts(launches: Launches) -> dict[str, int]:
+    """Count launches with and without tuned parameters: ``tuned_hits`` and ``tuned_misses``."""
+    hits = sum(count for (_, is_tuned), count in launches.items() if is_tuned)
+    return {"tuned_hits": hits, "tuned_misses": launches.total() - hits}
 
 
 @contextmanager

@@ -367,18 +367,18 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
     """Start the kernel: no allocation, no wait. Raises `DrafterError` where it cannot run."""
     device = bufs.keys.device
-    params, is_tuned = packed.launches(cfg)
-    if params.num_programs > max(1, chip_of(device).num_sms):
+    (params, is_tuned), chip = packed.launches(cfg), chip_of(device)
+    if params.num_programs > max(1, chip.num_sms):
         raise DrafterError(
-            f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
-            "the head for this device."
+            f"{params.num_programs} programs cannot be resident at once on {chip.num_sms} SMs; pack the head for this "
+            "device."
         )
     if not (device.type == "cuda" or is_interpreted()):
         raise DrafterError(
             f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
             "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
         )
-    count_launches(Launches([is_tuned]))
+    count_launches(Launches([((chip, cfg), is_tuned)]))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),
