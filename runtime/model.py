@@ -129,8 +129,8 @@ class SpeculativeModel:
         """
         if transformers.__version__.startswith("4."):
             raise UsageError(
-                f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one serves "
-                "patches of SafeAILab's EaModel alone: docs/upstream.md."
+                f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one "
+                "serves patches of SafeAILab's EaModel alone: docs/upstream.md."
             )
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
