@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from . import loading
@@ -129,6 +130,11 @@ class SpeculativeModel:
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
+        if transformers.__version__.startswith("4."):
+            raise UsageError(
+                f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one "
+                "serves patches of SafeAILab's EaModel alone: docs/upstream.md."
+            )
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
