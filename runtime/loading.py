@@ -206,9 +206,13 @@ def check_target_weights(target_weights: str, is_loaded: bool, device: torch.dev
     """Raise `UsageError` for an unknown name, and for "fp8" with a loaded model, device or type that cannot have it."""
     check_choice("target_weights", target_weights, ("auto", "fp8"))
     if target_weights == "fp8":
-        reason = "quantises what it loads, and this target is loaded" if is_loaded else _unfit_for_fp8(device, dtype)
+        reason = (
+            "is for a target that is loaded by name, and this one is loaded"
+            if is_loaded
+            else _unfit_for_fp8(device, dtype)
+        )
         if reason is not None:
-            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out, or change that.")
+            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out.")
 
 
 def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | None:

@@ -94,7 +94,7 @@ def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, devic
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if loader.has_fp8:
         unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
-        model.fp8_note = f"weights in FP8 {form}{unused}"
+        model.fp8_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
     loaded: nn.Module = model.eval()
     return loaded
 

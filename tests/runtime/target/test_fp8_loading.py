@@ -137,7 +137,8 @@ def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> 
     rest = sum(w.numel() for name, w in expected.state_dict().items() if ".layers." in name and w.dim() == 1)
     assert model.target.weight_bytes == matrices + 4 * (rows + rest + expected.lm_head.weight.numel())  # type: ignore[union-attr, operator]
     assert (
-        "weights in FP8 quantised while loading, one scale a row" in model.generate([[3]], max_new_tokens=1).stats.path
+        "weights in FP8 quantised while loading, one scale a row, activations in float32"
+        in model.generate([[3]], max_new_tokens=1).stats.path
     )
 
 
@@ -268,6 +269,31 @@ def test_weights_of_another_format_and_adapters_are_refused_by_name(tmp_path: Pa
         (tmp_path / "model.safetensors").unlink()
     with pytest.raises(TargetError, match=name):
         fetch_target(tmp_path, None, True)
+
+
+def test_columns_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
+    write_target(tmp_path, intermediate_size=168)
+    with pytest.raises(UnsupportedModelError, match="down_proj has 168 columns"):
+        load(tmp_path, AT_LOAD)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", [None, "fp8, blocks", "compressed-tensors, matrices"])
+def test_drafted_tokens_are_plain_ones_on_a_gpu(tmp_path: Path, form: str | None) -> None:
+    if form is None:
+        write_target(tmp_path / "target")
+    else:
+        publish(tmp_path / "target", form)
+    model = SpeculativeModel.from_pretrained(
+        tmp_path / "target", write_head(tmp_path / "head", hidden=160), dtype="bfloat16", depth=3, top_k=3,
+        total_tokens=8, target_weights="fp8" if form is None else "auto",
+    )  # fmt: skip
+    prompts = random_prompts([70, 9, 1])
+    output, plain = (model.generate(prompts, max_new_tokens=30, speculative=each) for each in (True, False))
+    assert output.token_ids == plain.token_ids
+    assert "weights in FP8" in output.stats.path
+    assert output.stats.exactness is not None
 
 
 def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
