@@ -118,7 +118,7 @@ class _Loader:
         """Check all names, shapes and types, then read one tensor after another."""
         expected = {*self._rest, *self._linears}
         if missing := sorted(expected.difference(self.checkpoint.names)):
-            raise self._wrong(missing[0], f"is missing, as are {len(missing) - 1} more of {len(expected)} tensors")
+            raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
         for name in self.checkpoint.names:
             if name in expected:
                 self._check(name)
