@@ -62,6 +62,7 @@ FLOORS = {
         errors
         ops settings
         tree
+        target/fp8
         target/kernels
         target
         drafter/follow

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..fp8 import Fp8Weight, Weight
 from . import product_kernels as kernels
 from .machine import NO_FUSION, major_capability, num_processors, overlapping, programs_wait
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
@@ -84,7 +85,7 @@ def num_groups(hidden: int) -> int:
     return -(-hidden // SQUARES_GROUP)
 
 
-def product_shape(weight: Tensor) -> ProductShape:
+def product_shape(weight: Weight) -> ProductShape:
     """Return what decides the bits of a product with a weight [size, depth]: constants of its shape and type.
 
     K is cut where one part would leave multiprocessors without work; small matrices are done before their parts could
@@ -98,8 +99,8 @@ def product_shape(weight: Tensor) -> ProductShape:
     return ProductShape(size, depth, -(-depth // part), part, _precision(weight))
 
 
-def _precision(weight: Tensor) -> str:
-    return "ieee" if weight.dtype == torch.float32 else "tf32"
+def _precision(weight: Weight) -> str:
+    return "ieee" if isinstance(weight, Tensor) and weight.dtype == torch.float32 else "tf32"
 
 
 def product_tiles(
@@ -240,8 +241,15 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
     )  # fmt: skip
 
 
+def _times(x: Tensor, weight: Weight) -> Tensor:
+    """Multiply rows by a weight, in fp32; of an FP8 weight no number is rounded to the rows' type."""
+    if isinstance(weight, Fp8Weight):
+        return x.float() @ weight.dequantised(torch.float32).t()
+    return (x @ weight.t()).float()
+
+
 def qkv_product_ref(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
     out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None,
 ) -> None:  # fmt: skip
     """Turn rows into what attention reads: q into ``out.query``, k and v into the cache.
@@ -253,7 +261,7 @@ def qkv_product_ref(
     count = len(rows.scaled)
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
-    qkv = (rows.scaled @ weight.t()).float() * rows.factor(norm)
+    qkv = _times(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         qkv += bias.float()
     q, k, v = qkv.view(count, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), 1)
@@ -278,11 +286,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qkv_product(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
     out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `qkv_product_ref` as one launch."""
     assert scratch is not None
+    assert isinstance(weight, Tensor)
     count = len(rows.scaled)
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
@@ -318,22 +327,23 @@ def qkv_product(
 
 
 def add_product_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
     scratch: SplitScratch | None = None,
 ) -> None:  # fmt: skip
     """Add ``x`` [rows, in] times ``weight`` [hidden, in], and ``bias``, to the residual; copy that to ``tap`` too."""
-    delta = (x @ weight.t()).float()
+    delta = _times(x, weight)
     if bias is not None:
         delta += bias.float()
     _put_ref(rows.residual.float() + delta, norm, rows, tap)
 
 
 def add_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
     scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `add_product_ref` as one launch."""
     assert scratch is not None
+    assert isinstance(weight, Tensor)
     count = len(x)
     shape = product_shape(weight)
     tiles = tiles or _tiles(shape, count, "sum", weight, x)
@@ -347,10 +357,10 @@ def add_product(
 
 
 def gated_product_ref(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None
 ) -> None:
     """Write ``silu(gate) * up`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
-    both = (rows.scaled @ weight.t()).float() * rows.factor(norm)
+    both = _times(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         both += bias.float()
     gate, up = both.chunk(2, -1)
@@ -358,11 +368,12 @@ def gated_product_ref(
 
 
 def gated_product(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor,
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor,
     scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
+    assert isinstance(weight, Tensor)
     count = len(out)
     shape = product_shape(weight)
     tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
