@@ -206,9 +206,9 @@ def check_target_weights(target_weights: str, is_loaded: bool, device: torch.dev
     """Raise `UsageError` for an unknown name, and for "fp8" with a loaded model, device or type that cannot have it."""
     check_choice("target_weights", target_weights, ("auto", "fp8"))
     if target_weights == "fp8":
-        reason = "quantises what it loads, and this target is loaded" if is_loaded else _unfit_for_fp8(device, dtype)
+        reason = "quantises while a target is loaded, and this one is" if is_loaded else _unfit_for_fp8(device, dtype)
         if reason is not None:
-            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out, or change that.")
+            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out.")
 
 
 def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | None:
@@ -253,8 +253,8 @@ def load_target(
 ) -> nn.Module:  # fmt: skip
     """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
 
-    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: `load_target_config`'s,
-    needed for FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
+    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: that of `load_target_config`, needed for
+    FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
     """
     from transformers import AutoModelForCausalLM
 
