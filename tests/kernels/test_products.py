@@ -80,11 +80,11 @@ def run_layer(
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
     tiled = [
         products.tiled_heads(num_heads + 2 * kv_heads, head_dim),
-        *(products.tiled_size(len(w)) for w in weights[1:]),
+        *(products.tiled_size(w.shape[0]) for w in weights[1:]),
     ]
     shapes = [products.product_shape(w) for w in weights]
     scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), max(rows, 256), x.device)
-    bias = None if layer.bias is None else [layer.bias[: len(w)] for w in weights]
+    bias = None if layer.bias is None else [layer.bias[: w.shape[0]] for w in weights]
     qkv_bias, o_bias, gate_bias, down_bias = bias or [None] * 4
     tap, gated, features, logits = empty(2 * hidden), empty(layer.down.shape[1]), empty(hidden), empty(150)
     call("embed", x, ints, layer.norm, normed, tap[:, :hidden])
