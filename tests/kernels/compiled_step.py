@@ -128,7 +128,7 @@ def run_all(compiler: Compiler) -> None:
         query = torch.zeros(places * nodes, width, **bf16)
         scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], 1024, torch.device("cpu"))
         tree_attention(query, keys[0], keys[0], attends, 0.1, window, out, scratch, **options)
-    for groups in (0, 1, 2):
+    for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
         multiply(compiler, state.lengths, keys[0], groups)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
@@ -160,7 +160,8 @@ def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor, grou
         return Fp8Weight(torch.empty(shape[0], shape[1] // 4, dtype=torch.int32), scales)
 
     kind = ("", ", FP8", ", FP8 by blocks")[groups]
-    for rows, norms in ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None)):
+    cases = ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None))
+    for rows, norms in cases[::3] + cases[5:] if groups else cases:
         compiler.variant = f"{rows} rows{', norms' if norms else ''}{kind}"
         x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
         gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
