@@ -117,7 +117,20 @@ def test_coverage_prints_a_table_or_json(run, files: Path, tmp_path: Path) -> No
     arguments = ("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts")
     measured = run(*arguments, "--sizes", "300,340")
     assert (measured.code, measured.out.split()[0]) == (0, "source")
-    assert [source["name"] for source in run(*arguments, "--json").json["sources"]] == ["chat", "code", "all sources"]
+    found = run(*arguments, "--floor", "chat=0.5,code=1.0", "--json").json["sources"]
+    assert sorted(source["coverage"][-1] for source in found[:2]) == [source["coverage"][-1] for source in found[:2]]
+    assert {source["name"]: source.get("floor") for source in found} == {"chat": 0.5, "code": 1.0, "all sources": None}
+    assert all(len(source["beside"]) == len(source["coverage"]) for source in found)
+
+
+def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
+    arguments = ("rank", files / "chat.counts", files / "code.counts", "--tokenizer", files / "tok", "-n", 320)
+    held = run(*arguments, "--floor", "chat=0.9", "--floor", "code=0.9", "--json", "-o", tmp_path / "v.json")
+    assert [entry["source"] for entry in held.json["floors"]["held"]] == ["chat", "code"]
+    assert all(entry["reached"] >= 0.9 for entry in held.json["floors"]["held"])
+    told = run(*arguments, "--floor", "chat=0.9", "-o", tmp_path / "v.json", "--force")
+    assert told.out.startswith("chat: ")
+    assert "rank with --size 300" in run("export", tmp_path / "v.json", tmp_path / "f.pt", "-n", 300).err
 
 
 def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path) -> None:
@@ -139,6 +152,8 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--floor", "zh"], "--floor 'zh'"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--floor", "zh=0.9", "-n", "300"], "--floor zh"),
         (["rank", "CHAT", "--tokenizer", "OTHER"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
