@@ -37,7 +37,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, ShapeChooser, first_shape
+from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, ShapeChooser, first_shape, shapes_for
 
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.decoding import RandomModel, compile_ahead, run_steps
@@ -144,11 +144,12 @@ def measure_drawn(model: RandomModel, law: str, slots: int, steps: int, rounds: 
             print({name_of(shape): number for shape, number in chooser.steps.items()}, flush=True)
         return found.tokens / (found.step_ms * count) * 1e3
 
-    for shape in SHAPES:
+    shapes = shapes_for(slots, SHAPES)
+    for shape in shapes:
         run([shape], 2)
-    first = first_shape(slots, SHAPES)
-    variants = {name_of(shape): partial(run, [shape], steps) for shape in SHAPES}
-    variants["chosen"] = partial(run, [first, *(shape for shape in SHAPES if shape != first)], steps)
+    first = first_shape(slots, shapes)
+    variants = {name_of(shape): partial(run, [shape], steps) for shape in shapes}
+    variants["chosen"] = partial(run, [first, *(shape for shape in shapes if shape != first)], steps)
     return _in_turn(variants, rounds)
 
 
@@ -190,7 +191,8 @@ def main(argv: list[str] | None = None) -> None:
             if dims not in drawn:
                 drawn.clear()
                 batches = {int(other.split("/")[-1]) for other in names if other.startswith(f"drawn/{dims}/")}
-                compile_ahead(dims, [(tree, batch, ROWS) for tree in TREES for batch in sorted(batches)], device)
+                trees = [(tree, batch, ROWS) for batch in sorted(batches) for tree in shapes_for(batch, TREES) if tree]
+                compile_ahead(dims, trees, device)
                 drawn[dims] = RandomModel(dims, device)
             row = judged(name, measure_drawn(drawn[dims], law, int(count), args.steps, args.rounds))
         else:

@@ -29,7 +29,7 @@ FLOORS = {
         hub
         files
         common_cli
-        tokenizer
+        target tokenizer
         chats encoding
         forced records
         counts sources
@@ -62,6 +62,7 @@ FLOORS = {
         errors
         ops settings
         tree
+        target/fp8
         target/kernels
         target
         drafter/follow

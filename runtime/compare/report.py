@@ -59,7 +59,7 @@ class Row:
     num_identical: int
     """Answers equal to plain decoding's, token for token; of a server, to the first server's text."""
     stats: GenerationStats
-    """Of all answers; ``exactness`` is None unless it holds for each of them."""
+    """Of all answers; ``is_exact`` if each of them is."""
     measured: Measured | None = None
     """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
@@ -73,7 +73,7 @@ class Row:
     @property
     def is_exact(self) -> bool:
         """Whether the target promised, for every answer, that drafting changes no token."""
-        return self.stats.exactness is not None
+        return self.stats.is_exact
 
     @property
     def tokens_per_s(self) -> float:

@@ -173,7 +173,7 @@ class Run:
                 self.progress(len(self.answers) + len(outputs), self.num_calls)
             plain = outputs[PLAIN]
             for label, output in outputs.items():
-                if label != PLAIN and output.stats.exactness is not None:
+                if label != PLAIN and output.stats.is_exact:
                     _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
             # A turn counts once every candidate has answered it: all figures are of the same turns.
             for label, output in outputs.items():

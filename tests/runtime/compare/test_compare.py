@@ -56,7 +56,7 @@ def test_where_the_target_promises_it_a_difference_is_an_error(
             output = made(*args, **options)
             if is_spoiled and options.get("speculative"):
                 output.results[0].token_ids[3:] = []
-            return replace(output, stats=replace(output.stats, exactness=proof))
+            return replace(output, stats=replace(output.stats, exactness=proof, is_exact=proof is not None))
 
         monkeypatch.setattr(SpeculativeModel, "generate", generate)
 
