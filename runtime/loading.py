@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 
@@ -32,13 +34,7 @@ from .drafter.follow import FollowRows
 from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
 from .errors import DeviceMemoryError, PairingError, SpeedWarning, TargetError, UsageError, misfit
 from .target.location import given_target, recorded_target
-from .target.wrapper import check_supported
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
-
-    from .target.wrapper import TargetModel
+from .target.wrapper import TargetModel, check_supported
 
 MapForm = Literal["auto", "offset", "absolute"]
 
