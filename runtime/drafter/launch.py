@@ -6,14 +6,14 @@ which (``backend``), and nothing falls back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice
+from ..errors import DrafterError, UsageError, check_choice, misfit
 from ..ops import Launches, Ops, count_launches
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
@@ -45,16 +45,16 @@ trees of the active slots into the outputs of these buffers."""
 
 
 def launch_drafter(
-    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers,
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor] | Mapping[str, Tensor], weights: Weights, bufs: Buffers,
     backend: str | DraftFunction = "triton",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Draft the trees of all active slots.
 
     ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
-    target hidden] with equal strides. ``bufs`` holds the other inputs (`Buffers`), the KV cache, which gains the new
-    pairs, and the outputs, which are also returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots,
-    total, depth + 2], tree_mask bool [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots
-    are -1 and 0.
+    target hidden] with equal strides; or a dict of them, X_concat, or X_low, X_mid and X_high. ``bufs`` holds the other
+    inputs (`Buffers`), the KV cache, which gains the new pairs, and the outputs (``bufs.drafted``), of which are also
+    returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots, total, depth + 2], tree_mask bool
+    [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
     PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers of
@@ -64,6 +64,8 @@ def launch_drafter(
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
     _check_parts(cfg, weights, bufs)
+    if isinstance(X, Mapping):
+        X = _named_features(X)
     taps = _check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
         raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
@@ -189,6 +191,15 @@ def write_pairs(
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, *bufs.tables, positions, slots, rows, keys, values
     )
+
+
+def _named_features(X: Mapping[str, Tensor]) -> Tensor | Sequence[Tensor]:
+    """Return features that are given by name: all in one tensor, or three taps."""
+    if X.keys() == {"X_concat"}:
+        return X["X_concat"]
+    if X.keys() == {"X_low", "X_mid", "X_high"}:
+        return X["X_low"], X["X_mid"], X["X_high"]
+    raise misfit("features", "X_concat, or X_low, X_mid and X_high", [*X])
 
 
 def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

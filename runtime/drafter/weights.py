@@ -15,7 +15,7 @@ from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.convert.rows.lm_head import rows_of_ids
 from torch import Tensor
 
-from ..errors import HeadWarning, NothingToFollowError, UnsupportedModelError, UsageError, misfit
+from ..errors import HeadWarning, NamedFields, NothingToFollowError, UnsupportedModelError, UsageError, misfit
 from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
@@ -31,7 +31,7 @@ _ROUNDING = 2**-8
 
 
 @dataclass(frozen=True)
-class HeadWeights:
+class HeadWeights(NamedFields):
     """Weights and dimensions of a draft head; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and

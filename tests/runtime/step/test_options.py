@@ -249,6 +249,12 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any)
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **{option: value})
 
 
+def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.53.3")
+    with raises(UsageError, option="transformers 5.0"):
+        SpeculativeModel.from_pretrained()
+
+
 def test_what_a_target_is_loaded_in(tmp_path: Path) -> None:
     loaded, head = tiny_target("llama"), write_head(tmp_path / "own")
     own = {"dtype": "float32", "device": "cpu", "draft_vocab": np.int64(24)}
