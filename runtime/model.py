@@ -85,9 +85,9 @@ class SpeculativeModel:
         draft_vocab: int | DraftVocab | None = None, follow: str | None = None, follow_rows: int = DEFAULT_FOLLOW_ROWS,
         depth: int = 5, top_k: int = 10, total_tokens: int | None = None, dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None, drafter: str | DraftFunction = "auto", draft_weights: str = "auto",
-        target_backend: str = "auto", tokenizer: Any | None = None, max_model_len: int | None = None,
-        revision: str | None = None, head_revision: str | None = None, tap_layers: Sequence[int] | None = None,
-        d2t_form: loading.MapForm = "auto", offline: bool = False,
+        target_weights: str = "auto", target_backend: str = "auto", tokenizer: Any | None = None,
+        max_model_len: int | None = None, revision: str | None = None, head_revision: str | None = None,
+        tap_layers: Sequence[int] | None = None, d2t_form: loading.MapForm = "auto", offline: bool = False,
     ) -> SpeculativeModel:  # fmt: skip
         """Load a head with its target.
 
@@ -109,6 +109,9 @@ class SpeculativeModel:
                 "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
+            target_weights: "fp8" quantises the matrices of the decoder layers while they are loaded, one scale a row
+                (`target.fp8_loading`): half the bytes, and the output of the quantised model; from sm_89 on. "auto"
+                leaves them as the files have them: a checkpoint published in FP8 is loaded in FP8.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -119,7 +122,7 @@ class SpeculativeModel:
 
         Raises:
             PairingError: head and target do not belong together; no weights were loaded.
-            TargetError: transformers cannot load the target.
+            TargetError: the target cannot be loaded.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
                 `choose_drafter`, `check_tree_fits`.
@@ -142,6 +145,7 @@ class SpeculativeModel:
             place = next(target.parameters()).device
         else:
             place = loading.choose_device(device)
+        loading.check_target_weights(target_weights, isinstance(target, nn.Module), place, wanted)
         check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place, wanted)
         opened = loading.open_any_head(head, head_revision, offline, d2t_form, tap_layers)
@@ -154,6 +158,7 @@ class SpeculativeModel:
         else:
             location = loading.target_location(opened, target, offline, revision)
             name, config = str(location), loading.load_target_config(location, revision, offline)
+            form = loading.choose_form(location, config, target_weights, wanted, place, revision, offline)
             if target is not None:
                 named = Path(target).resolve().name if Path(target).is_dir() else str(target)
                 opened = replace(opened, target_name=named)
@@ -174,7 +179,7 @@ class SpeculativeModel:
         loading.check_vocabulary(draft_vocab, tokenizer_hash, name)
         model = target
         if not isinstance(model, nn.Module):
-            model = loading.load_target(location, wanted, place, revision, offline)
+            model = loading.load_target(location, wanted, place, revision, offline, config, form)
         taps = loading.resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)

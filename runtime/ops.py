@@ -78,6 +78,15 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def lacks_fp8(device: torch.device) -> str | None:
+    """Return why a device multiplies by no weights in FP8, as the end of a sentence; None where it does."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is not None and capability >= (8, 9):
+        return None
+    chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
+    return f"needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}"
+
+
 @contextmanager
 def side_stream() -> Iterator[torch.cuda.Stream]:
     """Run a block on the current GPU's side stream, used for warm-up and capture; one thread at a time.

@@ -29,7 +29,7 @@ FLOORS = {
         hub
         files
         common_cli
-        tokenizer
+        target tokenizer
         chats encoding
         forced records
         counts sources

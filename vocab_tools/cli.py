@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -12,6 +13,7 @@ from .common_cli import (
     example,
     force_option,
     json_option,
+    note,
     parse_weights,
     run_cli,
     version_option,
@@ -21,11 +23,11 @@ from .common_cli import (
 from .count_cli import count, named_tokenizer, tokenizer_options
 from .errors import printable
 from .files import refuse_existing
-from .token_maps import FORMATS
+from .token_maps import LOADERS
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
-    from .token_maps import D2TForm
+    from .token_maps import D2TForm, Loader
     from .vocabulary import DraftVocab
 
 _TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_revision", "offline")
@@ -48,7 +50,7 @@ _target_vocab_option = click.option(
     epilog=example(
         "eagle-vocab count chats.jsonl.gz --tokenizer Qwen/Qwen3-8B --out chat.counts.safetensors",
         "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --size 32000 --out vocab.json",
-        "eagle-vocab export vocab.json freq_32000.pt",
+        "eagle-vocab export vocab.json freq_32000.pt --for sglang",
     ),
 )
 @version_option()
@@ -184,66 +186,93 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
         click.echo(listing.text())
 
 
-@vocab.command(name="import", epilog=example("eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json"))
+@vocab.command(
+    name="import", epilog=example("eagle-vocab import freq_32768.pt --tokenizer Qwen/Qwen3-8B --out vocab.json")
+)
 @click.argument("token_map", metavar="MAP")
+@partial(tokenizer_options, required=False)
 @_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="Form of a d2t, if it is ambiguous.")
 @_out_option
 @force_option
 @json_option
 def import_command(
-    token_map: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool
+    token_map: str,
+    target_vocab: int | None,
+    d2t_form: D2TForm | None,
+    out: str,
+    force: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Import a token map from another tool (FR-Spec, SGLang, vLLM, ids as text, a head's d2t)."""
+    """Import a list of ids or a token map from another tool, and tell what is missing or odd about it.
+
+    With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
+    """
+    from .forced import forced_ids
     from .token_maps import import_token_map
     from .vocabulary import TARGET_VOCAB_FROM
 
     path = refuse_existing(out, force)
-    read = import_token_map(token_map, target_vocab, d2t_form)
+    tokenizer = None
+    if options["tokenizer"] is not None:
+        tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
+    forced = None if tokenizer is None else forced_ids(tokenizer)
+    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer, forced)
     read.save(path)
     warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
         warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
-        emit_json({"out": str(path), **_summary(read), "form": read.provenance.get("form")})
+        account = {"form": read.provenance.get("form"), "warnings": list(read.warnings)}
+        emit_json({"out": str(path), **_summary(read), **account})
     else:
         click.echo(f"{read.size} of {read.target_vocab} ids ({read.provenance.get('form', 'own form')}); wrote {path}")
 
 
-@vocab.command(epilog=example("eagle-vocab export vocab.json freq_16384.pt --size 16384"))
+@vocab.command(
+    epilog=example("eagle-vocab export vocab.json qwen.pt --for sglang --size 32768 --target Qwen/Qwen3.5-27B")
+)
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--format", "map_format", type=click.Choice(FORMATS),
-    help="freq: FR-Spec, SGLang. vllm: draft_token_map. safetensors: d2t and t2d. Default: by the file's ending.",
+    "--for", "loader", type=click.Choice(LOADERS),
+    help="Who will read the file. Default: by its ending, sglang, head (d2t and t2d) or eagle-slim.",
 )  # fmt: skip
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
+@click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
+@click.option("--offline", is_flag=True, help="Read the target from the local Hub cache only.")
 @_target_vocab_option
 @force_option
 @json_option
 def export(
-    vocabulary: str, out: str, map_format: Any, size: int | None, target_vocab: int | None, force: bool, as_json: bool
-) -> None:
-    """Write VOCAB as a token map for another tool."""
-    from .token_maps import export_token_map, format_of
+    vocabulary: str, out: str, loader: Loader | None, size: int | None, target: str | None, offline: bool,
+    target_vocab: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write VOCAB as the loader of an engine takes it, and tell the limits that it keeps to itself."""
+    from .target import read_target
+    from .token_maps import export_token_map, loader_of
     from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
 
     path = refuse_existing(out, force)
-    map_format = map_format or format_of(path)
-    held = _import(vocabulary, target_vocab)
+    loader = loader or loader_of(path)
+    facts = None if target is None else read_target(target, offline)
+    held = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
     if size is not None:
         if held.provenance.get("method") == "token map":
             warn(doubts_of_rank(held.target_ids, size))
         held = held.prefix(size)
         warn(uncounted_warning(held))
-    export_token_map(held, path, map_format)
-    if TARGET_VOCAB_FROM in held.provenance and map_format == "safetensors":
+    told = export_token_map(held, path, loader, facts)
+    if TARGET_VOCAB_FROM in held.provenance and loader == "head":
         doubt = "but the target's LM head may have more (padding rows); give its vocab_size with --target-vocab"
-        warn([f"t2d has {held.target_vocab} entries, {doubt}"])
+        told.append(f"t2d has {held.target_vocab} entries, {doubt}")
+    for line in told:
+        note(f"{loader}: {line}")
     if as_json:
-        emit_json({"out": str(path), **_summary(held)})
+        emit_json({"out": str(path), "for": loader, "told": told, **_summary(held)})
     else:
-        click.echo(f"{held.size} ids; wrote {path}")
+        click.echo(f"{held.size} ids for {loader}; wrote {path}")
 
 
 def main() -> NoReturn:

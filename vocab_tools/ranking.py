@@ -19,10 +19,17 @@ from .counts import TokenCounts
 from .errors import UsageError, VocabularyError
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer, check_tokenizer
-from .vocabulary import COUNTED_IDS, TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank, uncounted_warning
-
-ROUND_TO = 64
-"""Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
+from .vocabulary import (
+    COUNTED_IDS,
+    TARGET_VOCAB_FROM,
+    DraftVocab,
+    check_ids,
+    doubts_of_rank,
+    padding_warning,
+    round_up,
+    some_ids,
+    uncounted_warning,
+)
 
 Part = Literal["held-out", "counted"]
 
@@ -200,7 +207,7 @@ class _Pool:
             outside = f"outside the target's vocabulary of {target_vocab}"
             if not isinstance(forced, ForcedIds):
                 raise UsageError(f"--force-id {wanted[~is_real][0]} is {outside}.")
-            warnings.append(f"forced ids {outside} are left out: {_some(wanted[~is_real])}")
+            warnings.append(f"forced ids {outside} are left out: {some_ids(wanted[~is_real])}")
             wanted = wanted[is_real]
         trained, account = None, {}
         if candidates is not None:
@@ -213,7 +220,7 @@ class _Pool:
                 warnings.append(f"{trained - len(ids)} of the {trained} ids of the head's map belong to no token")
             untrained = wanted[~np.isin(wanted, ids)]
             if len(untrained):
-                warnings.append(f"forced ids that this head was never trained on are not added: {_some(untrained)}")
+                warnings.append(f"forced ids that this head was never trained on are not added: {some_ids(untrained)}")
             wanted = wanted[np.isin(wanted, ids)]
             account = {"trained_ids": trained, "forced_but_untrained": untrained.tolist()}
         account = {"forced": {str(i): reasons.get(i, "by request") for i in wanted.tolist()}, **account}
@@ -238,11 +245,8 @@ class _Pool:
         else:
             self.check_size(size)
         # A size that was found for a coverage is a multiple, or as large as it can be.
-        if size % ROUND_TO and size < len(self.ids) and "size_from_coverage" not in provenance:
-            self.warnings.append(
-                f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving "
-                f"engines pad it, and tensor parallelism needs a multiple (the next is {_round_up(size)})"
-            )
+        if size < len(self.ids) and "size_from_coverage" not in provenance:
+            self.warnings.extend(padding_warning(size))
         account = {**provenance, **self.account, "warnings": self.warnings}
         return DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
 
@@ -289,7 +293,7 @@ def _size_for_coverage(
             f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}."
         )
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
-    size = min(_round_up(smallest), pool.largest_size)
+    size = min(round_up(smallest), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
     return size, account
 
@@ -304,11 +308,12 @@ def _follow(
     gone = order[:size][~np.isin(order[:size], pool.ids)]
     if len(gone):
         why = "belong to no token" if pool.trained is None else "have no row in this head or belong to no token"
-        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {_some(gone)}")
+        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some_ids(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]
     if len(missing):
         warnings.append(
-            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: {_some(missing)}"
+            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: "
+            f"{some_ids(missing)}"
         )
     is_forced = np.isin(usable, pool.forced)
     ranked = np.concatenate([usable[is_forced], missing, usable[~is_forced]])
@@ -330,12 +335,3 @@ def _check_made_with(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, where
     made_with = vocab.provenance.get("tokenizer_hash")
     if tokenizer is not None and made_with is not None:
         check_tokenizer(tokenizer, made_with, where)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // ROUND_TO) * ROUND_TO
-
-
-def _some(ids: NDArray[np.int64]) -> str:
-    shown = ", ".join(str(token_id) for token_id in ids[:8].tolist())
-    return shown + (", ..." if len(ids) > 8 else "")

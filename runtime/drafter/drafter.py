@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice, misfit
+from ..ops import lacks_fp8
 from ..settings import TreeConfig
 from .buffers import INPUTS, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
@@ -40,7 +41,6 @@ NAMES = {
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
 """Short names of the types that matrices can be stored in."""
-_FIRST_WITH_FP8 = (8, 9)
 
 
 @dataclass(eq=False)
@@ -245,13 +245,8 @@ def check_draft_weights(
             "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
             f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'."
         )
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is None or capability < _FIRST_WITH_FP8:
-        chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
-        raise DrafterError(
-            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}. Leave "
-            "draft_weights out."
-        )
+    if (reason := lacks_fp8(device)) is not None:
+        raise DrafterError(f"draft_weights = 'fp8' {reason}. Leave draft_weights out.")
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise UsageError(
             f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}. Leave "

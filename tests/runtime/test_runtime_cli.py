@@ -339,7 +339,7 @@ def test_an_unconverted_head_needs_a_ranking(compare: Run, pair: Pair) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["plain", "full"]
 
 
-@pytest.mark.parametrize(("main", "most"), [(generate_cli.main, 26), (compare_cli.main, 28)])
+@pytest.mark.parametrize(("main", "most"), [(generate_cli.main, 27), (compare_cli.main, 28)])
 def test_help_and_version(run: Run, main: Callable[[list[str]], object], most: int) -> None:
     code, out, _ = run(main, "--help")
     assert code == 0

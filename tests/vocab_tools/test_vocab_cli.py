@@ -82,6 +82,12 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "freq_300.pt", weights_only=True) == held.target_ids[:300].tolist()
     assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors").code == 0
     assert load_file(tmp_path / "m.safetensors")["t2d"].sum() == 320
+    assert run("export", tmp_path / "v.json", tmp_path / "m.txt").code == 2
+    exported = run("export", tmp_path / "v.json", tmp_path / "m.txt", "--for", "vllm-mtp", "--json")
+    assert exported.json["for"] == "vllm-mtp"
+    assert [f"vllm-mtp: {line}" for line in exported.json["told"]] == exported.err.splitlines()
+    odd = run("import", tmp_path / "m.txt", "--tokenizer", files / "tok", "-o", tmp_path / "odd.json", "--json")
+    assert odd.json["warnings"] == []
     again = run("import", tmp_path / "m.safetensors", "-o", tmp_path / "back.json", "--json")
     assert (again.json["draft_vocab"], again.json["ranked"]) == (320, False)
     assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
