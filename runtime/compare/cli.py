@@ -198,7 +198,3 @@ def main(args: list[str] | None = None) -> NoReturn:
 def main_servers(args: list[str] | None = None) -> NoReturn:
     """Run `eagle-servers`."""
     run_cli(servers, args, "eagle-servers")
-
-
-if __name__ == "__main__":
-    main()
