@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 
@@ -36,13 +38,7 @@ from .ops import lacks_fp8
 from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from .target.fp8_loading import fetch_target, load_fp8
 from .target.location import given_target, recorded_target
-from .target.wrapper import check_supported
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
-
-    from .target.wrapper import TargetModel
+from .target.wrapper import TargetModel, check_supported
 
 MapForm = Literal["auto", "offset", "absolute"]
 
@@ -206,9 +202,9 @@ def check_target_weights(target_weights: str, is_loaded: bool, device: torch.dev
     """Raise `UsageError` for an unknown name, and for "fp8" with a loaded model, device or type that cannot have it."""
     check_choice("target_weights", target_weights, ("auto", "fp8"))
     if target_weights == "fp8":
-        reason = "quantises what it loads, and this target is loaded" if is_loaded else _unfit_for_fp8(device, dtype)
+        reason = "quantises while a target is loaded, and this one is" if is_loaded else _unfit_for_fp8(device, dtype)
         if reason is not None:
-            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out, or change that.")
+            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out.")
 
 
 def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | None:
@@ -253,8 +249,8 @@ def load_target(
 ) -> nn.Module:  # fmt: skip
     """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
 
-    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: `load_target_config`'s,
-    needed for FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
+    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: that of `load_target_config`, needed for
+    FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
     """
     from transformers import AutoModelForCausalLM
 

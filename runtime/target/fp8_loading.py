@@ -94,7 +94,7 @@ def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, devic
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if loader.has_fp8:
         unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
-        model.fp8_note = f"weights in FP8 {form}{unused}"
+        model.fp8_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
     loaded: nn.Module = model.eval()
     return loaded
 
@@ -118,7 +118,7 @@ class _Loader:
         """Check all names, shapes and types, then read one tensor after another."""
         expected = {*self._rest, *self._linears}
         if missing := sorted(expected.difference(self.checkpoint.names)):
-            raise self._wrong(missing[0], f"is missing, as are {len(missing) - 1} more of {len(expected)} tensors")
+            raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
         for name in self.checkpoint.names:
             if name in expected:
                 self._check(name)

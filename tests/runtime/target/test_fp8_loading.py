@@ -17,6 +17,7 @@ from eagle_slim.runtime.target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from eagle_slim.runtime.target.fp8_loading import fetch_target, load_fp8
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file, save_file
+from support.hub_server import HubServer, connected
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from torch import Tensor, nn
 
@@ -121,6 +122,8 @@ def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> S
     for speculative in (True, False):
         output = model.generate(prompts, max_new_tokens=12, speculative=speculative)
         assert list(output.token_ids) == [plain_greedy(dequantised, prompt, 12) for prompt in prompts]
+    # Its own generate dequantises at every use.
+    assert plain_greedy(loaded, prompts[0], 12) == plain_greedy(dequantised, prompts[0], 12)
     return model
 
 
@@ -137,7 +140,8 @@ def test_a_target_is_quantised_while_it_is_loaded(tmp_path: Path, kind: str) -> 
     rest = sum(w.numel() for name, w in expected.state_dict().items() if ".layers." in name and w.dim() == 1)
     assert model.target.weight_bytes == matrices + 4 * (rows + rest + expected.lm_head.weight.numel())  # type: ignore[union-attr, operator]
     assert (
-        "weights in FP8 quantised while loading, one scale a row" in model.generate([[3]], max_new_tokens=1).stats.path
+        "weights in FP8 quantised while loading, one scale a row, activations in float32"
+        in model.generate([[3]], max_new_tokens=1).stats.path
     )
 
 
@@ -150,7 +154,7 @@ def test_a_published_form_has_the_tokens_of_its_dequantised_model(tmp_path: Path
     assert "8 scales of activations and cache not used" in path
 
 
-def test_shards_may_part_what_is_multiplied_at_once(tmp_path: Path) -> None:
+def test_shards_of_a_repository_may_part_what_is_multiplied_at_once(tmp_path: Path) -> None:
     expected = publish(tmp_path / "target", "compressed-tensors, rows")
     tensors = load_file(tmp_path / "target" / "model.safetensors")
     (tmp_path / "target" / "model.safetensors").unlink()
@@ -158,7 +162,12 @@ def test_shards_may_part_what_is_multiplied_at_once(tmp_path: Path) -> None:
     for shard in set(shards.values()):
         save_file({name: each for name, each in tensors.items() if shards[name] == shard}, tmp_path / "target" / shard)
     (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    check_tokens(tmp_path, load(tmp_path / "target"), expected)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    with HubServer() as hub, connected(hub, tmp_path / "home"):
+        hub.add_model("someone/fp8", files)
+        folder = fetch_target("someone/fp8", None, offline=False)
+        assert fetch_target("someone/fp8", None, offline=True) == folder
+    check_tokens(tmp_path, load(folder), expected)
 
 
 Q, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.1."
@@ -228,11 +237,17 @@ def test_what_quantises_no_weight_is_none(settings: dict[str, Any] | None) -> No
 
 def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tmp_path: Path) -> None:
     write_target(tmp_path)
+    config = loading.load_target_config(tmp_path, None, True)
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
-    config = loading.load_target_config(tmp_path, None, True)
-    with pytest.raises(TargetError, match=r"published in FP8.*modelopt.*sm_89"):
-        loading.choose_form(tmp_path, config, "auto", None, CPU, None, True)
+    with HubServer() as hub, connected(hub, tmp_path / "home"):
+        hub.add_model("nvidia/fp8", {"hf_quant_config.json": json.dumps(settings).encode()})
+        hub.add_model("someone/plain", {"config.json": b"{}"})
+        for target in (tmp_path, "nvidia/fp8"):
+            with pytest.raises(TargetError, match=r"published in FP8.*modelopt.*sm_89"):
+                loading.choose_form(target, config, "auto", None, CPU, None, False)
+        for offline in (False, True):
+            assert loading.choose_form("someone/plain", config, "auto", None, CPU, None, offline) is None
 
 
 @pytest.mark.parametrize(
@@ -268,6 +283,31 @@ def test_weights_of_another_format_and_adapters_are_refused_by_name(tmp_path: Pa
         (tmp_path / "model.safetensors").unlink()
     with pytest.raises(TargetError, match=name):
         fetch_target(tmp_path, None, True)
+
+
+def test_columns_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
+    write_target(tmp_path, intermediate_size=168)
+    with pytest.raises(UnsupportedModelError, match="down_proj has 168 columns"):
+        load(tmp_path, AT_LOAD)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", [None, "fp8, blocks", "compressed-tensors, matrices"])
+def test_drafted_tokens_are_plain_ones_on_a_gpu(tmp_path: Path, form: str | None) -> None:
+    if form is None:
+        write_target(tmp_path / "target")
+    else:
+        publish(tmp_path / "target", form)
+    model = SpeculativeModel.from_pretrained(
+        tmp_path / "target", write_head(tmp_path / "head", hidden=160), dtype="bfloat16", depth=3, top_k=3,
+        total_tokens=8, target_weights="fp8" if form is None else "auto",
+    )  # fmt: skip
+    prompts = random_prompts([70, 9, 1])
+    output, plain = (model.generate(prompts, max_new_tokens=30, speculative=each) for each in (True, False))
+    assert output.token_ids == plain.token_ids
+    assert "weights in FP8" in output.stats.path
+    assert output.stats.exactness is not None
 
 
 def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
