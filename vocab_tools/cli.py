@@ -146,10 +146,8 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
             f"{ranked.size} cover {found['reached']:.6f}"
         )
     for floor in () if held is None else held["held"]:
-        click.echo(
-            f"{printable(floor['source'])}: {floor['reached']:.2%} of the {floor['measured_on']} tokens covered, floor "
-            f"{floor['asked']:.2%}"
-        )
+        covered = f"{floor['reached']:.2%} of the {floor['measured_on']} tokens covered"
+        click.echo(f"{printable(floor['source'])}: {covered}, floor {floor['asked']:.2%}")
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
     click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
@@ -259,8 +257,8 @@ def import_command(
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--for", "loader", type=click.Choice(LOADERS),
-    help="Who will read the file. Default: by its ending, sglang, head (d2t and t2d) or eagle-slim.",
+    "--for", "loader", type=click.Choice(LOADERS), required=True,
+    help="Who will read the file; head: d2t and t2d, for heads and trainers.",
 )  # fmt: skip
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
@@ -269,16 +267,15 @@ def import_command(
 @force_option
 @json_option
 def export(
-    vocabulary: str, out: str, loader: Loader | None, size: int | None, target: str | None, offline: bool,
+    vocabulary: str, out: str, loader: Loader, size: int | None, target: str | None, offline: bool,
     target_vocab: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write VOCAB as the loader of an engine takes it, and tell the limits that it keeps to itself."""
     from .target import read_target
-    from .token_maps import export_token_map, loader_of
+    from .token_maps import export_token_map
     from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, lost_floors, uncounted_warning
 
     path = refuse_existing(out, force)
-    loader = loader or loader_of(path)
     facts = None if target is None else read_target(target, offline)
     held = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
     if size is not None:

@@ -23,7 +23,6 @@ MEAN = "all sources"
 
 # Half the width, in standard errors, of an interval that holds 95% of a normal distribution.
 _NORMAL_QUANTILE = 1.959964
-_CURVE_POINTS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,6 @@ class CoverageReport:
         draft_vocab: size that is to be used, one of `sizes`.
         target_vocab: size of the target's vocabulary.
         sizes: ascending; every one at least the number of forced ids.
-        shown: the sizes that the table shows; the others make a smooth curve.
         sources: one entry per source, the least covered at `draft_vocab` first, then "all sources" when there are
             several.
         uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
@@ -82,7 +80,6 @@ class CoverageReport:
     draft_vocab: int
     target_vocab: int
     sizes: tuple[int, ...]
-    shown: tuple[int, ...]
     sources: tuple[SourceCoverage, ...]
     uncounted: int
     warnings: tuple[str, ...]
@@ -114,8 +111,7 @@ class CoverageReport:
         rows = [titles + ("ranked here",) * has_beside + ("floor",) * has_floors]
         for source in self.sources:
             name, text = printable(source.name), f"{source.part}, {source.tokens:,} tokens"
-            for size in self.shown:
-                position = self.sizes.index(size)
+            for position, size in enumerate(self.sizes):
                 covered, first = source.coverage[position], source.baseline[position]
                 low, high = source.interval or (None, None)
                 interval = "-" if low is None or high is None else f"{low[position]:.2%} – {high[position]:.2%}"
@@ -160,9 +156,9 @@ def measure_coverage(
 
     Args:
         counts: sources without a held-out part are measured on the counted text, with a warning.
-        sizes: draft-vocabulary sizes to measure; default a grid up to the vocabulary's own size.
+        sizes: draft-vocabulary sizes to measure; default powers of two up to the vocabulary's own size.
         weights: share of each source in the mean, by name.
-        draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: all of `vocab`.
+        draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: the largest.
         candidates: ids that a vocabulary could hold, such as those a head was trained on; the baseline takes the first
             of them. Default all.
         beside: another vocabulary, of at least the same sizes, to measure on the same text.
@@ -179,14 +175,14 @@ def measure_coverage(
             f"The vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
             "Count with the vocabulary's tokenizer."
         )
-    shown, grid = _sizes(vocab, sizes)
+    grid = _sizes(vocab, sizes)
     length = max(vocab.target_vocab, counts.vocab_size)
     first_ids = np.arange(vocab.target_vocab) if candidates is None else np.sort(candidates)
     forced = vocab.target_ids[: vocab.num_forced if vocab.ranked else 0]
     first_ids = np.concatenate([forced, first_ids[~np.isin(first_ids, forced)]])
     orders = [vocab.target_ids, first_ids, *([] if beside is None else [beside.target_ids])]
     buckets = np.stack([_buckets(order, grid, length) for order in orders])
-    draft_vocab = vocab.size if draft_vocab is None else draft_vocab
+    draft_vocab = grid[-1] if draft_vocab is None else draft_vocab
     shares = source_shares(counts, weights).tolist()
     check_floors(floors or {}, [source.name for source in counts.sources])
     measured = [
@@ -203,15 +199,14 @@ def measure_coverage(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
-        shown=shown,
         sources=tuple(measured),
         uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
         warnings=tuple(_warnings(measured, at, draft_vocab)),
     )
 
 
-def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes to show and all sizes to measure, both ascending, the vocabulary's own among them."""
+def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the sizes to measure, ascending; without any, powers of two from 1,024 on and the vocabulary's own."""
     smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
     if sizes is None:
         sizes = [size for size in (1 << exponent for exponent in range(10, 21)) if smallest <= size < vocab.size]
@@ -219,12 +214,7 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
     wrong = [size for size in sizes if not smallest <= size <= vocab.size]
     if wrong:
         raise UsageError(f"--sizes {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.")
-    shown = {int(size) for size in sizes}
-    start = min(max(smallest, 256), vocab.size)
-    curve = np.unique(np.geomspace(start, vocab.size, _CURVE_POINTS).round().astype(int)).tolist()
-    # geomspace may round its last point below the size it was given.
-    inside = {size for size in curve if smallest <= size <= vocab.size}
-    return tuple(sorted(shown)), tuple(sorted(inside | shown | {vocab.size}))
+    return tuple(sorted({int(size) for size in sizes}))
 
 
 def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDArray[np.int64]:

@@ -89,46 +89,33 @@ class FloorProblem:
             needed = self._raised(needed, chosen)
         return None
 
-    def closest(self, size: int) -> NDArray[np.float64]:
-        """Return what the `size` ids cover whose largest shortfall is least, float64 [floors], of the measured text."""
-        solved = self._solve(np.zeros(len(self.score)), self.floors, size, may_fall_short=True)
-        assert solved is not None
-        shares, multipliers = solved
-        return self.reached(self._largest(multipliers @ self.counted, shares, size))
-
     def _raised(self, needed: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
         short = self.floors - self.reached(chosen)
         raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
         # More than all ids cover is never needed, where a floor is no more.
-        return np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1)))
+        possible: NDArray[np.float64] = np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1)))
+        return possible
 
     def _solve(
-        self, cost: NDArray[np.float64], needed: NDArray[np.float64], size: int, may_fall_short: bool = False
+        self, cost: NDArray[np.float64], needed: NDArray[np.float64], size: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """Return x [ids] of the least cost and λ [floors]; None where at most `size` ids do not cover what is needed.
-
-        With `may_fall_short` one number, at a price of 1, may be taken off all that is needed.
-        """
+        """Return x [ids] of the least cost, and λ [floors]; None where `size` ids do not cover what is needed."""
         from scipy.optimize import linprog
 
         used = np.flatnonzero(self.is_forced | (self.score > 0) | self.counted.any(axis=0))
-        extra = int(may_fall_short)
-        rows = np.hstack([-self.counted[:, used], -np.ones((len(needed), extra))])
-        count = np.append(np.ones(len(used)), np.zeros(extra))
-        lowest = np.append(self.is_forced[used], np.zeros(extra))
         found = linprog(
-            np.append(cost[used], np.ones(extra)),
-            np.vstack([rows, count]),
+            cost[used],
+            np.vstack([-self.counted[:, used], np.ones(len(used))]),
             np.append(-needed, size),
-            bounds=np.column_stack([lowest, np.ones(len(lowest))]),
+            bounds=np.column_stack([self.is_forced[used], np.ones(len(used))]),
         )
         if found.status == 2:
             return None
         if found.status != 0:
             raise VocabularyError(f"Floors: HiGHS found no solution: {found.message}.")
         shares = np.zeros(len(self.score))
-        shares[used] = found.x[: len(used)]
-        return shares, np.maximum(-found.ineqlin.marginals[:-1], 0)
+        shares[used] = found.x
+        return shares, np.maximum(-found.ineqlin.marginals[:-1], 0.0)
 
     def _largest(self, worth: NDArray[np.float64], shares: NDArray[np.float64], size: int) -> NDArray[np.bool_]:
         """Return forced ids and those of the most worth, bool [ids]; of equal worth, those of the larger x.
@@ -148,8 +135,4 @@ class FloorProblem:
     def _twins(self) -> NDArray[np.int64]:
         """Number of the group of ids with the same shares and forcing, int64 [ids]."""
         columns = np.vstack([self.is_forced, self.score, self.counted])
-        order = np.lexsort(columns)
-        starts = np.any(np.diff(columns[:, order], axis=1, prepend=np.nan) != 0, axis=0)
-        group = np.empty(len(order), np.int64)
-        group[order] = np.cumsum(starts)
-        return group
+        return np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1)

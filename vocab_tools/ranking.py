@@ -345,27 +345,33 @@ def _hold_floors(
     Where the first `size` ids of the order hold them already, it stays as it is.
     """
     named = {source.name: source for source in counts.sources}
-    counted, measured, parts = [], [], []
-    for name in floors:
-        text = np.pad(named[name].counts, (0, len(score) - counts.vocab_size))
-        held_out = _held_out_counts(named[name], len(score))
-        if not text.any():
-            raise VocabularyError(f"--floor {name}: this source holds no token. Count some text of it first.")
-        counted.append(text / text.sum())
-        measured.append(held_out / held_out.sum() if held_out.any() else counted[-1])
-        parts.append("held-out" if held_out.any() else "counted")
+    texts = np.stack([np.pad(named[name].counts, (0, len(score) - counts.vocab_size)) for name in floors])
+    held_out = np.stack([_held_out_counts(named[name], len(score)) for name in floors])
+    if not texts.any(axis=1).all():
+        raise VocabularyError(
+            f"--floor: of {', '.join(floors)} one source holds no token. Count some text of it first."
+        )
+    parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
+    measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
     problem = FloorProblem(
         score=(score / max(float(score.sum()), 1.0))[pool.ids],
         is_forced=np.isin(pool.ids, pool.forced),
-        counted=np.array(counted)[:, pool.ids],
-        measured=np.array(measured)[:, pool.ids],
+        counted=(texts / texts.sum(axis=1, keepdims=True))[:, pool.ids],
+        measured=(measured / measured.sum(axis=1, keepdims=True))[:, pool.ids],
         floors=np.array(list(floors.values())),
     )
     chosen, bound = np.isin(pool.ids, order[:size]), None
     if not problem.holds(chosen):
         found = problem.choose(size)
         if found is None:
-            raise UsageError(_too_small(problem, floors, size, pool))
+            without = zip(floors.items(), problem.reached(chosen), strict=True)
+            reached = ", ".join(f"{name} {share:.2%} of {floor:.2%}" for (name, floor), share in without)
+            enough = _size_for_floors(problem, size, pool.largest_size)
+            advice = (
+                f"no size does, up to {pool.largest_size}: ask for less" if enough is None else f"{enough} would do"
+            )
+            problem_is = f"{size} ids cannot hold all of these floors; {advice}"
+            raise UsageError(f"--floor: {problem_is}. Ranked without them, {size} cover {reached}.")
         chosen, bound = found
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
     held = [
@@ -375,19 +381,13 @@ def _hold_floors(
     return order, {"size": size, "held": held, "weighted": float(problem.score[chosen].sum()), "weighted_bound": bound}
 
 
-def _too_small(problem: FloorProblem, floors: Mapping[str, float], size: int, pool: _Pool) -> str:
-    """Say by how much `size` ids fall short of the floors, and which size would do."""
-    closest = zip(floors.items(), problem.closest(size), strict=True)
-    reached = ", ".join(f"{name} {share:.2%} of {floor:.2%}" for (name, floor), share in closest)
+def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | None:
+    """Return the next multiple that holds floors which `size` ids do not, None where not even the largest does."""
     fewest = problem.smallest_size()
-    enough = size if fewest is None else round_up(max(fewest, size + 1))
-    while fewest is not None and enough <= pool.largest_size and problem.choose(enough) is None:
-        enough += ROUND_TO
-    if fewest is None or enough > pool.largest_size:
-        advice = f"no size does, up to {pool.largest_size}: ask for less"
-    else:
-        advice = f"{enough} would do"
-    return f"--floor: {size} ids cannot hold all floors; {advice}. The nearest that {size} come: {reached}."
+    if fewest is None:
+        return None
+    sizes = [*range(round_up(max(fewest, size + 1)), largest, ROUND_TO), largest]
+    return next((enough for enough in sizes if problem.choose(enough) is not None), None)
 
 
 def _follow(

@@ -107,10 +107,7 @@ def test_ids_that_the_text_never_holds_are_told() -> None:
 def test_sizes() -> None:
     ranked = rank_vocabulary(token_counts(list(range(9000, 0, -1)), [[1, 2, 3]]), size=8000, forced=[5, 6])
     report = measure_coverage(ranked, token_counts([1] * 9000, [[1, 2, 3], [4]]))
-    assert report.shown == (1024, 2048, 4096, 8000)
-    assert set(report.shown) <= set(report.sizes)
-    assert report.sizes[0] >= 256
-    assert list(report.sizes) == sorted(set(report.sizes))
+    assert report.sizes == (1024, 2048, 4096, 8000)
     with raises(UsageError, option="--sizes"):
         measure_coverage(ranked, token_counts([1] * 9000, [[1]]), sizes=[1])
     unranked = DraftVocab(np.arange(10), 0, 20, ranked=False)

@@ -78,9 +78,9 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     shown = run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--counts", tmp_path / "mix")
     assert "256 of them single bytes" in shown.out
     assert run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--json").json["size"] == 320
-    assert run("export", tmp_path / "v.json", tmp_path / "freq_300.pt", "-n", 300).code == 0
+    assert run("export", tmp_path / "v.json", tmp_path / "freq_300.pt", "--for", "fr-spec", "-n", 300).code == 0
     assert torch.load(tmp_path / "freq_300.pt", weights_only=True) == held.target_ids[:300].tolist()
-    assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors").code == 0
+    assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors", "--for", "head").code == 0
     assert load_file(tmp_path / "m.safetensors")["t2d"].sum() == 320
     assert run("export", tmp_path / "v.json", tmp_path / "m.txt").code == 2
     exported = run("export", tmp_path / "v.json", tmp_path / "m.txt", "--for", "vllm-mtp", "--json")
@@ -106,8 +106,9 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
 
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
-    assert "padding rows" in run("export", tmp_path / "v.json", tmp_path / "guessed.safetensors").err
-    told = run("export", tmp_path / "v.json", tmp_path / "told.safetensors", "--target-vocab", 384)
+    export = ("export", tmp_path / "v.json", "--for", "head")
+    assert "padding rows" in run(*export, tmp_path / "guessed.safetensors").err
+    told = run(*export, tmp_path / "told.safetensors", "--target-vocab", 384)
     assert "padding rows" not in told.err
     assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
 
@@ -130,7 +131,10 @@ def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
     assert all(entry["reached"] >= 0.9 for entry in held.json["floors"]["held"])
     told = run(*arguments, "--floor", "chat=0.9", "-o", tmp_path / "v.json", "--force")
     assert told.out.startswith("chat: ")
-    assert "rank with --size 300" in run("export", tmp_path / "v.json", tmp_path / "f.pt", "-n", 300).err
+    assert (
+        "rank with --size 300"
+        in run("export", tmp_path / "v.json", tmp_path / "f.pt", "--for", "sglang", "-n", 300).err
+    )
 
 
 def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path) -> None:
