@@ -79,6 +79,8 @@ def barriers_of(split: Mapping[str, int], depth: int) -> list[str]:
 def draft_spans(split: Mapping[str, int], depth: int, stamps: Sequence[int], draft: Event) -> list[Event]:
     """Cut a draft's event into those of its parts; ``stamps`` ns: of its end, then of its barriers."""
     names = [*barriers_of(split, depth), "tree"]
+    assert all(stamps[: len(names)]), f"not all of {len(names) - 1} barriers were passed"
+    assert not any(stamps[len(names) :]), f"more than {len(names) - 1} barriers were passed"
     begin, end = float(draft["ts"]), float(draft["ts"]) + float(draft["dur"])
     stops = [end - (stamps[0] - stamp) / 1e3 for stamp in [*stamps[1 : len(names)], stamps[0]]]
     starts = [begin, *stops[:-1]]
