@@ -9,6 +9,7 @@ import torch
 
 MISTAKES = {
     "draft": (["--rows", "gpt"], ["--rows", "("]),
+    "engines": (["--out", "/"],),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
     "generate": (
