@@ -16,6 +16,7 @@ MISTAKES = {
         ["--rounds", "0"], ["--accepted", "7.1"], ["--accepted", "0.9"],
     ),
     "load_fp8": (["--dims", "gpt"], ["--layers", "0"]),
+    "price": (["--dims", "gpt"], ["--places", "0"]),
     "shapes": (["--new", "1"], ["--steps", "1"]),
     "step": (["--dims", "gpt"],),
     "trace": (["--dims", "gpt"],),
