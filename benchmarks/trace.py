@@ -12,7 +12,8 @@ each part of a step, and ends with exit status 1 unless between the first and th
     the allocator hands out nothing.
 
 ``--phases`` runs steps without graphs, in ranges named by phase and operation (``EAGLE_SLIM_RANGES``, for NVTX too);
-there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline.
+there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline. With
+``EAGLE_SLIM_STAMPS=1`` in the environment the persistent drafter's parts are timed and drawn, too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter
+from eagle_slim.runtime.drafter.kernels.grid_barrier import FIRST_STAMP, STAMPS
 from eagle_slim.runtime.ops import named_range, ranges_wanted
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
@@ -53,8 +57,36 @@ STEP = "eagle-slim step"
 Event = dict[str, Any]
 
 
+def barriers_of(split: Mapping[str, int], depth: int) -> list[str]:
+    """Name what ends at each barrier of a draft by an EAGLE-3 head, whose projections are ``split``."""
+
+    def product(name: str, part: str) -> list[str]:
+        # The parts of sums wait for each other.
+        return [part] * (2 if split[name] > 1 else 1)
+
+    fc = [*product("fc", "fc"), "fc"]
+    layer = [*product("qkv", "QKV"), "attention", "attention", *product("o", "output"), "MLP", *product("down", "MLP")]
+    level = [*layer, "LM head, top-k", "choose nodes"]
+    # The last level chooses the tree after its last barrier.
+    return ["inputs", *fc, *(level * (depth + 1))[:-1]]
+
+
+def draft_spans(split: Mapping[str, int], depth: int, stamps: Sequence[int], draft: Event) -> list[Event]:
+    """Cut a draft's event into those of its parts; ``stamps`` ns: of its end, then of its barriers."""
+    names = [*barriers_of(split, depth), "tree"]
+    begin, end = float(draft["ts"]), float(draft["ts"]) + float(draft["dur"])
+    stops = [end - (stamps[0] - stamp) / 1e3 for stamp in [*stamps[1 : len(names)], stamps[0]]]
+    starts = [begin, *stops[:-1]]
+    return [
+        {**draft, "name": f"draft: {name}", "ts": start, "dur": stop - start}
+        for name, start, stop in zip(names, starts, stops, strict=True)
+    ]
+
+
 def part_of(kernel: str) -> str:
     """Return the part of a step that a kernel belongs to; "other" for those of libraries."""
+    if kernel.startswith("draft: "):
+        return kernel
     return next((part for part, names in PARTS.items() if kernel.lstrip("_") in names), "other")
 
 
@@ -145,15 +177,18 @@ def _num_allocated(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["allocation.all.allocated"]) if device.type == "cuda" else 0
 
 
-def draw(events: Sequence[Event], path: Path, title: str) -> None:
+def draw(kernels: Sequence[Event], path: Path, title: str) -> None:
     """Draw the kernels of one step as a timeline, a row for each part."""
     from matplotlib.figure import Figure
 
-    kernels = last_step(events)
     start = float(kernels[0]["ts"])
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    found = list(dict.fromkeys(part_of(kernel["name"]) for kernel in kernels))
+    parts = [
+        *(part for part in found if part not in PARTS and part != "other"),
+        *(p for p in [*PARTS, "other"] if p in found),
+    ]
+    figure = Figure(figsize=(10, 1.0 + 0.25 * len(parts)), layout="constrained")
     axes = figure.subplots()
-    parts = [part for part in [*PARTS, "other"] if any(part_of(kernel["name"]) == part for kernel in kernels)]
     for row, part in enumerate(parts):
         own = [kernel for kernel in kernels if part_of(kernel["name"]) == part]
         spans = [((float(kernel["ts"]) - start) / 1e3, float(kernel["dur"]) / 1e3) for kernel in own]
@@ -192,14 +227,29 @@ def main(argv: list[str] | None = None) -> None:
         )
     times, faults = times_of(events), faults_of(events, num_allocated)
     show({"us": "of one step", **times})
+    kernels, draft_us = last_step(events), dict[str, float]()
+    if STAMPS.value:
+        assert isinstance(decoder.drafter, BufferedDrafter)
+        words, params = decoder.drafter.bufs.workspace["barrier"], decoder.drafter.bufs.params
+        assert params is not None
+        spans = draft_spans(params.layout.split, tree.depth, words[FIRST_STAMP:].view(torch.int64).tolist(), kernels[0])
+        kernels = [*spans, *kernels[1:]]
+        for span in spans:
+            draft_us[span["name"]] = draft_us.get(span["name"], 0.0) + span["dur"]
+        show({"us": "of its draft", **draft_us})
     if args.figure is not None:
-        title = f"One step, {args.dims}, {args.nodes} nodes after {args.prefix} tokens, {machine(device)['device']}"
-        draw(events, args.figure, title)
+        found = machine(device)
+        title = f"One step, {args.dims}, {args.nodes} nodes after {args.prefix} tokens, {found['device']}"
+        title += f", {date.today()}, {found['commit']}"
+        draw(kernels, args.figure, title)
     for fault in faults:
         print(f"fault: {fault}", flush=True)
     is_good = args.phases or not faults
     ran = {name: getattr(args, name) for name in ("dims", "draft_vocab", "prefix", "batch", "nodes", "steps", "phases")}
-    write({"machine": machine(device), **ran, "us": times, "faults": faults, "is_good": is_good}, args.out)
+    write(
+        {"machine": machine(device), **ran, "us": times, "draft_us": draft_us, "faults": faults, "is_good": is_good},
+        args.out,
+    )
     print("nothing waits, copies or allocates but for the records" if not faults else f"{len(faults)} faults")
     sys.exit(0 if is_good else 1)
 

@@ -95,8 +95,8 @@ def convert(
     """Cut the draft vocabulary of an EAGLE head, or of a DFlash draft, to the tokens that matter.
 
     HEAD is a folder or a Hugging Face Hub repository; by default, the built-in EAGLE-3 head of SmolLM2-135M-Instruct.
-    The result is a folder that vLLM and SGLang serve as it is. It has the names and shapes that TensorRT-LLM and
-    SafeAILab's EAGLE ask for, but was not run in these.
+    The result is a folder that vLLM, SGLang and SafeAILab's EAGLE take as it is. It has the names and shapes that
+    TensorRT-LLM asks for, but was not run there.
 
     The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
     head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
@@ -164,7 +164,3 @@ def readable_bytes(size_bytes: int) -> str:
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-convert and leave the process."""
     run_cli(convert, args, "eagle-convert")
-
-
-if __name__ == "__main__":
-    main()

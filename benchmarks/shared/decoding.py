@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from eagle_slim.convert.heads.config import default_taps
@@ -30,7 +31,8 @@ from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, 
 from eagle_slim.runtime.step.shapes import ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels.attention import tree_attention
+from eagle_slim.runtime.target.kernels import attention
+from eagle_slim.runtime.target.kernels.attention import AttentionTiles, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -236,6 +238,21 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
             )
 
     return run
+
+
+def step_with_tiles(
+    decoder: Decoder, num_active: int, prefix: int, tiles: AttentionTiles
+) -> tuple[Callable[[], None], Tensor]:
+    """Return a greedy step whose attention has these tiles, and the logits of its first run after ``prefix`` tokens."""
+    assert decoder.features is not None
+    decoder._graphs.clear()
+    decoder.features.zero_()
+    with mock.patch.object(attention, "attention_tiles", return_value=tiles):
+        fill(decoder, num_active, prefix)
+        decoder.step(num_active, GREEDY, decoder.tree)
+    places = decoder.places_for(num_active)
+    run = decoder._graphs_for(GREEDY).get(("step", decoder.tree, places))
+    return run or partial(decoder.step, num_active, GREEDY, decoder.tree), decoder.shape.bufs.logits.clone()
 
 
 class StepsRun(NamedTuple):

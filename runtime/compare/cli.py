@@ -130,7 +130,3 @@ def compare(
 def main(args: list[str] | None = None) -> NoReturn:
     """Run `eagle-compare`."""
     run_cli(compare, args, "eagle-compare")
-
-
-if __name__ == "__main__":
-    main()

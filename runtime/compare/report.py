@@ -72,11 +72,6 @@ class Row:
         return self.candidate.label
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the target promised, for every answer, that drafting changes no token."""
-        return self.stats.is_exact
-
-    @property
     def tokens_per_s(self) -> float:
         """Decoding speed, prompt processing left out; of all sequences of a batch together."""
         return self.measured.tokens_per_s.value if self.measured else 0.0
@@ -89,8 +84,8 @@ class Row:
             "tokens_per_s": found.tokens_per_s if found else None,
             "speedup": self.speedup,
         }
-        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_exact")
-        counts = ("num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
+        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical")
+        counts = ("is_exact", "num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
         times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
         return {
             **self.candidate.to_json(),
@@ -118,7 +113,7 @@ class Row:
             _with_range(self.speedup, 2),
             f"{found.step_s * 1e3:.1f}" if found else "-",
             str(stats.num_passes) if self.num_answers else "-",
-            "equal" if self.is_exact else f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-",
+            "equal" if stats.is_exact else f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-",
         ]
 
 

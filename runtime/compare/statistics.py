@@ -11,13 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import t
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _NUM_RESAMPLES = 400
 _CONFIDENCE = 0.95

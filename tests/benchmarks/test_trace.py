@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from eagle_slim.runtime.target.kernels import products
 
 from benchmarks import trace
 from benchmarks.shared.decoding import RandomModel
+
+ALONE = dict.fromkeys(("fc", "qkv", "o", "down"), 1)
 
 
 def event(cat: str, name: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
@@ -39,6 +42,26 @@ def test_times_of_a_step() -> None:
     assert {name: time for name, time in times.items() if time} == {
         "draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5,
     }  # fmt: skip
+
+
+def test_barriers_of_a_draft() -> None:
+    """With projections in groups 11 a level, alone 8 (docs/kernels.md)."""
+    assert len(trace.barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
+    assert len(trace.barriers_of(ALONE, 5)) == 50
+
+
+def test_parts_of_a_draft() -> None:
+    """A draft of 30 us: its first barrier is passed after 11, 17 more follow after one each, and the tree takes 2."""
+    stamps = [20_000, *range(1_000, 19_000, 1_000), 0, 0]
+    spans = trace.draft_spans(ALONE, 1, stamps, event("kernel", "draft_kernel", 100, 30))
+    times = Counter[str]()
+    for span in spans:
+        times[trace.part_of(span["name"])] += span["dur"]
+    assert times == {
+        "draft: inputs": 11, "draft: fc": 2, "draft: QKV": 2, "draft: attention": 4, "draft: output": 2,
+        "draft: MLP": 4, "draft: LM head, top-k": 2, "draft: choose nodes": 1, "draft: tree": 2,
+    }  # fmt: skip
+    assert (spans[0]["ts"], spans[-1]["ts"]) == (100, 128)
 
 
 def test_a_clean_trace_has_no_faults() -> None:
@@ -90,5 +113,5 @@ def test_steps_are_traced_in_ranges_of_their_names(
     # By operation, of four layers.
     assert names.count("qkv_product") == names.count("tree_attention") == names.count("gated_product") == 16
     assert {"tree_rows", "head_product", "choose_tokens", "walk", "commit_kv", "list_active"} <= set(names)
-    trace.draw(steps(), tmp_path / "step.svg", "One step")
+    trace.draw(trace.last_step(steps()), tmp_path / "step.svg", "One step")
     assert "<svg" in (tmp_path / "step.svg").read_text()
