@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
+    python -m benchmarks.step --dims llama-3.3-70b --target-weights fp8 --prefixes 512
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
@@ -22,6 +23,7 @@ from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import (
     LAYERS,
     SAMPLED,
+    TARGET_WEIGHTS,
     RandomModel,
     compile_ahead,
     phase_times,
@@ -69,10 +71,11 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
     command.add_argument("--top-k", type=int, nargs="+", default=[10])
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
+    command.add_argument("--target-weights", choices=TARGET_WEIGHTS, default="bf16")
     args = command.parse_args(argv)
     device = command.gpu()
     bandwidth = copy_bytes_per_s(device)
-    model = RandomModel(args.dims, device, backend=args.target)
+    model = RandomModel(args.dims, device, backend=args.target, weights=args.target_weights)
     rows = min(args.draft_vocab, model.dims.vocab)
     # The largest first, and none of more nodes than its top_k can give.
     asked = itertools.product(sorted(args.nodes, reverse=True), args.top_k)
@@ -80,8 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     trees = list(dict.fromkeys(trees))
     compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in args.batch], device)
     result: dict[str, Any] = {
-        "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
-        "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
+        "dims": args.dims, "target": args.target, "target_weights": args.target_weights, "draft_vocab": rows,
+        "weight_bytes": model.weight_bytes, "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
     }  # fmt: skip
     for batch in args.batch:
         # Several of the longest sequences would not fit.

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.fused import FusedTarget
 
 from benchmarks import step
-from benchmarks.shared.decoding import RandomModel, phase_times
+from benchmarks.shared.decoding import RandomModel, phase_times, prompt_logits, random_target
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-blocks"])
+def test_random_targets_in_fp8(random_model: RandomModel, weights: str) -> None:
+    """Our forward against transformers' own, whose layers multiply by the dequantised matrices."""
+    model: Any = random_target("tiny", random_model.dims, torch.float32, torch.device("cpu"), weights)
+    assert model.model.layers[0].mlp.up_proj.weight.words.dtype == torch.int32
+    ids = [5, 80, 2, 7]
+    wanted = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(prompt_logits(FusedTarget(model, None), ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from support.tiny_models import plain_greedy, random_prompts, tiny_target, write
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 
 NAMES_ELSEWHERE = {
+    runtime.TreeConfig: "K TOPK DEPTH",
     runtime.DrafterConfig: "H_ea V n_head K TOPK DEPTH T_max V_BLK ANCBLK use_fc use_concat_taps acc_dtype",
     runtime.Weights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
     runtime.HeadWeights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
@@ -174,8 +175,12 @@ def test_features_alone_draft_a_tree(drafts: list[None]) -> None:
 
 
 def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
+    table = page.split("### Names used elsewhere")[1].split("\n#")[0]
+    assert all(f"`{name}`" in table for name in ("head_dim", "fallback"))
     for owner, names in NAMES_ELSEWHERE.items():
         for name in names.split():
+            assert f"`{name}`" in table
             with raises(UsageError, option=name) as caught:
                 owner(**{name: 1})
             assert "docs/upstream.md" in str(caught.value)
