@@ -210,7 +210,3 @@ def _check(
 def main(args: list[str] | None = None) -> NoReturn:
     """Run `eagle-generate`."""
     run_cli(generate, args, "eagle-generate")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 
@@ -36,13 +38,7 @@ from .ops import lacks_fp8
 from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from .target.fp8_loading import fetch_target, load_fp8
 from .target.location import given_target, recorded_target
-from .target.wrapper import check_supported
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
-
-    from .target.wrapper import TargetModel
+from .target.wrapper import TargetModel, check_supported
 
 MapForm = Literal["auto", "offset", "absolute"]
 

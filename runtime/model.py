@@ -16,10 +16,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from eagle_slim.convert.artifact.format import Artifact
+from eagle_slim.convert.heads.open import DraftHead
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from . import loading
@@ -46,13 +51,6 @@ from .step.decoders import Decoders
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
-
-if TYPE_CHECKING:
-    import numpy as np
-    from eagle_slim.convert.artifact.format import Artifact
-    from eagle_slim.convert.heads.open import DraftHead
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api.request import Request, RequestOutput, collect
 from ..api.stats import GenerationStats, PhaseTimer
-from ..drafter.launch import timed_out
+from ..drafter.drafter import timed_out
 from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
