@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from .errors import NamedFields, UsageError, check_choice, misfit
+from .errors import UsageError, check_choice, misfit
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
 
 
 @dataclass(frozen=True)
-class TreeConfig(NamedFields):
+class TreeConfig:
     """Size of the draft tree, with the meaning the three numbers have in EAGLE-2 and EAGLE-3.
 
     ``depth``: passes after the first one; a path holds up to ``depth + 1`` drafted tokens.

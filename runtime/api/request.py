@@ -61,15 +61,15 @@ class Request:
     decode: Callable[[Sequence[int]], str] | None = None
     process: Processors | None = None
     criteria: Sequence[Callable[[Tensor, Any], Any]] = ()
-    """Asked after every token, with prompt and answer (int64 [1, seq] on ``device``) and None; True ends the answer."""
+    """Called after every token with prompt and answer (int64 [1, seq] on ``device``) and None; True ends the answer."""
     deadline: float | None = None
     """A time of `time.monotonic`, looked at after every step."""
     device: torch.device | str = "cpu"
     keys: Tensor | None = None
-    """int64 [at least max_new_tokens]: of the noise that chooses each new token; None when greedy."""
+    """int64 [at least max_new_tokens]: noise keys, one for each new token; None when greedy."""
     streamer: Streamer | None = None
     head: HeadWeights | None = None
-    """What drafts, so that what it cannot propose is counted; None where drafting was not asked for."""
+    """The draft head, to count tokens that it cannot propose; None where drafting was not asked for."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)

@@ -21,7 +21,6 @@ from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
 from .kernels.frontier import ROWS
 from .kernels.gated_mlp import MlpShape
-from .kernels.grid_barrier import ERROR
 from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
@@ -116,23 +115,6 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
     bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
     if bufs.tails.rows is not None:
         gather_rows(follow, bufs.tails)
-
-
-def check_finished(bufs: Buffers) -> None:
-    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
-    if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
-        raise timed_out(bufs)
-
-
-def timed_out(bufs: Buffers) -> DrafterError:
-    """Make a grid barrier that timed out usable again, and return the error to raise."""
-    for name in ("barrier", "node_arrivals"):
-        if name in bufs.workspace:
-            bufs.workspace[name].zero_()
-    return DrafterError(
-        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
-        "draft is undefined. Is another process using the GPU's SMs exclusively?"
-    )
 
 
 def prefill_drafter(

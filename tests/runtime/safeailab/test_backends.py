@@ -21,7 +21,6 @@ from support.tiny_models import plain_greedy, random_prompts, tiny_target, write
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 
 NAMES_ELSEWHERE = {
-    runtime.TreeConfig: "K TOPK DEPTH",
     runtime.DrafterConfig: "H_ea V n_head K TOPK DEPTH T_max V_BLK ANCBLK use_fc use_concat_taps acc_dtype",
     runtime.Weights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
     runtime.HeadWeights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
