@@ -6,26 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.weights import HeadWeights
 from .sampling import Processors
 from .stats import GenerationStats
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
-
-
-class Streamer(Protocol):
-    """What transformers calls a streamer: it gets the prompt, then new tokens, then the end."""
-
-    def put(self, value: Tensor) -> None:
-        """Take token ids, int64 [1, seq] for the prompt and [new] afterwards, on the CPU."""
-
-    def end(self) -> None:
-        """End of stream."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,8 @@ class Request:
     device: torch.device | str = "cpu"
     keys: Tensor | None = None
     """int64 [at least max_new_tokens]: noise keys, one for each new token; None when greedy."""
-    streamer: Streamer | None = None
+    streamer: BaseStreamer | None = None
+    """Gets the prompt, int64 [1, seq], then new tokens [new], on the CPU."""
     head: HeadWeights | None = None
     """The draft head, to count tokens that it cannot propose; None where drafting was not asked for."""
     token_ids: list[int] = field(default_factory=list)

@@ -39,7 +39,7 @@ _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
 _MODEL_WEIGHT, _CALL_WEIGHT = 4.0, 32.0
 """Weights of the priors, in observations."""
 _SHAPE_WEIGHT, _HOPE = 64.0, 1.2
-"""Weight of a shape's prior, in drafted tokens, and its value: above 1, so that a shape is tried again."""
+"""Weight of a shape's prior, in drafted tokens, and a bonus that shrinks with its tries, so that it is tried again."""
 _MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 """Observations after which an old one counts a third (exponential forgetting), of the model and of a call."""
 _SWITCH = 1.02
