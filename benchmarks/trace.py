@@ -230,7 +230,10 @@ def count_bytes(*given: object) -> dict[str, dict[str, float]]:
     child = [sys.executable, "-c", f"from benchmarks.trace import run_counted; run_counted{given}"]
     options = ["--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"]
     command = ["ncu", *options, "--target-processes", "application-only", "--metrics", ",".join(METRICS), *child]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    # Without graphs, so that ncu sees launches.
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "EAGLE_SLIM_RANGES": "1"}
+    )
     return counters_of(done.stdout.splitlines())
 
 
