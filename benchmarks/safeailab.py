@@ -51,12 +51,11 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
-from benchmarks.shared.timing import machine
-from benchmarks.trace import barriers_of
+from benchmarks.shared.timing import barriers_of, machine
 
 VARIANTS = ("drafter", "whole")
 PARTS = {"attention": ("QKV", "attention", "output"), "mlp": ("MLP",), "lm_head": ("LM head, top-k",)}
-"""Parts of a draft, and what `trace.barriers_of` calls them."""
+"""Parts of a draft, and what `barriers_of` calls them."""
 
 
 @contextlib.contextmanager
