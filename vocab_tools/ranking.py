@@ -365,13 +365,13 @@ def _hold_floors(
         found = problem.choose(size)
         if found is None:
             without = zip(floors.items(), problem.reached(chosen), strict=True)
-            reached = ", ".join(f"{name} {share:.2%} of {floor:.2%}" for (name, floor), share in without)
+            falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
             enough = _size_for_floors(problem, size, pool.largest_size)
-            advice = (
-                f"no size does, up to {pool.largest_size}: ask for less" if enough is None else f"{enough} would do"
+            advice = f"{enough} would do" if enough else f"no size does, up to {pool.largest_size}: ask for less"
+            raise UsageError(
+                f"--floor: {size} ids cannot hold all of these floors; {advice}. Ranked without floors, {size} cover "
+                f"{falls}."
             )
-            problem_is = f"{size} ids cannot hold all of these floors; {advice}"
-            raise UsageError(f"--floor: {problem_is}. Ranked without them, {size} cover {reached}.")
         chosen, bound = found
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
     held = [
