@@ -149,18 +149,17 @@ def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
         return block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
-# A word's odd bytes have their signs where they belong, its even bytes one byte below.
+# A word's odd bytes have their signs where they belong, its even bytes one byte below; bits of ``mask`` of both are not.
 _WIDEN = """{{
     .reg .b32 odd, even, signs, power, zero;
     mov.b32 power, {power};
     mov.b32 zero, 0x80008000;
     shr.u32 odd, $4, {right};
     shl.b32 even, $4, {left};
-    shl.b32 signs, $4, 8;
-    and.b32 odd, odd, {mask};
-    and.b32 even, even, {mask};
-    lop3.b32 odd, $4, zero, odd, 0xea;
-    lop3.b32 even, signs, zero, even, 0xea;
+    and.b32 signs, $4, 0x80808080;
+    lop3.b32 odd, odd, {mask}, signs, 0xe2;
+    shl.b32 signs, signs, 8;
+    lop3.b32 even, even, {mask}, signs, 0xe2;
     fma.rn.{kind} odd, odd, power, zero;
     fma.rn.{kind} even, even, power, zero;
     mov.b32 {{$0, $2}}, even;
@@ -172,13 +171,25 @@ _WIDEN_FP16 = tl.constexpr(_WIDEN.format(right=1, left=7, mask="0x3f803f80", pow
 
 
 @triton.jit
-def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr):
-    return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0)
+def _is_even(SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Whether all steps of FP8 weights are whole: what bounds their product is instructions."""
+    return SHAPE.groups > 0 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0
 
 
 @triton.jit
-def _columns(x_at, inside, k, stop):
-    return tl.load(x_at, mask=inside[None, :] & (k < stop)[:, None], other=0.0)
+def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    if _is_even(SHAPE, TILES):
+        return tl.load(w_at, mask=n_inside[:, None], other=0)
+    else:
+        return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0)
+
+
+@triton.jit
+def _columns(x_at, inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    if _is_even(SHAPE, TILES):
+        return tl.load(x_at, mask=inside[None, :], other=0.0)
+    else:
+        return tl.load(x_at, mask=inside[None, :] & (k < stop)[:, None], other=0.0)
 
 
 @triton.jit
@@ -238,8 +249,8 @@ def _sum_part(
     x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
     for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
         first = at // SHAPE.packed
-        w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE)
-        x = _columns(x_at + at, inside, at + k, stop)
+        w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE, TILES)
+        x = _columns(x_at + at, inside, at + k, stop, SHAPE, TILES)
         acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
     return acc
 
@@ -387,7 +398,7 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
         k = part * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
         w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
-        w = _weights(w_at, n_inside, k, stop, SHAPE)
+        w = _weights(w_at, n_inside, k, stop, SHAPE, TILES)
         if OVERLAP:
             _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
@@ -422,7 +433,7 @@ def _product(
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
-        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
+        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
         acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
         acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
     return acc

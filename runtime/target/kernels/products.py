@@ -25,6 +25,8 @@ from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, Pro
 SUMS_VERSION = 3
 """Version of the summation order; bump it when a constant of shape and type changes."""
 _SPLIT_UNIT = 128
+_MOST_TILES = 384
+"""Tiles of 64 rows of FP8 weights from which on K is not cut; other weights' parts take longer, so half as many."""
 _SMALL = 4 << 20
 """Numbers of a weight that stays in the L2 while blocks of rows read it."""
 
@@ -93,7 +95,8 @@ def product_shape(weight: Weight) -> ProductShape:
     """
     size, depth = weight.shape
     splits = 1
-    while splits < 4 and depth >= 2048 * splits and size // 64 * splits < 192:
+    enough = _MOST_TILES if isinstance(weight, Fp8Weight) else _MOST_TILES // 2
+    while splits < 4 and depth >= 2048 * splits and size // 64 * splits < enough:
         splits *= 2
     part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
     if isinstance(weight, Fp8Weight):
@@ -196,8 +199,8 @@ def _enough(num_sms: int) -> int:
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
     """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
     tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
-    # Parts are left by few tiles of up to 128 by 128 numbers, or by a matrix of fewer than 192 times 64 rows.
-    most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
+    # Parts are left by few tiles of up to 128 by 128 numbers, or by a matrix of few rows in tiles of 64 by 64.
+    most = max(_enough(num_processors(device)) * 128 * 128, _MOST_TILES * 64 * 64)
     parts = max(shape.splits * min(size * -(-rows // 128) * 128, most) for shape, size in shapes)
     return SplitScratch(
         torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
