@@ -141,9 +141,9 @@ def run_all(compiler: Compiler) -> None:
         case.choose(rules, part=2048)
     mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
     gather_tails(compiler)
-    draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths)
+    draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths, state.lengths)
     compiler.variant = "ranks"
-    draw_paths(choices, trees, torch.ones(240, 16, dtype=torch.int32), state.lengths)
+    draw_paths(choices, trees, torch.ones(240, 16, dtype=torch.int32), state.lengths, state.lengths)
 
 
 def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor, groups: int = 0) -> None:

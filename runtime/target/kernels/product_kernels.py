@@ -149,7 +149,7 @@ def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
         return block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
-# A word's odd bytes have their signs where they belong, its even bytes one byte below; bits of ``mask`` of both are not.
+# A word's odd bytes have their signs where they belong, its even bytes one byte below; other bits are in ``mask``.
 _WIDEN = """{{
     .reg .b32 odd, even, signs, power, zero;
     mov.b32 power, {power};
@@ -172,8 +172,8 @@ _WIDEN_FP16 = tl.constexpr(_WIDEN.format(right=1, left=7, mask="0x3f803f80", pow
 
 @triton.jit
 def _is_even(SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Whether all steps of FP8 weights are whole: what bounds their product is instructions."""
-    return SHAPE.groups > 0 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0
+    """Whether all steps are whole, of FP8 weights with a scale a row: what bounds their product is instructions."""
+    return SHAPE.groups == 1 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0
 
 
 @triton.jit

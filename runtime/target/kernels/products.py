@@ -8,6 +8,7 @@ rows are `NormedRows`; sums are fp32, and results are rounded to the model's typ
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -114,13 +115,14 @@ def product_tiles(
 ) -> ProductTiles:  # fmt: skip
     """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
-    ``has_bulk``: the weight and the rows can be copied by descriptors. Measured on an H200 and an H100 with single
-    products and whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
+    ``has_bulk``: the weight and the rows can be copied by descriptors; FP8 weights never are, but the chip could.
+    Measured on an H200 and an H100 with single products and whole passes of Llama-3.1-8B's and SmolLM2's dimensions
+    (docs/kernels.md).
     """
     is_pair, is_small = kind == "pairs", shape.size * shape.depth < _SMALL
     n = 128 if is_pair else 64
     if shape.groups:
-        tiles = _fp8_tiles(shape, rows, is_pair, is_small)
+        tiles = _fp8_tiles(shape, rows, kind, is_small, has_bulk)
     elif itemsize == 4:
         tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
     elif rows <= 64 and is_small:
@@ -151,28 +153,54 @@ def product_tiles(
         # multiprocessor.
         is_wide = has_bulk and rows > 128 and shape.splits == 1 and kind != "sum"
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide else 3, bulk=has_bulk)
-    # A program sums all parts where there are many tiles.
-    walks = rows > 64 and (shape.splits == 1 or _count(tiles, shape, rows) >= _enough(num_sms))
+    # A program sums all parts where there are many tiles; not of FP8 weights: its registers do not hold two sums.
+    walks = rows > 64 and (shape.splits == 1 or (not shape.groups and _count(tiles, shape, rows) >= _enough(num_sms)))
     # One program on a multiprocessor: more in flight.
     is_alone = walks or _count(tiles, shape, rows) * shape.splits <= num_sms
     return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and is_alone else tiles.num_stages)
 
 
-def _fp8_tiles(shape: ProductShape, rows: int, is_pair: bool, is_small: bool) -> ProductTiles:
-    """Choose tiles for FP8 weights: steps of 128 columns, a cache line of a row.
+_FP8_ROWS = (16, 32, 64)
+_FP8_TILES = {
+    "cut pairs": (
+        ProductTiles(128, 128, 16, 4, 4, ahead=512),
+        ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 128, 64, 8, 3, ahead=256),
+        ProductTiles(128, 64, 128, 8, 4),
+    ),
+    "pairs": (
+        ProductTiles(128, 128, 16, 8, 4, ahead=512),
+        ProductTiles(128, 128, 32, 8, 4, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256),
+        ProductTiles(256, 64, 128, 8, 3),
+    ),
+    "sum": (
+        ProductTiles(64, 256, 16, 4, 3, ahead=512),
+        ProductTiles(64, 128, 32, 4, 4, ahead=256),
+        ProductTiles(128, 128, 64, 8, 3, ahead=256),
+        ProductTiles(128, 64, 128, 8, 3),
+    ),
+}
+"""Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more; pairs are cut where K has several parts.
 
-    Wider tiles than other weights', as a row of x is twice the bytes of a row of w. Not measured yet.
-    """
+Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Wider tiles than other
+weights', as a row of x is twice the bytes of a row of w.
+"""
+
+
+def _fp8_tiles(shape: ProductShape, rows: int, kind: str, is_small: bool, is_large_chip: bool) -> ProductTiles:
     if is_small:
         return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 64 else 64, 4, 3, ahead=512 if rows <= 64 else 0)
-    if rows <= 16:
-        return ProductTiles(64, SCALE_BLOCK, 16, 4, 5 if is_pair and shape.splits == 1 else 4, ahead=512)
+    if shape.groups == 1 and is_large_chip:
+        which = "cut pairs" if kind == "pairs" and shape.splits > 1 else kind
+        return _FP8_TILES[which][bisect_left(_FP8_ROWS, rows)]
     if rows <= 32:
-        return ProductTiles(64, SCALE_BLOCK, 32, 4, 4, ahead=256)
-    if rows <= 64 or shape.groups > 1 or shape.splits > 1:
-        # Of more rows two sums at once, of a step or a part and all before it, do not fit into the registers.
-        return ProductTiles(128, SCALE_BLOCK, 64, 8, 3, ahead=256 if rows <= 64 else 0)
-    return ProductTiles(128, 64, 128, 8, 3)
+        return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 16 else 32, 4, 4, ahead=256)
+    # Of more rows two sums at once, of a step and of all before it, do not fit into the registers; nor does one sum and
+    # the widened weights where matrix instructions take both from registers.
+    if rows > 64:
+        return ProductTiles(128, SCALE_BLOCK, 64, 8, 3 if shape.splits > 1 else 2)
+    return ProductTiles(128, SCALE_BLOCK, 64, 8, 3, ahead=256)
 
 
 def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
@@ -180,13 +208,13 @@ def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
     return -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
 
 
-def has_descriptors(weight: Weight, x: Tensor) -> bool:
+def has_descriptors(weight: Tensor, x: Tensor) -> bool:
     """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes.
 
     sm_120 has descriptors, too, but not the shared memory for the tiles that pay with them.
     """
     return (
-        isinstance(weight, Tensor) and major_capability(weight.device) in (9, 10) and weight.itemsize == 2
+        major_capability(weight.device) in (9, 10) and weight.itemsize == 2
         and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     )  # fmt: skip
 
@@ -199,9 +227,14 @@ def _enough(num_sms: int) -> int:
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
     """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
     tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
-    # Parts are left by few tiles of up to 128 by 128 numbers, or by a matrix of few rows in tiles of 64 by 64.
-    most = max(_enough(num_processors(device)) * 128 * 128, _MOST_TILES * 64 * 64)
-    parts = max(shape.splits * min(size * -(-rows // 128) * 128, most) for shape, size in shapes)
+    # FP8 weights leave parts of every tile, of up to 256 by 256 numbers; others of few tiles of up to 128 by 128, or of
+    # a matrix of fewer than 192 times 64 rows.
+    most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
+    parts = max(
+        shape.splits * -(-size // 256) * -(-rows // 256) * 65536 if shape.groups
+        else shape.splits * min(size * -(-rows // 128) * 128, most)
+        for shape, size in shapes
+    )  # fmt: skip
     return SplitScratch(
         torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
@@ -430,8 +463,8 @@ def _tiles(
     shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Weight, x: Tensor
 ) -> ProductTiles:  # fmt: skip
     device = weight.device
-    num_sms, has_bulk = num_processors(device), has_descriptors(weight, x)
-    tiles = product_tiles(shape, rows, kind, x.itemsize, num_sms, has_bulk)
+    has_bulk = major_capability(device) in (9, 10) if isinstance(weight, Fp8Weight) else has_descriptors(weight, x)
+    tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(device), has_bulk)
     return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks)
 
 
