@@ -10,30 +10,35 @@ the operation, so clocks and neighbours touch both. Ratios are for comparison on
 the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22). A gate is green while its ratio is at most the one committed
 for this device plus its tolerance.
 
-All must be green three times in a row; then the full gates run: drafting over plain decoding, and steps that run ahead
-over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). One is green from its threshold of
-tokens/s on, and only if the stated length was really accepted. Every threshold stands in ``gates.json``.
+All must be green three times in a row; then the full gates run, each three times: drafting over plain decoding, and
+steps that run ahead over steps that do not, with random weights and a drawn verdict (`drawn_verdicts`). A run is green
+from its threshold of tokens/s on, and only if no less than the stated length was really accepted. Every threshold
+stands in ``gates.json``. All is strict (``EAGLE_SLIM_STRICT``; 0 asks for derived launch parameters).
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter
+from eagle_slim.runtime.drafter.tuned_cache import is_strict
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.ops import counted_apart, tuned_counts
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, PartialVerification, TreeConfig
 
 from benchmarks.shared.command import Command, write
 from benchmarks.shared.decoding import (
+    SPARE_LENGTH,
     RandomModel,
     attention_of_layers,
     compile_ahead,
@@ -128,8 +133,10 @@ def copy_of(size_bytes: int, device: torch.device) -> Run:
 
 
 @torch.inference_mode()
-def measure_full(model: RandomModel, gate: Values, steps: int = STEPS, turns: int = TURNS) -> list[dict[str, Any]]:
-    """Run the baseline and drafting in turn, as the benchmarks `generate` and `partial` do, and sum both up.
+def measure_full(
+    model: RandomModel, gate: Values, times: int, steps: int = STEPS, turns: int = TURNS
+) -> Iterator[list[dict[str, Any]]]:
+    """Run the baseline and drafting in turn, as the benchmarks `generate` and `partial` do, and sum both up, each time.
 
     Where a gate has ``partial_blocks``, drafting runs ahead and the baseline does not; ``survival`` is then the chance
     that a full pass confirms a token once it has confirmed those before it.
@@ -137,23 +144,28 @@ def measure_full(model: RandomModel, gate: Values, steps: int = STEPS, turns: in
     tree, sequences, prefix, vocab = tree_of(gate), gate["sequences"], gate["prefix"], gate["draft_vocab"]
     if gate["partial_blocks"]:
         option = PartialVerification("exact", gate["partial_blocks"])
-        (row,) = measure_ahead(
-            model, vocab, tree, sequences, prefix, [option], gate["accepted_length"], [gate["survival"]], steps, turns
-        )
-        return [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
+        chances, accepted = [gate["survival"]] * times, gate["accepted_length"]
+        for row in measure_ahead(
+            model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns
+        ):  # fmt: skip
+            yield [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
+        return
     cache = model.new_cache(sequences, prefix + steps * tree.path_width + tree.total_tokens + 1)
-    lengths = draw_lengths(gate["accepted_length"], tree.path_width)
+    lengths = draw_lengths(gate["accepted_length"] + SPARE_LENGTH, tree.path_width)
     decoders = [model.decoder(cache, None), model.drawn_decoder(cache, tree, vocab, lengths)]
-    return take_turns(decoders, sequences, prefix, steps, turns)
+    for _ in range(times):
+        # Plain steps are all alike.
+        yield take_turns(decoders, sequences, prefix, [max(1, steps // 4), steps], turns)
 
 
 def judge(
     gates: Values, device: str, rounds: Iterator[Mapping[str, float]],
-    measure: Callable[[Values], Sequence[Mapping[str, Any]]],
+    measure: Callable[[Values, int], Iterable[Sequence[Mapping[str, Any]]]],
 ) -> dict[str, Any]:  # fmt: skip
     """Take micro rounds until enough in a row are green, then run the full gates; ``is_green``: whether all is well.
 
-    ``measure``: the baseline and drafting of a full gate; none runs when ``most_rounds`` have passed before.
+    ``measure``: the baseline and drafting of a full gate, ``green_rounds`` times; none runs when ``most_rounds`` have
+    passed before.
     """
     reference, tolerances = reference_of(gates, device), gates["micro"]["tolerances"]
     report: dict[str, Any] = {"micro_rounds": [], "full": []}
@@ -171,11 +183,13 @@ def judge(
         print(f"round {len(report['micro_rounds'])}: {in_a_row} green in a row", flush=True)
     report["is_micro_green"] = in_a_row >= gates["green_rounds"]
     for gate in gates["full"] if report["is_micro_green"] else ():
-        base, drafted = measure(gate)
-        ratio = drafted["tokens_per_s"] / base["tokens_per_s"]
-        is_green = drafted["is_length_met"] and ratio >= gate["threshold"]
-        report["full"].append({**gate, "plain": base, "drafted": drafted, "ratio": ratio, "is_green": is_green})
-        say(f"{gate['name']}: {ratio:.2f} x the baseline (threshold {gate['threshold']})", report["full"][-1])
+        for base, drafted in measure(gate, gates["green_rounds"]):
+            ratio = drafted["tokens_per_s"] / base["tokens_per_s"]
+            is_green = drafted["is_length_met"] and ratio >= gate["threshold"]
+            report["full"].append({**gate, "plain": base, "drafted": drafted, "ratio": ratio, "is_green": is_green})
+            length = base["accepted_length"] if gate["partial_blocks"] else drafted["accepted_length"]
+            found = f"{ratio:.2f} x the baseline (threshold {gate['threshold']}), {length:.3f} tokens a pass"
+            say(f"{gate['name']}: {found}", report["full"][-1])
     is_green = report["is_micro_green"] and all(verdict["is_green"] for verdict in report["full"])
     return report | {"is_green": is_green}
 
@@ -194,12 +208,14 @@ def run(
     """
     rounds, described = micro_rounds(gates["micro"], model, samples), machine(model.target.device)
     device = str(described["device"])
-    if is_recording:
-        first = [next(rounds) for _ in range(gates["green_rounds"])]
-        ratios = {name: statistics.median(each[name] for each in first) for name in first[0]}
-        gates["micro"]["references"][device] = {**described, "ratios": ratios}
-        path.write_text(json.dumps(gates, indent=1) + "\n")
-    return {"machine": described, **judge(gates, device, rounds, partial(measure_full, model))}
+    with counted_apart() as launches:
+        if is_recording:
+            first = [next(rounds) for _ in range(gates["green_rounds"])]
+            ratios = {name: statistics.median(each[name] for each in first) for name in first[0]}
+            gates["micro"]["references"][device] = {**described, "ratios": ratios}
+            path.write_text(json.dumps(gates, indent=1) + "\n")
+        judged = judge(gates, device, rounds, partial(measure_full, model))
+    return {"machine": described, "is_strict": is_strict(), **tuned_counts(launches), **judged}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -208,6 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
     args = command.parse_args(argv)
     device, gates = command.gpu(), json.loads(THRESHOLDS.read_text())
+    os.environ.setdefault("EAGLE_SLIM_STRICT", "1")
     micro = gates["micro"]
     try:
         if not args.record:

@@ -1,6 +1,7 @@
 """What does SafeAILab's EAGLE gain from the patches? Its own generation, patched drafter, whole patch, in one run.
 
-    python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompt "Why is the sky blue?"
+    python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompt "Why is the sky blue?" \\
+        --compare --print_output
     python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompts question.jsonl \\
         --depths 5 7 --total-tokens 32 60 --runs 5 --out result.json
     python benchmarks/safeailab.py --upstream EAGLE                                           # SmolLM2
@@ -12,7 +13,8 @@
 Without a model of your own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
 (`ea_model`): that of 70B has 8 of its 80 layers, so that it fits on one GPU; its head, and
 what a draft takes, are whole. Greedy, every variant first generates what upstream does (in float32 a difference is a
-failure, below it the length that is equal is reported); then all are timed in turn.
+failure, below it the length that is equal is reported); then all are timed in turn. Attention, MLP and LM head of a
+draft are timed where they are modules: in upstream's own EAGLE-3 draft. The kernel is one launch (`benchmarks.trace`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
 from benchmarks.shared.timing import machine
 
+VARIANTS = ("drafter", "whole")
+
 
 @contextlib.contextmanager
 def patched(patch: Any) -> Iterator[None]:
@@ -61,8 +65,9 @@ def patched(patch: Any) -> Iterator[None]:
             patch.remove()
 
 
-def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+def generate(model: Any, prompts: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
     """Generate, and return new ids by prompt, milliseconds of each pass after the first, seconds and peak memory."""
+    options = {"temperature": args.temperature, "max_new_tokens": args.new_tokens, "max_length": args.max_length}
     device, passes_ms, answers, seconds = prompts[0].device, [], [], 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -71,7 +76,7 @@ def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature
         times, output = [], prompt
         synchronize(device)
         start = time.perf_counter()
-        for longer in model.ea_generate(prompt, temperature=temperature, max_new_tokens=max_new_tokens):
+        for longer in model.ea_generate(prompt, **options):
             synchronize(device)
             times.append(time.perf_counter())
             output = longer
@@ -98,25 +103,35 @@ def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> 
     return call
 
 
-def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, temperature: float) -> dict[str, float]:
+def part_times(model: Any, patch: Any, prompts: list[Tensor], args: argparse.Namespace) -> dict[str, float]:
     """Time drafts and verifications of a generation, each from an idle device to its end: medians in milliseconds.
 
     A draft is a call of ``topK_genrate``, or the replay that stands for it in the whole patch; one for each prompt
-    takes that in. A verification is a call of ``tree_decoding``.
+    takes that in. A verification is a call of ``tree_decoding``. Of upstream's own EAGLE-3 drafts, in a generation of
+    their own: mean milliseconds a draft in attention, MLP and LM head.
     """
     device, drafts, verifies = prompts[0].device, list[float](), list[float]()
+    layer, found = model.ea_layer, dict[str, float]()
 
     def listen(owner: Any, name: str, times: list[float]) -> contextlib.AbstractContextManager[object]:
         return mock.patch.object(owner, name, timed(getattr(owner, name), device, times))
 
     if isinstance(patch, EaModelPatch):
         with listen(patch.layer, "launch", drafts), listen(patch.step, "tree_decoding", verifies), patched(patch):
-            generate(model, prompts, new_tokens, temperature)
+            generate(model, prompts, args)
     else:
         names = inspect.getmodule(inspect.unwrap(type(model).ea_generate))
-        with patched(patch), listen(model.ea_layer, "topK_genrate", drafts), listen(names, "tree_decoding", verifies):
-            generate(model, prompts, new_tokens, temperature)
-    return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies)}
+        with patched(patch), listen(layer, "topK_genrate", drafts), listen(names, "tree_decoding", verifies):
+            generate(model, prompts, args)
+    if patch is None and hasattr(layer, "midlayer"):
+        parts = {"attention": layer.midlayer.self_attn, "mlp": layer.midlayer.mlp, "lm_head": layer.lm_head}
+        times: dict[str, list[float]] = {name: [] for name in parts}
+        with contextlib.ExitStack() as stack:
+            for name, module in parts.items():
+                stack.enter_context(listen(module, "forward", times[name]))
+            generate(model, prompts, args)
+        found = {f"draft_{name}_ms": sum(each) / len(drafts) for name, each in times.items()}
+    return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies), **found}
 
 
 def compare_texts(answers: list[list[int]], truth: list[list[int]]) -> dict[str, Any]:
@@ -133,16 +148,17 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
     # As its constructor would.
     layer.depth, layer.top_k, layer.total_tokens = tree.depth, tree.top_k, tree.total_tokens - 1
     layer.init_tree()
-    answers = {"upstream": [generate(model, prompts, args.new_tokens, args.temperature)]}
+    answers = {"upstream": [generate(model, prompts, args)]}
     # Built after upstream's own run, whose memory must not count it; both share the packed weights.
     drafter = "triton" if prompts[0].is_cuda else "reference"
     whole = EaModelPatch(model, drafter=drafter, target_backend=args.target_backend)
     patches = {"upstream": None, "drafter": whole.layer, "whole": whole}
+    patches = {name: patch for name, patch in patches.items() if patch is None or name in args.compare}
     for turn in range(1 + args.runs):
         for variant, patch in patches.items():
             if turn > 0 or patch is not None:
                 with patched(patch):
-                    found = generate(model, prompts, args.new_tokens, args.temperature)
+                    found = generate(model, prompts, args)
                 answers.setdefault(variant, []).append(found)
     rows: list[dict[str, Any]] = []
     for variant, (first, *timed_answers) in answers.items():
@@ -162,12 +178,14 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
             row["pass_ms"] = statistics.median(passes_ms) if passes_ms else None
             speeds = [sum(map(len, answer["ids"])) / answer["seconds"] for answer in timed_answers]
             row["tokens_per_s"] = statistics.median(speeds)
-            row |= part_times(model, patches[variant], prompts, args.new_tokens, args.temperature)
+            row |= part_times(model, patches[variant], prompts, args)
             base = rows[0] if rows else row
             row["draft_speedup"] = base["draft_ms"] / row["draft_ms"]
             row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
         rows.append(row)
         show(row)
+        for ids in first["ids"] if args.print_output else ():
+            print(f"{variant}: {model.tokenizer.decode(ids) if args.base_model else ids}")
     return rows
 
 
@@ -219,10 +237,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
     add("--draft-vocab", type=whole_from(1), default=0, help="LM-head rows of a random head (default: all)")
+    add("--compare", nargs="*", choices=VARIANTS, default=[], metavar="VARIANT",
+        help="patches beside upstream's own: drafter, whole (default, and without a value: both)")  # fmt: skip
+    add("--print_output", "--print-output", action="store_true", help="print what each variant generated, once")
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
     add("--top-k", type=int, default=10)
     add("--new-tokens", type=whole_from(1), default=64, help="for each prompt")
+    add("--max-length", type=whole_from(1), default=2048, help="of upstream's KV cache, in tokens (default: 2048)")
     add("--temperature", type=float, default=0.0, help="above 0, texts are not compared")
     add("--runs", type=whole_from(0), default=3, help="that are timed; 0 only checks")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -243,7 +265,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             "a model of your own needs --base-model, --ea-model and --prompt or --prompts, and takes no --dims, "
             "--draft-vocab"
         )
-    args.dims = args.dims or BUILT_IN
+    args.dims, args.compare = args.dims or BUILT_IN, args.compare or VARIANTS
     return args
 
 

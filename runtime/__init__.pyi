@@ -1,90 +1,40 @@
-from . import compare
-from .api.output import GenerationOutput
-from .api.request import RequestOutput
-from .api.stats import GenerationStats
-from .drafter.buffers import Buffers
-from .drafter.dimensions import DrafterConfig
-from .drafter.drafter import Drafter
-from .drafter.follow import FollowRows
-from .drafter.launch import (
-    DraftFunction,
-    allocate_buffers,
-    check_finished,
-    launch_drafter,
-    prefill_drafter,
-    set_tail,
-)
-from .drafter.packing import Weights
-from .drafter.rope import RotaryEmbedding
-from .drafter.tuned_cache import open_tuned_cache
-from .drafter.weights import HeadWeights
-from .errors import (
-    AcceptanceWarning,
-    DrafterError,
-    GPUAssertionError,
-    HeadWarning,
-    PairingError,
-    PromptError,
-    TargetError,
-    TargetWarning,
-    UnsupportedModelError,
-)
-from .model import SpeculativeModel
-from .safeailab.backends import (
-    frontier_generate,
-    fused_draft_token_generation,
-    register_triton_backend,
-    registered_backends,
-    unregister_backend,
-)
-from .safeailab.patch import (
-    patch_ea_model_with_triton_drafter,
-    patch_eagle_model,
-    unpatch_ea_model,
-    unpatch_eagle_model,
-)
-from .settings import SamplingConfig, TreeConfig
-from .tree import DraftTree
-
-__all__ = [
-    "AcceptanceWarning",
-    "Buffers",
-    "DraftFunction",
-    "DraftTree",
-    "Drafter",
-    "DrafterConfig",
-    "DrafterError",
-    "FollowRows",
-    "GPUAssertionError",
-    "GenerationOutput",
-    "GenerationStats",
-    "HeadWarning",
-    "HeadWeights",
-    "PairingError",
-    "PromptError",
-    "RequestOutput",
-    "RotaryEmbedding",
-    "SamplingConfig",
-    "SpeculativeModel",
-    "TargetError",
-    "TargetWarning",
-    "TreeConfig",
-    "UnsupportedModelError",
-    "Weights",
-    "allocate_buffers",
-    "check_finished",
-    "compare",
-    "frontier_generate",
-    "fused_draft_token_generation",
-    "launch_drafter",
-    "open_tuned_cache",
-    "patch_ea_model_with_triton_drafter",
-    "patch_eagle_model",
-    "prefill_drafter",
-    "register_triton_backend",
-    "registered_backends",
-    "set_tail",
-    "unpatch_ea_model",
-    "unpatch_eagle_model",
-    "unregister_backend",
-]
+from . import compare as compare
+from .api.output import GenerationOutput as GenerationOutput
+from .api.request import RequestOutput as RequestOutput
+from .api.stats import GenerationStats as GenerationStats
+from .drafter.buffers import Buffers as Buffers
+from .drafter.dimensions import DrafterConfig as DrafterConfig
+from .drafter.drafter import Drafter as Drafter
+from .drafter.drafter import check_finished as check_finished
+from .drafter.follow import FollowRows as FollowRows
+from .drafter.launch import DraftFunction as DraftFunction
+from .drafter.launch import allocate_buffers as allocate_buffers
+from .drafter.launch import launch_drafter as launch_drafter
+from .drafter.launch import prefill_drafter as prefill_drafter
+from .drafter.launch import set_tail as set_tail
+from .drafter.packing import Weights as Weights
+from .drafter.rope import RotaryEmbedding as RotaryEmbedding
+from .drafter.tuned_cache import open_tuned_cache as open_tuned_cache
+from .drafter.weights import HeadWeights as HeadWeights
+from .errors import AcceptanceWarning as AcceptanceWarning
+from .errors import DrafterError as DrafterError
+from .errors import GPUAssertionError as GPUAssertionError
+from .errors import HeadWarning as HeadWarning
+from .errors import PairingError as PairingError
+from .errors import PromptError as PromptError
+from .errors import TargetError as TargetError
+from .errors import TargetWarning as TargetWarning
+from .errors import UnsupportedModelError as UnsupportedModelError
+from .model import SpeculativeModel as SpeculativeModel
+from .safeailab.backends import frontier_generate as frontier_generate
+from .safeailab.backends import fused_draft_token_generation as fused_draft_token_generation
+from .safeailab.backends import register_triton_backend as register_triton_backend
+from .safeailab.backends import registered_backends as registered_backends
+from .safeailab.backends import unregister_backend as unregister_backend
+from .safeailab.patch import patch_ea_model_with_triton_drafter as patch_ea_model_with_triton_drafter
+from .safeailab.patch import patch_eagle_model as patch_eagle_model
+from .safeailab.patch import unpatch_ea_model as unpatch_ea_model
+from .safeailab.patch import unpatch_eagle_model as unpatch_eagle_model
+from .settings import SamplingConfig as SamplingConfig
+from .settings import TreeConfig as TreeConfig
+from .tree import DraftTree as DraftTree

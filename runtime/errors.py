@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 from difflib import get_close_matches
+from typing import Any
 
 # Under their own names again, so that they can be imported from here.
 from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
 
 _LONGEST = 100
+OTHER_NAMES = "docs/upstream.md, Names used elsewhere, says what other drafters' names are called here."
 
 
 class NothingToFollowError(UsageError):
@@ -87,6 +89,17 @@ def brief(value: object) -> str:
     """Return a value as text that fits a line of an error message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+class NamedFields:
+    """Base of dataclasses whose fields have other names elsewhere: the error for such a name points to their table."""
+
+    def __new__(cls, *_: Any, **fields: Any) -> Any:
+        """Make an empty object. Raises `UsageError` for a field that the class does not have."""
+        for name in fields:
+            if name not in vars(cls)["__dataclass_fields__"]:
+                raise UsageError(f"{cls.__name__} has no field {name!r}. {OTHER_NAMES}")
+        return super().__new__(cls)
 
 
 def misfit(name: str, expected: object, found: object) -> UsageError:

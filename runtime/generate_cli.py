@@ -199,8 +199,8 @@ def _check(
         because = "" if proof is None else f"; {proof}"
         note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")
         return
-    if proof is not None:
-        raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, proof)
+    if output.stats.is_exact:
+        raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, str(proof))
     raise EagleSlimError(
         f"check: token {place} differs from plain {kind}. Below float32 a forward over a tree and one over a token "
         "round differently: try --dtype float32. With --partial-verification lossy tokens may differ."
@@ -210,7 +210,3 @@ def _check(
 def main(args: list[str] | None = None) -> NoReturn:
     """Run `eagle-generate`."""
     run_cli(generate, args, "eagle-generate")
-
-
-if __name__ == "__main__":
-    main()

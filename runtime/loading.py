@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,23 +22,23 @@ from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_ta
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
 from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
-from .errors import DeviceMemoryError, PairingError, SpeedWarning, TargetError, UsageError, misfit
+from .errors import DeviceMemoryError, PairingError, SpeedWarning, TargetError, UsageError, check_choice, misfit
+from .ops import lacks_fp8
+from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
+from .target.fp8_loading import fetch_target, load_fp8
 from .target.location import given_target, recorded_target
-from .target.wrapper import check_supported
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
-
-    from .target.wrapper import TargetModel
+from .target.wrapper import TargetModel, check_supported
 
 MapForm = Literal["auto", "offset", "absolute"]
 
@@ -198,22 +198,70 @@ def _naming(target: str | Path) -> Iterator[None]:
         ) from error
 
 
-def load_target(
-    target: str | Path, dtype: torch.dtype | None, device: torch.device, revision: str | None, offline: bool
-) -> nn.Module:
-    """Load a causal LM with transformers, in evaluation mode on a device.
+def check_target_weights(target_weights: str, is_loaded: bool, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raise `UsageError` for an unknown name, and for "fp8" with a loaded model, device or type that cannot have it."""
+    check_choice("target_weights", target_weights, ("auto", "fp8"))
+    if target_weights == "fp8":
+        reason = "quantises while a target is loaded, and this one is" if is_loaded else _unfit_for_fp8(device, dtype)
+        if reason is not None:
+            raise UsageError(f"target_weights = 'fp8' {reason}. Leave target_weights out.")
 
-    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. Raises `TargetError`, and `DeviceMemoryError` where
-    it does not fit.
+
+def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | None:
+    """Return why weights in FP8 cannot be, as the end of a sentence; ``dtype``: of all else, None if not known yet."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        return f"goes with activations in bfloat16 or float16, and these are in {dtype} (see dtype)"
+    return lacks_fp8(device)
+
+
+def choose_form(
+    target: str | Path, config: Any, target_weights: str, dtype: torch.dtype | None, device: torch.device,
+    revision: str | None, offline: bool,
+) -> Fp8Form | None:  # fmt: skip
+    """Return how a target's weights are in FP8: as published, or quantised where ``target_weights`` asks; None: not.
+
+    ``config``: transformers' own; a ``quantization_config`` that quantises nothing is taken out of it. Raises
+    `TargetError` for weights quantised otherwise, and for published FP8 where it cannot run.
+    """
+    from transformers.utils import cached_file
+
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        with _naming(target):
+            file = cached_file(
+                target, "hf_quant_config.json", revision=revision, local_files_only=offline,
+                _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+            )  # fmt: skip
+        settings = None if file is None else read_object(Path(file), TargetError)
+    form = read_form(settings, str(target))
+    vars(config).pop("quantization_config", None)
+    if form is not None and (reason := _unfit_for_fp8(device, dtype)) is not None:
+        raise TargetError(
+            f"Target {target}: it is published in FP8 ({form.method}), which {reason}. Take the model that it was made "
+            "from, or load it with transformers, which may dequantise it, and pass it to from_pretrained (in Python)."
+        )
+    return AT_LOAD if form is None and target_weights == "fp8" else form
+
+
+def load_target(
+    target: str | Path, dtype: torch.dtype | None, device: torch.device, revision: str | None, offline: bool,
+    config: Any = None, form: Fp8Form | None = None,
+) -> nn.Module:  # fmt: skip
+    """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
+
+    ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: that of `load_target_config`, needed for
+    FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
     """
     from transformers import AutoModelForCausalLM
 
+    if form is not None:
+        return _load_fp8(target, config, form, dtype or config.dtype, device, revision, offline)
     with _naming(target):
         wanted = dtype or "auto"
         if dtype is None and device.type == "cpu":
             wanted = dtype_on_cpu(load_target_config(target, revision, offline))
         model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False
+            target, config=config, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False
         )
     try:
         moved: nn.Module = model.to(device).eval()
@@ -221,10 +269,28 @@ def load_target(
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    raise DeviceMemoryError(
-        f"Target {target}: its weights are {needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}, and the "
-        f"memory of {device} does not suffice ({reason}). Load it in a narrower type (dtype), take a smaller target or "
-        "another device, or end other programs on this one."
+    raise _too_large(target, f"{needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}", device, reason)
+
+
+def _load_fp8(
+    target: str | Path, config: Any, form: Fp8Form, dtype: torch.dtype | None, device: torch.device,
+    revision: str | None, offline: bool,
+) -> nn.Module:  # fmt: skip
+    if dtype is None or (reason := _unfit_for_fp8(device, dtype)) is not None:
+        found = "its config.json names no type" if dtype is None else f"it {reason}"
+        raise TargetError(f"Target {target}: its weights are to be in FP8, and {found}. Load it with dtype='bfloat16'.")
+    try:
+        return load_fp8(fetch_target(target, revision, offline), config, form, dtype, device)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+    raise _too_large(target, "in FP8", device, reason)
+
+
+def _too_large(target: str | Path, weights: str, device: torch.device, reason: str) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        f"Target {target}: its weights are {weights}, and the memory of {device} does not suffice ({reason}). Load it "
+        "in a narrower type (dtype, target_weights), take a smaller target or another device, or end other programs on "
+        "this one."
     )
 
 

@@ -16,9 +16,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+import transformers
+from eagle_slim.convert.artifact.format import Artifact
+from eagle_slim.convert.heads.open import DraftHead
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from . import loading
@@ -45,13 +51,6 @@ from .step.decoders import Decoders
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
-
-if TYPE_CHECKING:
-    import numpy as np
-    from eagle_slim.convert.artifact.format import Artifact
-    from eagle_slim.convert.heads.open import DraftHead
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
 
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
@@ -86,9 +85,9 @@ class SpeculativeModel:
         draft_vocab: int | DraftVocab | None = None, follow: str | None = None, follow_rows: int = DEFAULT_FOLLOW_ROWS,
         depth: int = 5, top_k: int = 10, total_tokens: int | None = None, dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None, drafter: str | DraftFunction = "auto", draft_weights: str = "auto",
-        target_backend: str = "auto", tokenizer: Any | None = None, max_model_len: int | None = None,
-        revision: str | None = None, head_revision: str | None = None, tap_layers: Sequence[int] | None = None,
-        d2t_form: loading.MapForm = "auto", offline: bool = False,
+        target_weights: str = "auto", target_backend: str = "auto", tokenizer: Any | None = None,
+        max_model_len: int | None = None, revision: str | None = None, head_revision: str | None = None,
+        tap_layers: Sequence[int] | None = None, d2t_form: loading.MapForm = "auto", offline: bool = False,
     ) -> SpeculativeModel:  # fmt: skip
         """Load a head with its target.
 
@@ -110,6 +109,9 @@ class SpeculativeModel:
                 "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
+            target_weights: "fp8" quantises the matrices of the decoder layers while they are loaded, one scale a row
+                (`target.fp8_loading`): half the bytes, and the output of the quantised model; from sm_89 on. "auto"
+                leaves them as the files have them: a checkpoint published in FP8 is loaded in FP8.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -120,12 +122,17 @@ class SpeculativeModel:
 
         Raises:
             PairingError: head and target do not belong together; no weights were loaded.
-            TargetError: transformers cannot load the target.
+            TargetError: the target cannot be loaded.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `read_dtype`, `choose_draft_ids`,
                 `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
+        if transformers.__version__.startswith("4."):
+            raise UsageError(
+                f"SpeculativeModel needs transformers 5.0 or later, found {transformers.__version__}. An older one "
+                "serves patches of SafeAILab's EaModel alone: docs/upstream.md."
+            )
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -138,6 +145,7 @@ class SpeculativeModel:
             place = next(target.parameters()).device
         else:
             place = loading.choose_device(device)
+        loading.check_target_weights(target_weights, isinstance(target, nn.Module), place, wanted)
         check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place, wanted)
         opened = loading.open_any_head(head, head_revision, offline, d2t_form, tap_layers)
@@ -150,6 +158,7 @@ class SpeculativeModel:
         else:
             location = loading.target_location(opened, target, offline, revision)
             name, config = str(location), loading.load_target_config(location, revision, offline)
+            form = loading.choose_form(location, config, target_weights, wanted, place, revision, offline)
             if target is not None:
                 named = Path(target).resolve().name if Path(target).is_dir() else str(target)
                 opened = replace(opened, target_name=named)
@@ -170,7 +179,7 @@ class SpeculativeModel:
         loading.check_vocabulary(draft_vocab, tokenizer_hash, name)
         model = target
         if not isinstance(model, nn.Module):
-            model = loading.load_target(location, wanted, place, revision, offline)
+            model = loading.load_target(location, wanted, place, revision, offline, config, form)
         taps = loading.resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
@@ -374,7 +383,9 @@ class SpeculativeModel:
                 streamer.end()
         chosen = loop.chooser
         path = describe(plan, self.target, self._decoders, self.drafting, {} if chosen is None else chosen.steps)
-        stats = replace(stats, path=path, exactness=self.target.exactness if plan.is_exact else None)
+        stats = replace(stats, path=path)
+        if plan.is_exact:
+            stats = replace(stats, exactness=self.target.exactness, is_exact=self.target.has_exact_rows)
         if chosen is not None:
             _warn_if_nothing_is_accepted(chosen.num_drafts, chosen.num_accepted, self.drafter)
         elif plan.is_drafted:
@@ -405,7 +416,7 @@ class SpeculativeModel:
         keywords = {renamed.get(name, name): value for name, value in options.items()}
         if len(keywords) < len(options):
             raise UsageError("max_tokens is max_new_tokens, and n num_return_sequences: give each once.")
-        keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
+        keywords.setdefault("reuse_prefix", self.target.exactness is not None)
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 
     def warmup(

@@ -78,6 +78,15 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def lacks_fp8(device: torch.device) -> str | None:
+    """Return why a device multiplies by no weights in FP8, as the end of a sentence; None where it does."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is not None and capability >= (8, 9):
+        return None
+    chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
+    return f"needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}"
+
+
 @contextmanager
 def side_stream() -> Iterator[torch.cuda.Stream]:
     """Run a block on the current GPU's side stream, used for warm-up and capture; one thread at a time.
@@ -98,8 +107,10 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-Launches = Counter[bool]
-"""Launches of the drafter, by whether their parameters were tuned (`drafter.tuned_cache`), graph replays included."""
+Launches = Counter[tuple[Any, bool]]
+"""Launches of the drafter, graph replays included, by shape (`drafter.tuned_cache`) and by whether that is tuned."""
+ALL_LAUNCHES: Launches = Counter()
+"""Those of this process so far, warm-ups and captures included."""
 
 
 class _Counts(threading.local):
@@ -111,8 +122,15 @@ _COUNTS = _Counts()
 
 
 def count_launches(launches: Launches) -> None:
-    """Add launches to this thread's count."""
+    """Add launches to this thread's count, and to the process's."""
     _COUNTS.launches.update(launches)
+    ALL_LAUNCHES.update(launches)
+
+
+def tuned_counts(launches: Launches) -> dict[str, int]:
+    """Count launches with and without tuned parameters: ``tuned_hits`` and ``tuned_misses``."""
+    hits = sum(count for (_, is_tuned), count in launches.items() if is_tuned)
+    return {"tuned_hits": hits, "tuned_misses": launches.total() - hits}
 
 
 @contextmanager

@@ -33,6 +33,10 @@ _OPTIONS = (
         "--draft-weights", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", show_default=True,
         help="Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
+    click.option(
+        "--target-weights", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True,
+        help="Weights of the target: as its files have them (auto), or quantised to FP8, on GPUs from sm_89 on.",
+    ),
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
     click.option(
         "--partial-verification", type=click.Choice(["exact", "lossy"]),
@@ -40,7 +44,7 @@ _OPTIONS = (
         "`lossy` may change the text.",
     ),
 )  # fmt: skip
-_LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "offline")
+_LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "target_weights", "offline")
 
 
 def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -82,7 +86,7 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
     loaded = {
         "revision": None, "dtype": "auto", "device": None, "target_backend": model.target.backend.name,
-        "drafter": model.drafter.backend, "tokenizer": model.tokenizer,
+        "target_weights": "auto", "drafter": model.drafter.backend, "tokenizer": model.tokenizer,
     }  # fmt: skip
     models = [model]
     for other in heads:

@@ -46,6 +46,7 @@ Everything here is a function from tensors to tensors of fixed shape, without wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,6 +76,20 @@ class DraftTree:
     """int64 [batch, nodes, depth + 2]: root-to-leaf paths, padded with -1."""
     num_leaves: Tensor
     """int64 [batch]: rows of ``retrieve_indices`` in use."""
+
+    def to_upstream(self, slot: int = 0, sampling: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return one sequence's tree as SafeAILab's ``topK_genrate`` returns it. Waits for the device.
+
+        draft_tokens int64 [1, nodes], retrieve_indices int64 [leaves, longest path], tree_mask float32 [1, 1, nodes,
+        nodes], tree_position_ids int64 [nodes]. ``sampling`` sorts the paths as upstream does for a logits processor:
+        lexicographically, padding last. A node's children are then tried in the order of the rows.
+        """
+        width = int(self.tree_position_ids[slot].max()) + 1
+        paths = self.retrieve_indices[slot, : int(self.num_leaves[slot]), :width]
+        if sampling:
+            rows = [[math.inf if node < 0 else node for node in row] for row in paths.tolist()]
+            paths = paths[sorted(range(len(rows)), key=rows.__getitem__)]
+        return self.draft_tokens[slot][None], paths, self.tree_mask[slot][None].float(), self.tree_position_ids[slot]
 
 
 class Trees(NamedTuple):

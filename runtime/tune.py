@@ -1,12 +1,12 @@
 """Find launch parameters of the drafter for this GPU, and keep the best.
 
-    EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what is launched
-    python -m eagle_slim.runtime.tune shapes.json         # tunes what has no parameters for this GPU yet
+    EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...                # or any other run: records what is launched
+    python -m eagle_slim.runtime.tune --from-shapes shapes.json     # tunes what has no parameters for this GPU yet
 
-Each shape's derived parameters are tried, a few that differ from them in one thing each, then the gains together. All
-are checked against the fp32 reference, then timed as CUDA-graph replays interleaved with those of the derived ones. The
-winner goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), which holds several GPUs'.
-Weights are random: speed does not depend on values.
+Each shape's derived parameters are tried, and a few that differ from them in one thing each. All are checked against
+the fp32 reference, then timed as CUDA-graph replays interleaved with those of the derived ones. The winner goes into
+the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), which holds several GPUs'. Heads and drafts that
+were launched most come first. Weights are random: speed does not depend on values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
 the first one-slot configuration tuned for the head, else the derived one.
@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -113,35 +115,27 @@ def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dic
     return {name: variant for name, variant in found.items() if variant.layout != own}
 
 
-def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
-    """Apply several changes of ``base`` to it, best first; a later one never undoes an earlier one."""
-    result = base
-    changed: set[str] = set()
-    for variant in gains:
-        names = {each.name for each in fields(base) if getattr(variant, each.name) != getattr(base, each.name)}
-        if not names & changed:
-            result = replace(result, **{name: getattr(variant, name) for name in names})
-            changed |= names
-    return result
-
-
 def trials_of(
-    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None
 ) -> tuple[LaunchParams, dict[str, LaunchParams]]:
-    """Return the derived parameters, and variants by name over the packed ``layout``, or over several for None."""
+    """Return the derived parameters, and variants by name over the packed ``layout``, or over several for None.
+
+    ``most``: return only so many variants.
+    """
     derived = choose_launch(cfg, chip, layout)
     tried = {} if layout is not None else layout_variants(derived, cfg, chip)
-    return derived, tried | variants(derived, cfg, chip)
+    return derived, dict(islice((tried | variants(derived, cfg, chip)).items(), most))
 
 
 def tune(
-    cfg: DrafterConfig, chip: Chip, measure: Measure, left: Callable[[], float], layout: StoredLayout | None = None
-) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration: the derived ones, a variant, or the gains together.
+    cfg: DrafterConfig, chip: Chip, measure: Measure, left: Callable[[], float], layout: StoredLayout | None = None,
+    most: int | None = None,
+) -> tuple[LaunchParams, list[Trial]]:  # fmt: skip
+    """Choose parameters for one configuration: the derived ones or a variant.
 
-    Stops with the best so far when no time (seconds) is ``left``. ``layout``: as in `trials_of`.
+    Stops with the best so far when no time (seconds) is ``left``. ``layout``, ``most``: as in `trials_of`.
     """
-    derived, tried = trials_of(cfg, chip, layout)
+    derived, tried = trials_of(cfg, chip, layout, most)
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -163,13 +157,8 @@ def tune(
     for name, params in tried.items():
         if left() > 0:
             attempt(name, params)
-    good = sorted((trial for trial in trials[1:] if trial.gain > LEAST_GAIN), key=lambda trial: -trial.gain)
-    best, gain = (tried[good[0].name], good[0].gain) if good else (derived, LEAST_GAIN)
-    together = combine(derived, [tried[trial.name] for trial in good])
-    if together not in (best, derived) and left() > 0:
-        trial = attempt(" + ".join(trial.name for trial in good), together)
-        best = together if trial.gain > gain else best
-    return best, trials
+    best = max(trials, key=lambda trial: trial.gain)
+    return tried[best.name] if best.gain > LEAST_GAIN else derived, trials
 
 
 class GraphTimer:
@@ -215,27 +204,34 @@ class GraphTimer:
         return Weights(head, packed)
 
 
-def recorded_configurations(path: Path, chip: str) -> list[tuple[Dims, DrafterConfig]]:
-    """Read the drafts recorded on ``chip``, those of a head together and those of the fewest slots first.
+def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterConfig]]:
+    """Read the drafts recorded on ``chip``, one for each key, those of a head together and the most launched first.
 
-    The first one sets a head's layout. Raises `UsageError` for a file without any of this GPU.
+    But a head's first has one slot, and sets its layout. Raises `UsageError` for a file without any of this GPU.
     """
     recorded = read_shapes(path)
-    # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
-    wanted = [
-        (Dims.of(c), draft_config(Dims.of(c), c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
-        for name, c in recorded
-        if name == chip
-    ]
-    if not wanted:
+    own = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
+    if not own:
         raise UsageError(
-            f"{path} holds no shape recorded on {chip} ({len(recorded)} of other GPUs). Record with EAGLE_SLIM_SHAPES "
-            "on the GPU that is tuned."
+            f"{path} holds no shape recorded on {chip.name} ({len(recorded)} of other GPUs). Record with "
+            "EAGLE_SLIM_SHAPES on the GPU that is tuned."
         )
-    heads = list(dict.fromkeys((dims, cfg.dtype, cfg.weight_dtype) for dims, cfg in wanted))
-    return sorted(
-        wanted, key=lambda item: (heads.index((item[0], item[1].dtype, item[1].weight_dtype)), item[1].num_slots)
-    )
+    of_key, of_head = Counter[str](), Counter[str]()
+    for cfg, launches in own:
+        of_key[cache_key(cfg, chip)] += launches
+        of_head[layout_key(cfg, chip)] += launches
+
+    def order(item: tuple[DrafterConfig, int]) -> tuple[int, str, bool, int, int]:
+        (cfg, launches), head = item, layout_key(item[0], chip)
+        return -of_head[head], head, cfg.num_slots > 1, -of_key[cache_key(cfg, chip)], -launches
+
+    wanted: dict[str, tuple[Dims, DrafterConfig]] = {}
+    for cfg, _ in sorted(own, key=order):
+        # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
+        dims, tree = Dims.of(cfg), cfg.tree
+        own_prefix = draft_config(dims, cfg.draft_vocab, tree, cfg.num_slots, PREFIX, cfg.dtype, cfg.weight_dtype)
+        wanted.setdefault(cache_key(cfg, chip), (dims, own_prefix))
+    return list(wanted.values())
 
 
 def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) -> None:
@@ -253,9 +249,10 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m eagle_slim.runtime.tune", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("shapes", type=Path, help="what EAGLE_SLIM_SHAPES=FILE recorded")
+    parser.add_argument("--from-shapes", type=Path, required=True, help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
     parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
+    parser.add_argument("--variants", type=int, help="try only as many, the most promising; default all")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
     try:
@@ -286,12 +283,12 @@ def run(args: argparse.Namespace) -> None:
         may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
         return None if may_set else cache.layout(cfg, chip)
 
-    drafts = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in recorded_configurations(args.shapes, chip.name)}
-    todo = [each for key, each in drafts.items() if args.again or key not in cache.launches]
+    drafts = recorded_configurations(args.from_shapes, chip)
+    todo = [each for each in drafts if args.again or cache_key(each[1], chip) not in cache.launches]
     print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
     jobs = []
     for dims, cfg in todo:
-        derived, tried = trials_of(cfg, chip, layout_for(cfg))
+        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, chip.capability, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
@@ -302,7 +299,7 @@ def run(args: argparse.Namespace) -> None:
             break
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-        best, trials = tune(cfg, chip, timer, left, layout_for(cfg))
+        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
         print_trials(cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()

@@ -29,7 +29,7 @@ FLOORS = {
         hub
         files
         common_cli
-        tokenizer
+        target tokenizer
         chats encoding
         forced records
         counts sources
@@ -37,7 +37,8 @@ FLOORS = {
         ray_workers
         counting vocabulary
         count_cli
-        ranking token_maps
+        floors token_maps
+        ranking
         coverage
         show
         cli
@@ -62,6 +63,7 @@ FLOORS = {
         errors
         ops settings
         tree
+        target/fp8
         target/kernels
         target
         drafter/follow

@@ -54,9 +54,19 @@ def test_readme_is_read_in_two_minutes() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    prose = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8")):
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
         if "://" not in link:
-            assert (path.parent / link).exists(), link
+            name, _, anchor = link.partition("#")
+            linked = (path.parent / name) if name else path
+            assert linked.exists(), link
+            assert not anchor or anchor in anchors(linked), link

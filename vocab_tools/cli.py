@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -12,6 +13,8 @@ from .common_cli import (
     example,
     force_option,
     json_option,
+    note,
+    parse_floors,
     parse_weights,
     run_cli,
     version_option,
@@ -21,11 +24,11 @@ from .common_cli import (
 from .count_cli import count, named_tokenizer, tokenizer_options
 from .errors import printable
 from .files import refuse_existing
-from .token_maps import FORMATS
+from .token_maps import LOADERS
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
-    from .token_maps import D2TForm
+    from .token_maps import D2TForm, Loader
     from .vocabulary import DraftVocab
 
 _TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_revision", "offline")
@@ -36,6 +39,10 @@ _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="F
 _weight_option = click.option(
     "--weights", "-w", multiple=True, metavar="NAME=SHARE",
     help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
+)  # fmt: skip
+_floor_option = click.option(
+    "--floor", "floors", multiple=True, metavar="NAME=SHARE",
+    help="Share of a source's held-out tokens to cover, as in `--floor zh=0.97`; repeatable.",
 )  # fmt: skip
 _target_vocab_option = click.option(
     "--target-vocab", type=click.IntRange(1), metavar="V",
@@ -48,7 +55,7 @@ _target_vocab_option = click.option(
     epilog=example(
         "eagle-vocab count chats.jsonl.gz --tokenizer Qwen/Qwen3-8B --out chat.counts.safetensors",
         "eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --size 32000 --out vocab.json",
-        "eagle-vocab export vocab.json freq_32000.pt",
+        "eagle-vocab export vocab.json freq_32000.pt --for sglang",
     ),
 )
 @version_option()
@@ -101,6 +108,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
+@_floor_option
 @_out_option
 @force_option
 @json_option
@@ -108,6 +116,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .forced import forced_ids
     from .ranking import rank_vocabulary
+    from .vocabulary import FLOORS
 
     path = refuse_existing(out, force)
     tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
@@ -121,12 +130,14 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         target_vocab,
         None if candidates is None else _import(candidates, target_vocab),
         parse_weights(options["weights"]),
+        parse_floors(options["floors"]),
     )
     ranked.save(path)
     warn(ranked.warnings)
-    found = ranked.provenance.get("size_from_coverage")
+    found, held = ranked.provenance.get("size_from_coverage"), ranked.provenance.get(FLOORS)
     if as_json:
         account = {"warnings": list(ranked.warnings)} | ({} if found is None else {"size_from_coverage": found})
+        account |= {} if held is None else {FLOORS: held}
         emit_json({"out": str(path), **_summary(ranked), **account})
         return
     if found is not None:
@@ -134,6 +145,9 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
             f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
         )
+    for floor in () if held is None else held["held"]:
+        covered = f"{floor['reached']:.2%} of the {floor['measured_on']} tokens covered"
+        click.echo(f"{printable(floor['source'])}: {covered}, floor {floor['asked']:.2%}")
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
     click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
@@ -145,14 +159,23 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 @_counts_argument
 @click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
 @_weight_option
+@_floor_option
 @json_option
 def coverage(
-    vocabulary: str, counts: tuple[str, ...], sizes: tuple[int, ...] | None, weights: tuple[str, ...], as_json: bool
-) -> None:
-    """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
+    vocabulary: str, counts: tuple[str, ...], sizes: tuple[int, ...] | None, weights: tuple[str, ...],
+    floors: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """Measure the share of held-out text that VOCAB covers, the least covered source first.
+
+    VOCAB may be any tool's list. Beside it stand as many of the first ids in id order, and as many ranked here by the
+    counted text of COUNTS.
+    """
     from .coverage import measure_coverage
 
-    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), sizes, parse_weights(weights))
+    held, loaded, shares = _import(vocabulary, None), _load_counts(counts), parse_weights(weights)
+    report = measure_coverage(
+        held, loaded, sizes, shares, beside=_ranked_beside(held, loaded, shares), floors=parse_floors(floors)
+    )
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
@@ -184,66 +207,93 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
         click.echo(listing.text())
 
 
-@vocab.command(name="import", epilog=example("eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json"))
+@vocab.command(
+    name="import", epilog=example("eagle-vocab import freq_32768.pt --tokenizer Qwen/Qwen3-8B --out vocab.json")
+)
 @click.argument("token_map", metavar="MAP")
+@partial(tokenizer_options, required=False)
 @_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="Form of a d2t, if it is ambiguous.")
 @_out_option
 @force_option
 @json_option
 def import_command(
-    token_map: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool
+    token_map: str,
+    target_vocab: int | None,
+    d2t_form: D2TForm | None,
+    out: str,
+    force: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Import a token map from another tool (FR-Spec, SGLang, vLLM, ids as text, a head's d2t)."""
+    """Import a list of ids or a token map from another tool, and tell what is missing or odd about it.
+
+    With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
+    """
+    from .forced import forced_ids
     from .token_maps import import_token_map
     from .vocabulary import TARGET_VOCAB_FROM
 
     path = refuse_existing(out, force)
-    read = import_token_map(token_map, target_vocab, d2t_form)
+    tokenizer = None
+    if options["tokenizer"] is not None:
+        tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
+    forced = None if tokenizer is None else forced_ids(tokenizer)
+    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer, forced)
     read.save(path)
     warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
         warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
-        emit_json({"out": str(path), **_summary(read), "form": read.provenance.get("form")})
+        account = {"form": read.provenance.get("form"), "warnings": list(read.warnings)}
+        emit_json({"out": str(path), **_summary(read), **account})
     else:
         click.echo(f"{read.size} of {read.target_vocab} ids ({read.provenance.get('form', 'own form')}); wrote {path}")
 
 
-@vocab.command(epilog=example("eagle-vocab export vocab.json freq_16384.pt --size 16384"))
+@vocab.command(
+    epilog=example("eagle-vocab export vocab.json qwen.pt --for sglang --size 32768 --target Qwen/Qwen3.5-27B")
+)
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--format", "map_format", type=click.Choice(FORMATS),
-    help="freq: FR-Spec, SGLang. vllm: draft_token_map. safetensors: d2t and t2d. Default: by the file's ending.",
+    "--for", "loader", type=click.Choice(LOADERS), required=True,
+    help="Who will read the file; head: d2t and t2d, for heads and trainers.",
 )  # fmt: skip
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
+@click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
+@click.option("--offline", is_flag=True, help="Read the target from the local Hub cache only.")
 @_target_vocab_option
 @force_option
 @json_option
 def export(
-    vocabulary: str, out: str, map_format: Any, size: int | None, target_vocab: int | None, force: bool, as_json: bool
-) -> None:
-    """Write VOCAB as a token map for another tool."""
-    from .token_maps import export_token_map, format_of
-    from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
+    vocabulary: str, out: str, loader: Loader, size: int | None, target: str | None, offline: bool,
+    target_vocab: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write VOCAB as the loader of an engine takes it, and tell the limits that it keeps to itself."""
+    from .target import read_target
+    from .token_maps import export_token_map
+    from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, lost_floors, uncounted_warning
 
     path = refuse_existing(out, force)
-    map_format = map_format or format_of(path)
-    held = _import(vocabulary, target_vocab)
+    facts = None if target is None else read_target(target, offline)
+    held = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
     if size is not None:
         if held.provenance.get("method") == "token map":
             warn(doubts_of_rank(held.target_ids, size))
+        warn(lost_floors(held, size))
         held = held.prefix(size)
         warn(uncounted_warning(held))
-    export_token_map(held, path, map_format)
-    if TARGET_VOCAB_FROM in held.provenance and map_format == "safetensors":
+    told = export_token_map(held, path, loader, facts)
+    if TARGET_VOCAB_FROM in held.provenance and loader == "head":
         doubt = "but the target's LM head may have more (padding rows); give its vocab_size with --target-vocab"
-        warn([f"t2d has {held.target_vocab} entries, {doubt}"])
+        told.append(f"t2d has {held.target_vocab} entries, {doubt}")
+    for line in told:
+        note(f"{loader}: {line}")
     if as_json:
-        emit_json({"out": str(path), **_summary(held)})
+        emit_json({"out": str(path), "for": loader, "told": told, **_summary(held)})
     else:
-        click.echo(f"{held.size} ids; wrote {path}")
+        click.echo(f"{held.size} ids for {loader}; wrote {path}")
 
 
 def main() -> NoReturn:
@@ -256,6 +306,15 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
 
     loaded = [TokenCounts.load(file) for file in files]
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+
+
+def _ranked_beside(held: DraftVocab, counts: TokenCounts, weights: dict[str, float]) -> DraftVocab:
+    """Rank by counts as a list would be ranked here: with the forced ids of the list, over the same rows."""
+    from .ranking import rank_vocabulary
+
+    target_vocab = max(held.target_vocab, counts.vocab_size)
+    forced = held.target_ids[: held.num_forced if held.ranked else 0].tolist()
+    return rank_vocabulary(counts, forced=forced, target_vocab=target_vocab, weights=weights)
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:

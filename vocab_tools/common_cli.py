@@ -64,17 +64,26 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing ou
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:
     """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
-    weights: dict[str, float] = {}
+    return _parse_shares("--weights", "chat=3", values)
+
+
+def parse_floors(values: Iterable[str]) -> dict[str, float]:
+    """Read the values of --floor: `zh=0.97`, or several in one; raises UsageError."""
+    return _parse_shares("--floor", "zh=0.97", values)
+
+
+def _parse_shares(option: str, such_as: str, values: Iterable[str]) -> dict[str, float]:
+    shares: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
         name, _, share = value.rpartition("=")
         try:
             number = float(share)
         except ValueError:
             number = math.nan
-        if not name or name in weights or math.isnan(number):
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3, each name once.")
-        weights[name] = number
-    return weights
+        if not name or name in shares or math.isnan(number):
+            raise UsageError(f"{option} {value!r}: expected NAME=SHARE, as in {such_as}, each name once.")
+        shares[name] = number
+    return shares
 
 
 def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:

@@ -29,12 +29,12 @@ KEY is one of these. Amounts may have a unit (10M). Quote globs.
   config, split, revision     of a dataset of the Hub; default split: the only one, or train"""
 
 
-def tokenizer_options(function: _Decorated) -> _Decorated:
+def tokenizer_options(function: _Decorated, required: bool = True) -> _Decorated:
     """Add the options that name the target's tokenizer."""
     offline = click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only.")
     revision = click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
     whose = "The target's tokenizer: Hub id, folder, tokenizer.json."
-    tokenizer = click.option("--tokenizer", required=True, metavar="T", help=whose)
+    tokenizer = click.option("--tokenizer", required=required, metavar="T", help=whose)
     return tokenizer(revision(offline(function)))
 
 

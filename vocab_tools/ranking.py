@@ -3,6 +3,9 @@
 Forced ids come first, by count descending and then by id; after them all other ids by weighted count descending, ties
 by id. One order serves every size, so vocabularies are nested. Counts (id: count) 0: 5, 1: 9, 2: 9, 3: 0, 4: 7 with
 forced id 3 rank as 3, 1, 2, 4, 0.
+
+Floors, shares of single sources that a size must cover, take rarer ids of these sources in place of the last others
+(`floors.py`); the ids that stay are ranked in the same way.
 """
 
 from __future__ import annotations
@@ -15,14 +18,24 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .counts import TokenCounts
+from .counts import SourceCounts, TokenCounts
 from .errors import UsageError, VocabularyError
+from .floors import FloorProblem
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer, check_tokenizer
-from .vocabulary import COUNTED_IDS, TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank, uncounted_warning
-
-ROUND_TO = 64
-"""Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
+from .vocabulary import (
+    COUNTED_IDS,
+    FLOORS,
+    ROUND_TO,
+    TARGET_VOCAB_FROM,
+    DraftVocab,
+    check_ids,
+    doubts_of_rank,
+    padding_warning,
+    round_up,
+    some_ids,
+    uncounted_warning,
+)
 
 Part = Literal["held-out", "counted"]
 
@@ -36,6 +49,7 @@ def rank_vocabulary(
     target_vocab: int | None = None,
     candidates: ArrayLike | DraftVocab | None = None,
     weights: Mapping[str, float] | None = None,
+    floors: Mapping[str, float] | None = None,
 ) -> DraftVocab:
     """Rank the vocabulary by counted text and cut it to a size.
 
@@ -51,14 +65,20 @@ def rank_vocabulary(
         candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
             and never added; N may equal their number.
         weights: share of each source by name, overriding the counts' own weights.
+        floors: share of a source's held-out tokens (of the counted ones where nothing was held out), by name, that the
+            `size` ids must cover. They are chosen to cover the most of all sources, weighted, beside these.
 
     Raises:
-        UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches.
+        UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches, floors
+            without a size, or that this size cannot hold: with the size that would do.
         TokenizerError: the counts or the candidates were made with another tokenizer.
         VocabularyError: candidate ids break a rule.
     """
     if size is not None and coverage is not None:
         raise UsageError("A size and --coverage exclude each other: give only one of them.")
+    if floors and size is None:
+        raise UsageError("--floor needs a size (--size, --draft-vocab), whose ids are chosen to hold it.")
+    check_floors(floors or {}, [source.name for source in counts.sources])
     provenance: dict[str, Any] = {"method": "counts", "sources": counts.account(weights)}
     if target_vocab is None:
         target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
@@ -81,6 +101,15 @@ def rank_vocabulary(
             warnings.append(
                 "the size for --coverage was found on the counted text itself, because nothing was held out: other "
                 "text will be covered less. Count with a held-out part"
+            )
+    if floors and size is not None:
+        pool.check_size(size)
+        order, provenance[FLOORS] = _hold_floors(counts, floors, score, order, size, pool)
+        on_counted = [entry["source"] for entry in provenance[FLOORS]["held"] if entry["measured_on"] == "counted"]
+        if on_counted:
+            warnings.append(
+                f"floors of {', '.join(on_counted)} hold on the counted text itself, because nothing was held out: "
+                "other text will be covered less. Count with a held-out part"
             )
     provenance[COUNTED_IDS] = int((score[order[len(pool.forced) : size]] > 0).sum())
     vocab = pool.cut(order, size, provenance)
@@ -138,10 +167,18 @@ def rank_by_order(
     return pool.cut(ranked, size, {**found, **(provenance or {})})
 
 
-def check_coverage(coverage: float) -> None:
-    """Raise UsageError for a number that is not a share of tokens."""
-    if not 0 < coverage <= 1:
-        raise UsageError(f"--coverage {coverage} is not a share of tokens: give a number above 0 and at most 1.")
+def check_share(option: str, share: float) -> None:
+    """Raise UsageError for the number of an option that is not a share of tokens."""
+    if not 0 < share <= 1:
+        raise UsageError(f"{option} {share} is not a share of tokens: give a number above 0 and at most 1.")
+
+
+def check_floors(floors: Mapping[str, float], names: Sequence[str]) -> None:
+    """Raise UsageError for a floor that is not a share of tokens, or is of none of the sources of these names."""
+    for name, floor in floors.items():
+        if name not in names:
+            raise UsageError(f"--floor {name}: there is no such source; there are: {', '.join(names)}.")
+        check_share(f"--floor {name}", floor)
 
 
 def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
@@ -200,7 +237,7 @@ class _Pool:
             outside = f"outside the target's vocabulary of {target_vocab}"
             if not isinstance(forced, ForcedIds):
                 raise UsageError(f"--force-id {wanted[~is_real][0]} is {outside}.")
-            warnings.append(f"forced ids {outside} are left out: {_some(wanted[~is_real])}")
+            warnings.append(f"forced ids {outside} are left out: {some_ids(wanted[~is_real])}")
             wanted = wanted[is_real]
         trained, account = None, {}
         if candidates is not None:
@@ -213,7 +250,7 @@ class _Pool:
                 warnings.append(f"{trained - len(ids)} of the {trained} ids of the head's map belong to no token")
             untrained = wanted[~np.isin(wanted, ids)]
             if len(untrained):
-                warnings.append(f"forced ids that this head was never trained on are not added: {_some(untrained)}")
+                warnings.append(f"forced ids that this head was never trained on are not added: {some_ids(untrained)}")
             wanted = wanted[np.isin(wanted, ids)]
             account = {"trained_ids": trained, "forced_but_untrained": untrained.tolist()}
         account = {"forced": {str(i): reasons.get(i, "by request") for i in wanted.tolist()}, **account}
@@ -238,11 +275,8 @@ class _Pool:
         else:
             self.check_size(size)
         # A size that was found for a coverage is a multiple, or as large as it can be.
-        if size % ROUND_TO and size < len(self.ids) and "size_from_coverage" not in provenance:
-            self.warnings.append(
-                f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving "
-                f"engines pad it, and tensor parallelism needs a multiple (the next is {_round_up(size)})"
-            )
+        if size < len(self.ids) and "size_from_coverage" not in provenance:
+            self.warnings.extend(padding_warning(size))
         account = {**provenance, **self.account, "warnings": self.warnings}
         return DraftVocab(order[:size], len(self.forced), self.target_vocab, account)
 
@@ -267,11 +301,10 @@ def _size_for_coverage(
     The counted text is taken where a source with a weight above 0 held nothing out. Sources without a token are left
     out, as in `TokenCounts.weighted`.
     """
-    check_coverage(coverage)
+    check_share("--coverage", coverage)
     shares = source_shares(counts, weights)
-    held_out = [source.held_out.token_ids if source.held_out else np.zeros(0, np.int32) for source in counts.sources]
     length = max(pool.target_vocab, counts.vocab_size)
-    parts, part = [np.bincount(token_ids, minlength=length) for token_ids in held_out], "held-out"
+    parts, part = [_held_out_counts(source, length) for source in counts.sources], "held-out"
     if any(share > 0 and not tokens.any() for share, tokens in zip(shares, parts, strict=True)):
         parts = [np.pad(source.counts, (0, length - counts.vocab_size)) for source in counts.sources]
         part = "counted"
@@ -289,9 +322,72 @@ def _size_for_coverage(
             f"{pool.largest_size} ids, covers {float(reached[pool.largest_size - 1]):.6f}."
         )
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
-    size = min(_round_up(smallest), pool.largest_size)
+    size = min(round_up(smallest), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
     return size, account
+
+
+def _held_out_counts(source: SourceCounts, length: int) -> NDArray[np.int64]:
+    token_ids = source.held_out.token_ids if source.held_out else np.zeros(0, np.int32)
+    return np.bincount(token_ids, minlength=length)
+
+
+def _hold_floors(
+    counts: TokenCounts,
+    floors: Mapping[str, float],
+    score: NDArray[np.float64],
+    order: NDArray[np.int64],
+    size: int,
+    pool: _Pool,
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Return an order whose first `size` ids hold the floors, and the account of it.
+
+    Where the first `size` ids of the order hold them already, it stays as it is.
+    """
+    named = {source.name: source for source in counts.sources}
+    texts = np.stack([np.pad(named[name].counts, (0, len(score) - counts.vocab_size)) for name in floors])
+    held_out = np.stack([_held_out_counts(named[name], len(score)) for name in floors])
+    if not texts.any(axis=1).all():
+        raise VocabularyError(
+            f"--floor: of {', '.join(floors)} one source holds no token. Count some text of it first."
+        )
+    parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
+    measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
+    problem = FloorProblem(
+        score=(score / max(float(score.sum()), 1.0))[pool.ids],
+        is_forced=np.isin(pool.ids, pool.forced),
+        counted=(texts / texts.sum(axis=1, keepdims=True))[:, pool.ids],
+        measured=(measured / measured.sum(axis=1, keepdims=True))[:, pool.ids],
+        floors=np.array(list(floors.values())),
+    )
+    chosen, bound = np.isin(pool.ids, order[:size]), None
+    if not problem.holds(chosen):
+        found = problem.choose(size)
+        if found is None:
+            without = zip(floors.items(), problem.reached(chosen), strict=True)
+            reached = ", ".join(f"{name} {share:.2%} of {floor:.2%}" for (name, floor), share in without)
+            enough = _size_for_floors(problem, size, pool.largest_size)
+            advice = (
+                f"no size does, up to {pool.largest_size}: ask for less" if enough is None else f"{enough} would do"
+            )
+            problem_is = f"{size} ids cannot hold all of these floors; {advice}"
+            raise UsageError(f"--floor: {problem_is}. Ranked without them, {size} cover {reached}.")
+        chosen, bound = found
+        order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
+    held = [
+        {"source": name, "asked": floor, "reached": reached, "measured_on": part}
+        for (name, floor), reached, part in zip(floors.items(), problem.reached(chosen).tolist(), parts, strict=True)
+    ]
+    return order, {"size": size, "held": held, "weighted": float(problem.score[chosen].sum()), "weighted_bound": bound}
+
+
+def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | None:
+    """Return the next multiple that holds floors which `size` ids do not, None where not even the largest does."""
+    fewest = problem.smallest_size()
+    if fewest is None:
+        return None
+    sizes = [*range(round_up(max(fewest, size + 1)), largest, ROUND_TO), largest]
+    return next((enough for enough in sizes if problem.choose(enough) is not None), None)
 
 
 def _follow(
@@ -304,11 +400,12 @@ def _follow(
     gone = order[:size][~np.isin(order[:size], pool.ids)]
     if len(gone):
         why = "belong to no token" if pool.trained is None else "have no row in this head or belong to no token"
-        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {_some(gone)}")
+        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some_ids(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]
     if len(missing):
         warnings.append(
-            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: {_some(missing)}"
+            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: "
+            f"{some_ids(missing)}"
         )
     is_forced = np.isin(usable, pool.forced)
     ranked = np.concatenate([usable[is_forced], missing, usable[~is_forced]])
@@ -330,12 +427,3 @@ def _check_made_with(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, where
     made_with = vocab.provenance.get("tokenizer_hash")
     if tokenizer is not None and made_with is not None:
         check_tokenizer(tokenizer, made_with, where)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // ROUND_TO) * ROUND_TO
-
-
-def _some(ids: NDArray[np.int64]) -> str:
-    shown = ", ".join(str(token_id) for token_id in ids[:8].tolist())
-    return shown + (", ..." if len(ids) > 8 else "")

@@ -1,14 +1,9 @@
 """Token maps: the target id of each draft row, in the forms of published heads and of other tools' files.
 
-    format       file                     content                                            read and written by
-    freq         freq_N.pt                list[int] or int64 tensor, ids in rank order       FR-Spec, SGLang
-    vllm         NAME.json or NAME.pt     flat list of ids in rank order                     vLLM `draft_token_map`
-    safetensors  NAME.safetensors         tensors d2t and, mostly, t2d; others are ignored   heads, SafeAILab's form
-    json         NAME.json                our own form, with provenance                      eagle-slim
-
-Read alone: ids as text (NAME.txt, NAME.csv), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt`
-file, a bare tensor in a `.pt` file whose name begins with d2t, the folder of a head, and an artifact, whose manifest
-has the rank order.
+docs/vocabulary.md lists the loaders with their versions. Read alone: ids as text in other layouts (NAME.csv, comments
+behind `#`), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt` file, a tensor of ids in a `.pt`
+file or a bare d2t in one whose name begins with d2t, the folder of a head, and an artifact, whose manifest has the rank
+order.
 
 d2t and t2d come in two published forms. Offset form (SafeAILab, vLLM, SGLang): `target_id = row + d2t[row]`. Absolute
 form: `target_id = d2t[row]`, which no engine reads, though files with it exist. Ids (1, 4, 5) in a vocabulary of 6:
@@ -27,7 +22,9 @@ import codecs
 import io
 import json
 import pickle
+import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,19 +33,47 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import UsageError, VocabularyError, errors_of
 from .files import check_named, read_json, read_text, regular_file, write_file
-from .vocabulary import TARGET_VOCAB_FROM, DraftVocab, check_ids, is_native, whole_numbers
+from .forced import ForcedIds
+from .target import TargetConfig
+from .tokenizer import LoadedTokenizer, check_tokenizer
+from .vocabulary import (
+    TARGET_VOCAB_FROM,
+    DraftVocab,
+    check_ids,
+    doubts_of_order,
+    is_native,
+    padding_warning,
+    some_ids,
+    whole_numbers,
+)
 
 D2TForm = Literal["offset", "absolute"]
-MapFormat = Literal["freq", "vllm", "safetensors", "json"]
+Loader = Literal["sglang", "fr-spec", "vllm", "vllm-mtp", "mtplx", "tensorfold", "head", "eagle-slim"]
 
 _PICKLES = (".pt", ".pth", ".bin")
-_ENDINGS: dict[MapFormat, tuple[str, ...]] = {
-    "freq": _PICKLES,
+_ENDINGS: dict[Loader, tuple[str, ...]] = {
+    "sglang": _PICKLES,
+    "fr-spec": _PICKLES,
     "vllm": (".json", *_PICKLES),
-    "safetensors": (".safetensors",),
-    "json": (".json",),
+    "vllm-mtp": (".txt", ".npy"),
+    "mtplx": (".json",),
+    "tensorfold": (".txt",),
+    "head": (".safetensors",),
+    "eagle-slim": (".json",),
 }
-FORMATS = tuple(_ENDINGS)
+LOADERS = tuple(_ENDINGS)
+_IN_RANK_ORDER = ("sglang", "fr-spec", "mtplx", "tensorfold")
+_LIMITS: dict[Loader, str] = {
+    "sglang": "the list is for --speculative-algorithm EAGLE and NEXTN (with EAGLE3 it is ignored) and for one rank "
+    "(--tp 1): of several, each looks the ids up among its own rows of the LM head",
+    "fr-spec": "start it with the number in the file's name as --V, and the file beside the head",
+    "vllm": "no released vLLM (up to 0.33.0) has draft_token_map: pull requests 59740 and 60226 propose it",
+    "vllm-mtp": "VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy; "
+    "one rank only, except with MiaAI-Lab's recipe for two machines",
+    "mtplx": "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",
+    "tensorfold": "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",
+}
+_TIED = "SGLang keeps all rows of an LM head that is tied to the embedding, yet looks their numbers up in the list"
 _MANIFEST_NAME = "eagle_slim.json"
 
 
@@ -128,21 +153,31 @@ def _form_by_mask(
     return form or fitting[0]
 
 
-def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form: D2TForm | None = None) -> DraftVocab:
+def import_token_map(
+    path: str | Path,
+    target_vocab: int | None = None,
+    d2t_form: D2TForm | None = None,
+    tokenizer: LoadedTokenizer | None = None,
+    forced: ForcedIds | None = None,
+) -> DraftVocab:
     """Read a token map of any format at the top of this module; its content shows which.
 
     Args:
         path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
         target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
         d2t_form: how d2t is to be read when the file does not show it (see `ids_from_d2t`).
+        tokenizer: of the target; warnings then tell ids that belong to no token.
+        forced: warnings tell which of these ids are left out.
 
     Returns:
-        The vocabulary, in the file's order for a list of ids and for rows that do not ascend.
+        The vocabulary, in the file's order for a list of ids and for rows that do not ascend. Of ids that a list
+        repeats the first place counts, with a warning.
 
     Raises:
         UsageError: the name is empty, or `d2t_form` is given for a map that is no d2t.
-        VocabularyError: missing, unreadable, a pickle that would run code, duplicates, ids out of range, a d2t in
-            absolute or undecidable form.
+        TokenizerError: the file is of our own format, and was made with another tokenizer.
+        VocabularyError: missing, unreadable, a pickle that would run code, duplicates in a d2t, ids out of range, a d2t
+            in absolute or undecidable form.
     """
     check_named(path)
     path = Path(path)
@@ -151,37 +186,68 @@ def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form
         raise UsageError(f"{path}: --d2t-form is for a d2t, and this map lists ids. Leave it out.")
     with errors_of(path):
         if isinstance(source, DraftVocab):
-            return source if target_vocab is None else source.for_target(target_vocab)
-        provenance = {"method": "token map", "file": path.name}
-        if "d2t" not in source:
-            return _from_ids(whole_numbers(source["ids"], "ids"), target_vocab, provenance)
-        return _from_d2t(whole_numbers(source["d2t"], "d2t"), source.get("t2d"), target_vocab, d2t_form, provenance)
+            read = source if target_vocab is None else source.for_target(target_vocab)
+        else:
+            provenance = {"method": "token map", "file": path.name}
+            if "d2t" not in source:
+                read = _from_ids(whole_numbers(source["ids"], "ids"), target_vocab, provenance)
+            else:
+                rows = whole_numbers(source["d2t"], "d2t")
+                read = _from_d2t(rows, source.get("t2d"), target_vocab, d2t_form, provenance)
+    found = _doubts_of_ids(read, tokenizer, forced)
+    made_with = {} if tokenizer is None else {"tokenizer_hash": tokenizer.tokenizer_hash}
+    return replace(read, provenance={**read.provenance, **made_with, "warnings": [*read.warnings, *found]})
+
+
+def _doubts_of_ids(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, forced: ForcedIds | None) -> list[str]:
+    """Tell ids that no token has, and forced ids that are missing."""
+    found = []
+    if tokenizer is not None:
+        known = vocab.provenance.get("tokenizer_hash")
+        if known is not None:
+            check_tokenizer(tokenizer, known, "the vocabulary")
+        beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
+        if len(beyond):
+            found.append(
+                f"{len(beyond)} ids belong to no token of {tokenizer.source}, whose last is "
+                f"{tokenizer.vocab_size - 1} (padding rows, or another model's list): {some_ids(beyond)}"
+            )
+    if forced is not None:
+        missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)]
+        if len(missing):
+            why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8].tolist())
+            found.append(
+                f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
+                f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
+            )
+    return found
 
 
 def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
-    ids, provenance["warnings"] = _without_appended(ids)
+    named = re.fullmatch(r"freq_(\d+)", Path(provenance["file"]).stem)
+    found = []
+    if named and int(named[1]) != len(ids):
+        found.append(
+            f"the file is named for {int(named[1])} ids and holds {len(ids)}: FR-Spec reads as many as its --V says"
+        )
+    ids, repeated = _without_repeats(ids)
+    ascends = bool(np.all(np.diff(ids) > 0))
+    provenance["warnings"] = [*found, *repeated, *doubts_of_order(ids)]
     if target_vocab is None:
         target_vocab = int(ids.max(initial=0)) + 1
         provenance[TARGET_VOCAB_FROM] = "largest id"
-    return DraftVocab(ids, 0, target_vocab, {**provenance, "form": "ids in rank order"})
+    form = "ids, ascending" if ascends else "ids in rank order"
+    return DraftVocab(ids, 0, target_vocab, {**provenance, "form": form})
 
 
-def _without_appended(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """Drop the one or two ids that FR-Spec's script repeats at the end, with a warning.
-
-    For a tokenizer that adds a BOS, the script takes [BOS, EOS] for the EOS and appends both to a list that may hold
-    them already.
-    """
+def _without_repeats(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
+    """Keep the first place of every id, with a warning; FR-Spec's script repeats one for tokenizers that add a BOS."""
     _, first = np.unique(ids, return_index=True)
-    repeated = np.setdiff1d(np.arange(len(ids)), first)
-    if len(ids) - 2 not in repeated or len(repeated) > 2 or repeated[0] < len(ids) - 2:
+    again = np.delete(ids, first)
+    if not len(again):
         return ids, []
-    again = " and ".join(f"id {token_id}" for token_id in ids[repeated].tolist())
-    warning = (
-        f"the token map has {len(ids)} entries, with {again} twice, as FR-Spec's script writes it for tokenizers "
-        f"that add a BOS; the first occurrence is kept, which leaves {len(first)} ids"
-    )
-    return np.delete(ids, repeated), [warning]
+    places = f"{len(ids)} entries, and again id {some_ids(again)}"
+    return ids[np.sort(first)], [f"the token map has {places}; the first place counts, which leaves {len(first)} ids"]
 
 
 def _from_d2t(
@@ -202,6 +268,7 @@ def _from_d2t(
         ids = ids_from_d2t(rows, t2d, form, target_vocab=target_vocab)
     ascending = bool(np.all(np.diff(ids) > 0))
     provenance["form"] = "d2t, rows ascending" if ascending else "d2t, rows in rank order"
+    provenance["warnings"] = doubts_of_order(ids)
     return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
 
 
@@ -222,8 +289,10 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
         value = read_json(path, VocabularyError)
     elif path.suffix in (".txt", ".csv"):
         value = _read_text(path)
+    elif path.suffix == ".npy":
+        value = _read_array(path)
     else:
-        endings = ".pt, .pth, .bin, .safetensors, .json or .txt"
+        endings = ".pt, .pth, .bin, .safetensors, .json, .npy or .txt"
         raise VocabularyError(f"{path}: a token map ends in {endings}, not {path.suffix or 'nothing'!r}.")
     if is_native(value):
         return DraftVocab.from_json(value, str(path))
@@ -240,22 +309,33 @@ def _starts_as_json(path: Path) -> bool:
 
 
 def _read_text(path: Path) -> list[int]:
-    """Read ids as text, separated by spaces, commas or the ends of lines."""
-    parts = read_text(path, VocabularyError).replace(",", " ").split()
+    """Read ids as text, separated by spaces, commas or the ends of lines; `#` begins a comment."""
+    lines = read_text(path, VocabularyError).splitlines()
+    parts = [part for line in lines for part in line.partition("#")[0].replace(",", " ").split()]
     wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
     if wrong is not None:
         raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
     return [int(part) for part in parts]
 
 
+def _read_array(path: Path) -> NDArray[Any]:
+    """Read a NumPy array; one of objects, which would be unpickled, is refused."""
+    try:
+        array: NDArray[Any] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise VocabularyError(f"{path}: not a readable array of numbers: {error}.") from error
+    return array
+
+
 def _from_mapping(value: dict[Any, Any], path: Path) -> dict[str, Any]:
-    if "token_ids" in value:
-        return {"ids": value["token_ids"]}
+    for key in ("ids", "token_ids"):
+        if key in value:
+            return {"ids": value[key]}
     if "d2t" in value:
         return {"d2t": value["d2t"], "t2d": value.get("t2d")}
     keys = ", ".join(repr(key) for key in list(value)[:5])
     raise VocabularyError(
-        f"{path}: expected a list of ids, token_ids, or d2t (and t2d); found an object with keys {keys}."
+        f"{path}: expected a list of ids, ids, token_ids, or d2t (and t2d); found an object with keys {keys}."
     )
 
 
@@ -326,50 +406,65 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
-def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
-    """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
+def export_token_map(
+    vocab: DraftVocab, path: str | Path, loader: Loader, target: TargetConfig | None = None
+) -> list[str]:
+    """Write a vocabulary as a loader takes it; the bytes depend on the ids only, not on the file's name.
 
-    The format is by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
+    Args:
+        target: what the target's configuration says, to be checked against.
+
+    Returns:
+        What the loader will not tell its user: its limits, and what is odd about these ids.
 
     Raises:
-        UsageError: the format does not go with the file's ending, or the list formats are asked of ids without rank.
+        UsageError: the loader takes no file of this name, needs ids in rank order and these have none, or cannot serve
+            the target with fewer rows.
         OSError: the file cannot be written.
     """
     path = Path(path)
-    format = format or format_of(path)
-    if path.suffix not in _ENDINGS[format]:
-        raise UsageError(f"{path}: a file of --format {format} ends in {' or '.join(_ENDINGS[format])}.")
-    if format in ("freq", "vllm") and not vocab.ranked:
+    if path.suffix not in _ENDINGS[loader]:
+        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(_ENDINGS[loader])}.")
+    if loader == "fr-spec" and path.stem != f"freq_{vocab.size}":
+        raise UsageError(f"{path}: --for fr-spec the name is freq_{vocab.size}.pt: FR-Spec finds the file by --V.")
+    if loader in _IN_RANK_ORDER and not vocab.ranked:
         raise UsageError(
-            f"--format {format} lists ids in rank order, but these come from a map in ascending order, which has none. "
-            "Rank them with counts first (`eagle-vocab rank --candidates`)."
+            f"--for {loader} ids are listed in rank order, but these come from a map in ascending order, which has "
+            "none. Rank them with counts first (`eagle-vocab rank --candidates`)."
         )
-    if format == "json":
+    told = [_LIMITS[loader]] if loader in _LIMITS else []
+    if loader == "sglang" and (target is None or target.tied is not False):
+        if target is not None and target.tied:
+            raise UsageError(f"--target {target.label} has such an LM head: {_TIED}. Draft with all rows.")
+        told.append(f"{_TIED}; --target checks it{'' if target is None else f', and {target.label} does not say'}")
+    if target is not None:
+        missing = np.setdiff1d(np.array(target.eos_ids, np.int64), vocab.target_ids)
+        added = "; vLLM adds them to its rows" if loader == "vllm" else ""
+        if len(missing):
+            told.append(f"ids that end a text of {target.label} are not in the list: {some_ids(missing)}{added}")
+    if loader == "eagle-slim":
         vocab.save(path)
-    else:
-        write_file(path, _encode(vocab, format, path.suffix))
+        return told
+    ids = vocab.target_ids if loader in _IN_RANK_ORDER else vocab.ascending_ids
+    write_file(path, _encode(ids, vocab.target_vocab, loader, path.suffix))
+    return told + padding_warning(vocab.size)
 
 
-def format_of(path: str | Path) -> MapFormat:
-    """Return the format that a file's ending stands for; UsageError for none."""
-    found: dict[str, MapFormat] = {".json": "json", ".safetensors": "safetensors", **dict.fromkeys(_PICKLES, "freq")}
-    suffix = Path(path).suffix
-    if suffix not in found:
-        raise UsageError(f"{path}: this name tells no token map format. Give one with --format.")
-    return found[suffix]
-
-
-def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> bytes:
-    if format == "safetensors":
+def _encode(ids: NDArray[np.int64], target_vocab: int, loader: Loader, suffix: str) -> bytes:
+    if loader == "head":
         from safetensors.numpy import save
 
-        ids = vocab.ascending_ids
-        maps = {"d2t": d2t_from_ids(ids), "t2d": t2d_from_ids(ids, vocab.target_vocab)}
+        maps = {"d2t": d2t_from_ids(ids), "t2d": t2d_from_ids(ids, target_vocab)}
         return bytes(save(maps, metadata={"format": "pt"}))
+    if suffix == ".txt":
+        return "".join(f"{token_id}\n" for token_id in ids.tolist()).encode()
     if suffix == ".json":
-        return (json.dumps(vocab.target_ids.tolist()) + "\n").encode()
-    import torch
-
+        return (json.dumps({"ids": ids.tolist()} if loader == "mtplx" else ids.tolist()) + "\n").encode()
     buffer = io.BytesIO()
-    torch.save(vocab.target_ids.tolist(), buffer)
+    if suffix == ".npy":
+        np.save(buffer, ids)
+    else:
+        import torch
+
+        torch.save(ids.tolist(), buffer)
     return buffer.getvalue()

@@ -20,6 +20,12 @@ TARGET_VOCAB_FROM = "target_vocab_from"
 COUNTED_IDS = "counted_ids"
 """Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
 
+FLOORS = "floors"
+"""Provenance key of a ranking with floors: the size that holds them, and what it covers."""
+
+ROUND_TO = 64
+"""Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
+
 _MAX_UNCOUNTED_SHARE = 0.01
 # Rows that targets have beyond their logical vocabulary: 465 in DeepSeek-V3, 128 between sizes of Qwen2.5.
 _MAX_PADDING = 512
@@ -191,6 +197,46 @@ def uncounted_warning(vocab: DraftVocab) -> list[str]:
         f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
         f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
     ]
+
+
+def lost_floors(vocab: DraftVocab, size: int) -> list[str]:
+    """Warn if fewer ids are taken than hold the floors of a ranking."""
+    held = vocab.provenance.get(FLOORS)
+    if held is None or size >= held["size"]:
+        return []
+    return [f"the floors hold with {held['size']} ids, and {size} are taken: rank with --size {size} to hold them"]
+
+
+def doubts_of_order(ids: NDArray[np.int64]) -> list[str]:
+    """Warn about ids that ascend in all but a few places: a sorted list that was changed, not one in rank order."""
+    behind = np.flatnonzero(np.diff(ids) < 0) + 1
+    if len(ids) < _LONG or not 0 < len(behind) <= max(1, len(ids) // 100):
+        return []
+    return [
+        f"the ids ascend but for {len(behind)} places (id {ids[behind[0]]} at position {behind[0]}): a sorted list "
+        "that was changed? A list in rank order does not ascend"
+    ]
+
+
+def padding_warning(size: int) -> list[str]:
+    """Warn about a size that serving engines pad."""
+    if size % ROUND_TO == 0:
+        return []
+    return [
+        f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving engines pad "
+        f"it, and tensor parallelism needs a multiple (the next is {round_up(size)})"
+    ]
+
+
+def round_up(size: int) -> int:
+    """Return the next multiple of `ROUND_TO`."""
+    return -(-size // ROUND_TO) * ROUND_TO
+
+
+def some_ids(ids: NDArray[np.int64]) -> str:
+    """Return the first ids as text for a message."""
+    shown = ", ".join(str(token_id) for token_id in ids[:8].tolist())
+    return shown + (", ..." if len(ids) > 8 else "")
 
 
 def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from eagle_slim.convert.heads.config import default_taps
@@ -29,8 +30,10 @@ from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
 from eagle_slim.runtime.step.shapes import ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
+from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels.attention import tree_attention
+from eagle_slim.runtime.target.kernels import attention
+from eagle_slim.runtime.target.kernels.attention import AttentionTiles, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -41,15 +44,21 @@ from benchmarks.shared.timing import time_queued_us
 
 LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36}
 TIED = ("smollm2-135m", "llama-3.2-1b")
+TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
+"""Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
 PEAKED = 20.0
 """Gain of a random LM head whose distributions are as peaked as a trained one's: trees then reach their depth."""
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True, has_top_p=True)
-LENGTH_TOLERANCE = 0.02
+SPARE_LENGTH = 0.02
+"""Tokens a pass that are drawn beyond a stated accepted length, so that the measured one is not below it."""
 COMPILE_S = 180
 
 
-def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build a random Llama or Qwen3 of these dimensions on the device."""
+def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16") -> nn.Module:
+    """Build a random Llama or Qwen3 of these dimensions on the device.
+
+    ``weights``: one of `TARGET_WEIGHTS`. The matrices of layers in FP8 are made one at a time.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -58,22 +67,47 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
         num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=131072,
         tie_word_embeddings=name in TIED,
     )  # fmt: skip
+    with device if weights == "bf16" else torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if weights != "bf16":
+        _fill_in_fp8(model, dtype, device, is_by_blocks=weights == "fp8-blocks")
+    random_model: nn.Module = model
+    return random_model
+
+
+def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blocks: bool) -> None:
+    """Give a model on the meta device random weights, those of its layers' matrices in FP8."""
+    for layer in model.model.layers:
+        for path, linear in [(path, each) for path, each in layer.named_modules() if isinstance(each, nn.Linear)]:
+            weight = quantise_rows(torch.empty(linear.weight.shape, dtype=dtype, device=device).normal_(std=0.02))
+            if is_by_blocks:
+                groups = -(-linear.in_features // SCALE_BLOCK)
+                weight = Fp8Weight(weight.words, weight.scales.repeat(1, groups))
+            parent, _, name = path.rpartition(".")
+            setattr(layer.get_submodule(parent), name, Fp8Linear(weight))
+    for path, parameter in list(model.named_parameters()):
+        parent, _, name = path.rpartition(".")
+        values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
+        values += parameter.dim() == 1  # a norm's
+        setattr(model.get_submodule(parent), name, nn.Parameter(values, requires_grad=False))
+    model.tie_weights()
     with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return model
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
 class RandomModel:
     """A random target and a random head over its whole vocabulary; decoders over them share every weight.
 
-    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs.
+    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs. ``weights``: one of
+    `TARGET_WEIGHTS`.
     """
 
     def __init__(
-        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused"
-    ) -> None:
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused",
+        weights: str = "bf16",
+    ) -> None:  # fmt: skip
         self.dims = MODELS[name]
-        model = random_target(name, self.dims, dtype, device)
+        model = random_target(name, self.dims, dtype, device, weights)
         target = TargetModel(model, default_taps(LAYERS[name]), backend)
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
@@ -237,6 +271,21 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     return run
 
 
+def step_with_tiles(
+    decoder: Decoder, num_active: int, prefix: int, tiles: AttentionTiles
+) -> tuple[Callable[[], None], Tensor]:
+    """Return a greedy step whose attention has these tiles, and the logits of its first run after ``prefix`` tokens."""
+    assert decoder.features is not None
+    decoder._graphs.clear()
+    decoder.features.zero_()
+    with mock.patch.object(attention, "attention_tiles", return_value=tiles):
+        fill(decoder, num_active, prefix)
+        decoder.step(num_active, GREEDY, decoder.tree)
+    places = decoder.places_for(num_active)
+    run = decoder._graphs_for(GREEDY).get(("step", decoder.tree, places))
+    return run or partial(decoder.step, num_active, GREEDY, decoder.tree), decoder.shape.bufs.logits.clone()
+
+
 class StepsRun(NamedTuple):
     """A run of steps: wall-clock milliseconds of one, tokens that all sequences gained, and their steps."""
 
@@ -299,8 +348,8 @@ def take_turns(
     """Run ``steps`` of ``batch`` sequences from a prefix with every decoder, ``rounds`` times, and once to warm up.
 
     ``steps``: of each decoder, or of all. Each round goes on in the drawn lengths. Returns for each decoder what was
-    accepted, counted; the median step of all rounds; tokens/s of all sequences from the two. ``is_length_met``: a tree
-    that is not deep enough accepts less than was drawn.
+    accepted, counted; the median step of all rounds; tokens/s of all sequences from the two. ``is_length_met``: trees
+    that are never deep enough, and lengths that were not all used, may give another mean than was drawn.
     """
     runs: list[list[StepsRun]] = [[] for _ in decoders]
     numbers = [steps] * len(decoders) if isinstance(steps, int) else steps
@@ -316,7 +365,7 @@ def take_turns(
         step_ms = statistics.median(run.step_ms for run in own)
         row = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": accepted * batch / step_ms * 1e3}
         if isinstance(decoder, DrawnDecoder):
-            row["is_length_met"] = abs(accepted / float(decoder.drawn.float().mean()) - 1) <= LENGTH_TOLERANCE
+            row["is_length_met"] = abs(accepted - float(decoder.drawn.double().mean())) <= SPARE_LENGTH
         found.append(row)
     return found
 
@@ -332,7 +381,7 @@ def measure_ahead(
     """
     room = tree.total_tokens + (steps + 2) * max(option.num_tokens + 1 for option in options)
     cache = model.new_cache(batch, prefix + room)
-    lengths = draw_lengths(accepted, tree.path_width)
+    lengths = draw_lengths(accepted + SPARE_LENGTH, tree.path_width)
     full = model.drawn_decoder(cache, tree, draft_vocab, lengths)
     base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
     for option in options:

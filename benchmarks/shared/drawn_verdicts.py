@@ -5,7 +5,8 @@ inside the same graph, one more kernel overwrites some of the choices, so that t
 drafted tree (`DrawnDecoder`). What is accepted is counted as usual, too.
 
 Drawn ahead, and taken in turn, each slot beginning elsewhere: lengths of paths, with a given mean (`draw_lengths`); or,
-for shapes of trees side by side, the rank of the accepted child at each level (`draw_ranks`).
+for shapes of trees side by side, the rank of the accepted child at each level (`draw_ranks`). What a tree is not deep
+enough for is added to the slot's next length, so that the mean is met.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def draw_ranks(chance: Callable[[int], float], seed: int = 0) -> Tensor:
 
 @triton.jit
 def _draw_paths_kernel(
-    choice_ptr, trees, drawn_ptr, turn_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr,
+    choice_ptr, trees, drawn_ptr, turn_ptr, owed_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, DEEPEST: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
@@ -96,8 +97,10 @@ def _draw_paths_kernel(
     if WIDTH == 1:
         # Deepest first, then the lowest node.
         depth = tl.load(trees.positions + tree, mask=inside, other=BLOCK).to(tl.int32)
-        order = tl.where(depth < tl.load(drawn), depth * BLOCK + (BLOCK - 1 - node), -1)
-        at = BLOCK - 1 - tl.max(order) % BLOCK
+        length = tl.load(drawn) + tl.load(owed_ptr + slot)
+        deepest = tl.max(tl.where(depth < length, depth * BLOCK + (BLOCK - 1 - node), -1))
+        at = BLOCK - 1 - deepest % BLOCK
+        tl.store(owed_ptr + slot, length - 1 - deepest // BLOCK)
     else:
         is_sibling = (parent[:, None] == parent[None, :]) & (node[None, :] < node[:, None])
         rank = tl.sum(is_sibling.to(tl.int32), 1)
@@ -120,19 +123,19 @@ def _draw_paths_kernel(
     tl.store(choice_ptr + place * NODES + node, choice, mask=inside)
 
 
-def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor) -> None:
+def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor, owed: Tensor) -> None:
     """Overwrite choices so that the walk accepts the next drawn path in the tree of every active slot.
 
     ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``drawn`` int32: lengths [count], or
-    ranks [count, LEVELS]; ``turns`` int32 [slots]: rows of it that a slot has taken. A length ends at the first of the
-    nodes as deep as it allows; ranks end where a node has no such child. The target's own choice at the end stays,
-    unless it is a drafted child; then it becomes the smallest id that is none. Trees of at most 16 levels; a program a
-    place.
+    ranks [count, LEVELS]; ``turns`` int32 [slots]: rows of it that a slot has taken; ``owed`` int32 [slots]: tokens
+    that lengths of before had beyond their trees. A length ends at the first of the nodes as deep as it allows; ranks
+    end where a node has no such child. The target's own choice at the end stays, unless it is a drafted child; then it
+    becomes the smallest id that is none. Trees of at most 16 levels; a program a place.
     """
     places, nodes = choices.shape
     _draw_paths_kernel[(places,)](
-        choices, trees, drawn, turns, NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)), DRAWN=len(drawn),
-        WIDTH=drawn[0].numel(), STRIDE=_SLOT_STRIDE, DEEPEST=min(LEVELS, nodes) - 1, num_warps=4,
+        choices, trees, drawn, turns, owed, NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)),
+        DRAWN=len(drawn), WIDTH=drawn[0].numel(), STRIDE=_SLOT_STRIDE, DEEPEST=min(LEVELS, nodes) - 1, num_warps=4,
     )  # fmt: skip
 
 
@@ -142,8 +145,8 @@ class DrawnDecoder(Decoder):
     def __init__(self, drawn: Sequence[int] | Tensor, *args: Any) -> None:
         super().__init__(*args)
         self.drawn = torch.as_tensor(drawn, dtype=torch.int32, device=self.target.device)
-        self.turns = torch.zeros(self.num_slots, dtype=torch.int32, device=self.target.device)
-        """Rows that each slot has taken."""
+        self.turns, self.owed = torch.zeros((2, self.num_slots), dtype=torch.int32, device=self.target.device)
+        """Rows that each slot has taken, and tokens that it still owes."""
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -151,7 +154,7 @@ class DrawnDecoder(Decoder):
         """Choose as usual, then draw, but for plain steps."""
         super().choose(logits, trees, rules, host, choices)
         if choices.shape[1] > 1:
-            draw_paths(choices, trees, self.drawn, self.turns)
+            draw_paths(choices, trees, self.drawn, self.turns, self.owed)
 
 
 class DrawnPartialDecoder(PartialDecoder):

@@ -48,7 +48,8 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
 
     ``dims``: `BUILT_IN` for the built-in head with its target; "tiny" or a name of `problem.MODELS` for a random model
     in which few tokens are probable, so that drafts are accepted. ``draft_vocab``: rows of a random head, 0 for all.
-    A random target has the model's own layers, or 8 of one that is not in `LAYERS`.
+    A random target has the model's own layers, or 8 of one that is not in `LAYERS`. The hidden states of "tiny" follow
+    its tokens, so that its texts vary.
     """
     EaModel = importlib.import_module("eagle.model.ea_model").EaModel
     LlamaForCausalLM = importlib.import_module("eagle.model.modeling_llama_kv").LlamaForCausalLM
@@ -69,6 +70,8 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
 
             config = LlamaConfig(**_config(sizes), num_hidden_layers=LAYERS.get(dims, 8), tie_word_embeddings=False)
             base = LlamaForCausalLM(config).to(dtype)
+            if dims == "tiny":
+                base.model.embed_tokens.weight.data.mul_(50)
         path = _write_folder(Path(folder), sizes, own)
         tree = TreeConfig()
         model = EaModel(True, base, folder, str(path), tree.total_tokens, tree.depth, tree.top_k, 1.0, state)

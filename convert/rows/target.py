@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
+from eagle_slim.vocab_tools.target import says_tied
 
 from ..errors import CheckpointError
 from ..sources.source import ResolvedSource
@@ -31,8 +32,6 @@ _TEXT = ("model.", *_MODEL, "model.language_model.model.", "model.text_model.")
 EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _TEXT)
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 
-_TIE = "tie_word_embeddings"
-
 
 def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -> str:
     """Return the name of the LM-head tensor among `names`: the embedding first where they are `tied`, else last.
@@ -40,7 +39,7 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
     Raises CheckpointError where there is neither, or no LM head and `tied` is False.
     """
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
-        problem = f"no LM head: config.json says {_TIE}: false, and the weights hold none"
+        problem = "no LM head: config.json says tie_word_embeddings: false, and the weights hold none"
         raise CheckpointError.at(where, f"{problem}.\nFetch all of the target's weights, or correct a copy of it.")
     spellings = EMBEDDING_NAMES + LM_HEAD_NAMES if tied else LM_HEAD_NAMES + EMBEDDING_NAMES
     if (found := next((name for name in spellings if name in names), None)) is not None:
@@ -51,17 +50,11 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
 
 
 def ties_embedding(folder: Path) -> bool | None:
-    """Whether the config.json in `folder` ties the LM head to the input embedding; None where it does not say.
-
-    A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
-    """
+    """Whether the config.json in `folder` ties the LM head to the input embedding; None where it does not say."""
     try:
-        config = read_object(folder / "config.json", CheckpointError)
+        return says_tied(read_object(folder / "config.json", CheckpointError))
     except CheckpointError:
         return None
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    said = {part[_TIE] for part in parts if isinstance(part.get(_TIE), bool)}
-    return said.pop() if len(said) == 1 else None
 
 
 def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead:

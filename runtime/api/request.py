@@ -6,16 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from ..drafter.weights import HeadWeights
 from .sampling import Processors
 from .stats import GenerationStats
-
-if TYPE_CHECKING:
-    from ..drafter.weights import HeadWeights
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
 

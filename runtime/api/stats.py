@@ -71,8 +71,10 @@ class GenerationStats:
     path: str = ""
     """Human-readable description of what ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
-    """Why every token is the one that decoding its prompt alone and plainly gives; None where nothing promises that
-    below float32."""
+    """Why every token is the one that decoding its prompt alone and plainly gives, in float32 but for ties within its
+    last bits; None where nothing promises that."""
+    is_exact: bool = False
+    """Whether that holds of every token, so that one that differs is a defect."""
 
     @property
     def num_passes(self) -> int:
@@ -125,7 +127,7 @@ class GenerationStats:
         total: dict[str, Any] = {}
         for each in fields(cls):
             values = [getattr(item, each.name) for item in items]
-            if each.name in ("path", "exactness"):
+            if each.name in ("path", "exactness", "is_exact"):
                 total[each.name] = values[0] if len(set(values)) == 1 else each.default
             elif each.name in ("cache_bytes", "graph_bytes"):
                 total[each.name] = max(values, default=0)

@@ -1,9 +1,12 @@
-"""`eagle-compare`: the same prompts over several draft vocabularies, heads and trees, as table, files and advice."""
+"""`eagle-compare`, `eagle-servers`: the same prompts to draft vocabularies or servers, as table, files and advice."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -12,11 +15,13 @@ from eagle_slim.convert.atomic import check_output
 from eagle_slim.vocab_tools.common_cli import (
     EagleCommand,
     emit_json,
+    example,
     force_option,
     json_option,
     note,
     run_cli,
     version_option,
+    whole_numbers,
 )
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
@@ -25,6 +30,7 @@ from ..options_cli import load_heads, model_options, read_by, show_warnings_as_l
 from ..settings import SamplingConfig, TreeConfig
 from .options import MARKER, CompareOptions
 from .prompts import load_prompts
+from .server import Server
 
 _FOLLOW = {"prompt": "prompt", "none": None}
 
@@ -47,6 +53,32 @@ def _tree(text: str) -> TreeConfig | None:
 
 def _trees(texts: Iterable[str]) -> tuple[TreeConfig | None, ...] | None:
     return tuple(dict.fromkeys(map(_tree, texts))) or None
+
+
+@contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    every_s = 0.1 if sys.stderr.isatty() else 30.0
+    with tqdm(desc="answers", unit=unit, file=sys.stderr, mininterval=every_s) as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield move
+
+
+def _finish(result: Any, out: str | None, force: bool, as_json: bool) -> int:
+    if out is not None:
+        result.write(out, force)
+        note(f"wrote {out}/compare.json and {out}/compare.html")
+    if as_json:
+        emit_json(result.to_json())
+    else:
+        click.echo(result.to_text())
+    if result.is_complete:
+        return 0
+    note("interrupted: these are the answers so far")
+    return INTERRUPTED
 
 
 @click.command(
@@ -106,25 +138,56 @@ def compare(
     from .run import compare as run_comparison
 
     models = load_heads(options)
-    every_s = 0.1 if sys.stderr.isatty() else 30.0
-    with tqdm(desc="answers", unit="answer", file=sys.stderr, mininterval=every_s) as bar:
-
-        def move(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with _progress("answer") as move:
         result = run_comparison(models, prompts, asked, progress=move)
+    return _finish(result, out, force, as_json)
+
+
+def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    named = {name: url for name, _, url in (value.partition("=") for value in values)}
+    if len(named) < len(values) or not all(re.fullmatch(r"[\w.-]+", name) for name in named):
+        raise click.BadParameter("each is NAME=URL, with a name of its own of letters, digits, . and -", ctx, param)
+    return named
+
+
+@click.command(
+    cls=EagleCommand,
+    epilog=example("eagle-servers plain=http://localhost:8000 slim=http://localhost:8001 --prompts p.jsonl --out out"),
+)
+@click.argument("urls", nargs=-1, required=True, metavar="NAME=URL...", callback=_named)
+@click.option("--prompts", "prompt_file", required=True, metavar="FILE", help="As for eagle-compare; first turns only.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
+@click.option("--concurrency", default="1", show_default=True, callback=whole_numbers, metavar="N,N",
+              help="Prompts asked at once.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each is asked.")
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Seconds that a server may be silent.")
+@click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
+@force_option
+@json_option
+@version_option()
+def servers(
+    urls: dict[str, str], prompt_file: str, limit: int | None, timeout_s: float, out: str | None, force: bool,
+    as_json: bool, **options: Any,
+) -> int:  # fmt: skip
+    """Compare running servers: speed, time to the first token, accepted length, and whether their texts are equal.
+
+    They are asked by OpenAI's chat API, greedily; vLLM, SGLang (with --enable-metrics) and llama-server tell the
+    accepted length. The others are compared with the first server. API keys are read from EAGLE_KEY_NAME, the name in
+    capitals. Ctrl-C ends the comparison and writes what there is.
+    """
+    asked = [
+        Server(name, url, os.environ.get(f"EAGLE_KEY_{name.upper()}", ""), timeout_s) for name, url in urls.items()
+    ]
+    prompts = load_prompts(prompt_file, limit)
     if out is not None:
-        result.write(out, force)
-        note(f"wrote {out}/compare.json and {out}/compare.html")
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        click.echo(result.to_text())
-    if result.is_complete:
-        return 0
-    note("interrupted: these are the answers so far")
-    return INTERRUPTED
+        check_output(out, force, MARKER)
+    # Loads torch.
+    from .servers import compare_servers
+
+    with _progress("group") as move:
+        result = compare_servers(asked, prompts, progress=move, tell=note, **options)
+    return _finish(result, out, force, as_json)
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -132,5 +195,6 @@ def main(args: list[str] | None = None) -> NoReturn:
     run_cli(compare, args, "eagle-compare")
 
 
-if __name__ == "__main__":
-    main()
+def main_servers(args: list[str] | None = None) -> NoReturn:
+    """Run `eagle-servers`."""
+    run_cli(servers, args, "eagle-servers")

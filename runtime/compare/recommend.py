@@ -1,4 +1,4 @@
-"""Which draft vocabulary to use on this device, as far as the measurement tells, for each mode and batch size."""
+"""Which draft vocabulary or server to use, as far as the measurement tells, for each mode and batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_DIFFERENCE = "no significant difference"
 
 
 def recommend(rows: Sequence[Row]) -> list[Advice]:
-    """Advise for each mode and batch size; the rows of each stand together, plain decoding first."""
+    """Advise for each mode and batch size; the rows of each stand together, plain decoding or server 1 first."""
     places = groupby((row for row in rows if row.category == ALL), key=lambda row: (row.mode, row.batch))
     return [_advise(mode, batch, *place) for (mode, batch), place in places]
 
@@ -37,20 +37,21 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     is_decided = beats is False or all(row is best or _is_as_fast(others[row.label]) for row in close)
     reasons = (*_reasons(chosen, best, close, measured, others), *_reasons_to_follow(measured))
     return Advice(
-        mode, batch, f"{where}: {_headline(chosen, close, beats)}", advised.label,
+        mode, batch, f"{where}: {_headline(plain, chosen, close, beats)}", advised.label,
         advised.candidate.draft_vocab, is_decided, tuple(row.label for row in close), beats, reasons,
     )  # fmt: skip
 
 
-def _headline(chosen: Row, close: Sequence[Row], beats: bool | None) -> str:
+def _headline(plain: Row, chosen: Row, close: Sequence[Row], beats: bool | None) -> str:
+    base = plain.label if chosen.candidate.is_server else "plain decoding"
     speed = "" if chosen.speedup is None else f" at {_interval(chosen.speedup)} times its speed"
     if beats is False:
-        return f"plain decoding is faster here: drafting with {chosen.label} runs{speed}"
-    begin = f"drafting beats plain decoding here: it runs{speed}"
+        return f"{base} is faster here: {chosen.label} runs{speed}"
+    begin = f"{chosen.label} beats {base} here: it runs{speed}"
     if beats is None:
-        begin = f"no significant difference from plain decoding: drafting ran{speed}"
+        begin = f"no significant difference from {base}: {chosen.label} ran{speed}"
     if len(close) == 1:
-        return f"{begin}; best draft vocabulary: {chosen.label}"
+        return begin
     names = "; ".join(row.label for row in close)
     is_smaller = len({row.candidate.draft_bytes for row in close}) > 1
     merit = f", of which {chosen.label} reads the fewest bytes" if is_smaller else ""
@@ -83,11 +84,14 @@ def _reasons(
 ) -> list[str]:
     found = chosen.measured
     assert found is not None
-    reasons = [
-        f"{chosen.label}: {found.accepted_length.value:.2f} tokens per pass, {found.step_s * 1e3:.1f} ms a step (draft "
-        f"{found.draft_s * 1e3:.1f}, verify {found.verify_s * 1e3:.1f}, host {found.host_s * 1e3:.1f}) = "
-        f"{chosen.tokens_per_s:.1f} tokens/s."
-    ]
+    length = f"{found.accepted_length.value:.2f} tokens per pass, " if chosen.stats.num_passes else ""
+    draft, verify, host, step = (
+        f"{each * 1e3:.1f}" for each in (found.draft_s, found.verify_s, found.host_s, found.step_s)
+    )
+    times = f"{step} ms a step (draft {draft}, verify {verify}, host {host}) ="
+    if chosen.candidate.is_server:
+        times = f"{draft} ms to the first token,"
+    reasons = [f"{chosen.label}: {length}{times} {chosen.tokens_per_s:.1f} tokens/s."]
     for row in measured:
         if row is not best:
             how = _NO_DIFFERENCE if row in close else "slower"

@@ -15,7 +15,7 @@ from eagle_slim.convert.atomic import atomic_directory
 from eagle_slim.vocab_tools.coverage import aligned
 
 from ..api.stats import GenerationStats
-from .candidates import PLAIN, Candidate
+from .candidates import Candidate
 from .options import MARKER, CompareOptions
 from .statistics import Estimate, Measured, Timings, measure, ratio
 
@@ -24,8 +24,7 @@ _DATA_MARK = "/*DATA*/null"
 _HEADINGS = (
     "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "passes", "exact"
 )  # fmt: skip
-_NUM_NAMES = 4
-"""Columns of the table that hold names and stand on the left."""
+_SERVER_HEADINGS = ("server", "at once", "accepted", "first ms", "tokens/s", "speed-up", "equal")
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ class Row:
     """Prompts (groups of them in a batch) that the intervals are over."""
     num_answers: int
     num_identical: int
-    """Answers equal to plain decoding's, token for token."""
+    """Answers equal to plain decoding's, token for token; of a server, to the first server's text."""
     stats: GenerationStats
-    """Of all answers; ``exactness`` is None unless it holds for each of them."""
+    """Of all answers; ``is_exact`` if each of them is."""
     measured: Measured | None = None
     """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
@@ -72,25 +71,21 @@ class Row:
         return self.candidate.label
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the target promised, for every answer, that drafting changes no token."""
-        return self.stats.exactness is not None
-
-    @property
     def tokens_per_s(self) -> float:
-        """Decoding speed, prompt processing left out; of all sequences of a batch together."""
+        """Speed of all sequences of a batch together, prompt processing left out, but for servers."""
         return self.measured.tokens_per_s.value if self.measured else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the row's figures under their names; times in seconds, None where nothing was measured."""
         found, stats = self.measured, self.stats
         estimates = {
-            "mean_accepted_length": found.accepted_length if found else None,
+            "mean_accepted_length": found.accepted_length if found and stats.num_passes else None,
+            "first_s": found.first_s if found and self.candidate.is_server else None,
             "tokens_per_s": found.tokens_per_s if found else None,
             "speedup": self.speedup,
         }
-        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_exact")
-        counts = ("num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
+        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical")
+        counts = ("is_exact", "num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
         times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
         return {
             **self.candidate.to_json(),
@@ -107,18 +102,23 @@ class Row:
     def cells(self) -> list[str]:
         """Return the row of the table, "-" where nothing was measured."""
         found, stats = self.measured, self.stats
+        length = f"{found.accepted_length.value:.3f}" if found and stats.num_passes else "-"
+        equal = f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-"
+        speeds = _with_range(found.tokens_per_s if found else None, 1), _with_range(self.speedup, 2)
+        if self.candidate.is_server:
+            first_ms = f"{found.first_s.value * 1e3:.0f}" if found else "-"
+            return [self.label, str(self.batch), length, first_ms, *speeds, equal]
         return [
             self.label,
             self.mode,
             str(self.batch),
             self.category,
-            f"{found.accepted_length.value:.3f}" if found else "-",
+            length,
             "-" if self.candidate.is_plain or not stats.num_new_tokens else f"{stats.missed_rate:.1%}",
-            _with_range(found.tokens_per_s if found else None, 1),
-            _with_range(self.speedup, 2),
+            *speeds,
             f"{found.step_s * 1e3:.1f}" if found else "-",
             str(stats.num_passes) if self.num_answers else "-",
-            "equal" if self.is_exact else f"{self.num_identical}/{self.num_answers}" if self.num_answers else "-",
+            "equal" if stats.is_exact else equal,
         ]
 
 
@@ -129,7 +129,7 @@ class Advice:
     mode: str
     batch: int
     headline: str
-    """Whether drafting beats plain decoding here, and what to draft with, in one line."""
+    """Whether drafting, and with what, beats plain decoding (a server the first one) here, in one line."""
     candidate: str
     """The fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all."""
     draft_vocab: int
@@ -140,6 +140,27 @@ class Advice:
     beats_plain: bool | None
     """Whether drafting is faster than plain decoding; None without a significant difference."""
     reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of a server, or an answer that differs from the first server's.
+
+    ``prompt`` is None for a whole server. ``character`` and ``token`` are where the texts begin to differ, from 0;
+    ``margin`` is by how much the first server's log-probability of its own token is higher. None: not known.
+    """
+
+    server: str
+    message: str
+    batch: int = 1
+    prompt: int | None = None
+    character: int | None = None
+    token: int | None = None
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.prompt is None else f", prompt {self.prompt}, {self.batch} at once"
+        return f"{self.server}{place}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +177,8 @@ class Comparison:
     """Every answer, in the order in which they were made."""
     is_complete: bool = True
     """Whether all answers that were planned are in."""
+    findings: Sequence[Finding] = ()
+    """Of servers: faults, and answers that differ from the first server's."""
 
     def write(self, folder: str | Path, force: bool = False) -> None:
         """Write compare.json and compare.html into a folder, both or none.
@@ -174,6 +197,7 @@ class Comparison:
             "is_complete": self.is_complete,
             "rows": [row.to_json() for row in self.rows],
             "recommendations": [asdict(each) for each in self.recommendations],
+            "findings": [{**asdict(each), "text": str(each)} for each in self.findings],
         }
 
     def to_text(self) -> str:
@@ -183,7 +207,9 @@ class Comparison:
         outside the draft vocabulary; ``exact``: answers equal to plain decoding's, of all; "equal" where the target
         promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
-        table = aligned([_HEADINGS, *(row.cells() for row in self.rows)], _NUM_NAMES)
+        # Columns that hold names stand on the left.
+        headings, num_names = (_SERVER_HEADINGS, 2) if "servers" in self.setup else (_HEADINGS, 4)
+        table = aligned([headings, *(row.cells() for row in self.rows)], num_names)
         return "\n\n".join([table, *("\n  ".join([each.headline, *each.reasons]) for each in self.recommendations)])
 
     def to_html(self) -> str:
@@ -209,8 +235,8 @@ def build_rows(candidates: Sequence[Candidate], options: CompareOptions, answers
 def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]) -> Iterator[Row]:
     own = {each.label: [answer for answer in answers if answer.candidate == each.label] for each in candidates}
     groups = {group: place for place, group in enumerate(sorted({answer.group for answer in answers}))}
-    found = measure({each.label: _timings(own[each.label], groups, each.tree[2]) for each in candidates})
-    plain = found.get(PLAIN)
+    found = measure({each.label: _timings(each, own[each.label], groups) for each in candidates})
+    plain = found.get(candidates[0].label)
     for candidate in candidates:
         given, measured = own[candidate.label], found.get(candidate.label)
         yield Row(
@@ -220,16 +246,20 @@ def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tup
         )  # fmt: skip
 
 
-def _timings(answers: Sequence[Answer], groups: Mapping[int, int], nodes: int) -> Timings:
+def _timings(candidate: Candidate, answers: Sequence[Answer], groups: Mapping[int, int]) -> Timings:
     steps = np.array([step for answer in answers for step in answer.stats.steps], dtype=np.float64).reshape(-1, 3)
     owners = [groups[answer.group] for answer in answers for _ in answer.stats.steps]
-    accepted, passes = np.zeros(len(groups)), np.zeros(len(groups))
+    accepted, passes, new = (np.zeros(len(groups)) for _ in range(3))
     for answer in answers:
         place = groups[answer.group]
         passes[place] += answer.stats.num_passes
         accepted[place] += answer.stats.num_accepted_tokens
+        new[place] += answer.stats.num_new_tokens
     draft_s, verify_s, host_s = steps.T
-    return Timings(draft_s, verify_s, host_s, np.array(owners, dtype=np.int64), accepted, passes, nodes)
+    # A server's time is of the whole answer, and it need not count all passes.
+    tokens = new if candidate.is_server else accepted
+    prompt_of_step = np.array(owners, dtype=np.int64)
+    return Timings(draft_s, verify_s, host_s, prompt_of_step, tokens, accepted, passes, candidate.tree[2])
 
 
 def _with_range(estimate: Estimate | None, digits: int) -> str:

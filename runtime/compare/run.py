@@ -173,7 +173,7 @@ class Run:
                 self.progress(len(self.answers) + len(outputs), self.num_calls)
             plain = outputs[PLAIN]
             for label, output in outputs.items():
-                if label != PLAIN and output.stats.exactness is not None:
+                if label != PLAIN and output.stats.is_exact:
                     _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
             # A turn counts once every candidate has answered it: all figures are of the same turns.
             for label, output in outputs.items():
@@ -186,11 +186,12 @@ class Run:
                     talks[place].append(_said("assistant", text or ""))
 
     def _generate(self, candidate: Candidate, ids: Sequence[Any], mode: str, batch: int) -> GenerationOutput:
-        return candidate.model.generate(
+        output: GenerationOutput = candidate.model.generate(
             ids, max_new_tokens=self.options.max_new_tokens, max_slots=batch, speculative=not candidate.is_plain,
             time_phases=True, **self.options.generation(mode),
             partial_verification=None if candidate.is_plain else self.options.partial_verification,
         )  # fmt: skip
+        return output
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -11,13 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import t
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _NUM_RESAMPLES = 400
 _CONFIDENCE = 0.95
@@ -29,15 +26,17 @@ class Timings:
     """Times and tokens of one candidate, step by step.
 
     ``draft_s``, ``verify_s``, ``host_s`` float64 [steps]; ``prompt_of_step`` int64 [steps], numbers from 0. By prompt,
-    float64 [prompts]: ``accepted``, the tokens that its steps added to answers, and ``passes``, the target passes of
-    its sequences (as many as its steps, unless several share a step). ``nodes``: of the trees, 1 for plain decoding, 0
-    where each step chose its tree; such steps have a mean, others a median.
+    float64 [prompts]: ``tokens`` that its steps added to answers, ``passes``, the target passes of its sequences (as
+    many as its steps, unless several share a step), and ``accepted``, the tokens of these passes. ``nodes``: of the
+    trees, 1 for plain decoding, 0 where each step chose its tree; such steps have a mean, others a median. A server's
+    answers are one step each, whose ``draft_s`` is the time to the first token.
     """
 
     draft_s: NDArray[np.float64]
     verify_s: NDArray[np.float64]
     host_s: NDArray[np.float64]
     prompt_of_step: NDArray[np.int64]
+    tokens: NDArray[np.float64]
     accepted: NDArray[np.float64]
     passes: NDArray[np.float64]
     nodes: int
@@ -72,6 +71,8 @@ class Measured:
     verify_s: float
     """Median over the steps of all candidates with as many nodes."""
     host_s: float
+    first_s: Estimate
+    """``draft_s`` with its interval: a server's time to the first token."""
     resampled_tokens_per_s: NDArray[np.float64]
 
     @property
@@ -82,7 +83,7 @@ class Measured:
 
 def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured]:
     """Measure candidates that answered the same prompts; those that made no step are left out."""
-    timings = {name: each for name, each in timings.items() if len(each.draft_s) and each.passes.sum() > 0}
+    timings = {name: each for name, each in timings.items() if len(each.draft_s) and each.tokens.sum() > 0}
     if not timings:
         return {}
     num_prompts = len(next(iter(timings.values())).accepted)
@@ -101,18 +102,20 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
         draft_s, host_s = (
             _averages(each.nodes, times, each.prompt_of_step, weights) for times in (each.draft_s, each.host_s)
         )
-        accepted, passes, num_steps = (weights @ per_prompt for per_prompt in (each.accepted, each.passes, steps))
+        tokens, accepted, passes, num_steps = (
+            weights @ per_prompt for per_prompt in (each.tokens, each.accepted, each.passes, steps)
+        )
         # A resample without a single step of a candidate says nothing about it.
-        valid = (num_steps > 0) & (passes > 0) & (accepted > 0)
-        valid[0] = True
+        valid = num_steps > 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            lengths = np.where(valid, accepted / passes, accepted[0] / passes[0])
-            speeds = accepted / num_steps / (draft_s + verify_s[each.nodes] + host_s)
+            lengths = np.where(valid & (accepted > 0), accepted / passes, accepted[0] / passes[0])
+            speeds = tokens / num_steps / (draft_s + verify_s[each.nodes] + host_s)
             speeds = np.where(valid & (speeds > 0), speeds, speeds[0])
         found[name] = Measured(
             Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
             Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
-            float(draft_s[0]), float(verify_s[each.nodes][0]), float(host_s[0]), speeds[1:],
+            float(draft_s[0]), float(verify_s[each.nodes][0]), float(host_s[0]),
+            Estimate.of(float(draft_s[0]), np.where(valid, draft_s, draft_s[0])[1:], num_prompts), speeds[1:],
         )  # fmt: skip
     return found
 

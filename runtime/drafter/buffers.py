@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, misfit
+from ..errors import NamedFields, UsageError, misfit
 from ..settings import TreeConfig
+from ..tree import DraftTree
 from .dimensions import DrafterConfig, check_kernel_limits
 from .follow import Tails
 from .kernels.frontier import MAX_DEPTH
@@ -33,7 +34,7 @@ INPUTS = (
 
 
 @dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedFields):
     """Inputs, KV cache and outputs of a draft, allocated once; all on one device, indexed by slot.
 
     Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, width], the token after each new
@@ -106,6 +107,11 @@ class Buffers:
                 torch.arange(cfg.num_slots, out=getattr(bufs, name))
             bufs.active_count.fill_(cfg.num_slots)
         return bufs
+
+    @property
+    def drafted(self) -> DraftTree:
+        """The last draft's trees, not copied."""
+        return DraftTree(*(getattr(self, name) for name in BLANK))
 
     def of_tree(self, tree: TreeConfig) -> Buffers:
         """Return buffers for smaller trees over the same memory: outputs in their shapes, all else shared.

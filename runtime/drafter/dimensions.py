@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModelError, UsageError, misfit
+from ..errors import NamedFields, UnsupportedModelError, UsageError, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from .follow import MAX_FOLLOW_ROWS, UNIT_ROWS
 from .weights import HeadWeights
@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class DrafterConfig:
+class DrafterConfig(NamedFields):
     """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
 
     ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;

@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ..errors import DrafterError, SpeedWarning, UnsupportedModelError, UsageError, check_choice, misfit
+from ..ops import lacks_fp8
 from ..settings import TreeConfig
 from .buffers import INPUTS, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
 from .kernels.grid_barrier import ERROR
 from .kernels.persistent import is_interpreted
-from .launch import BACKENDS, DraftFunction, allocate_buffers, run_draft, timed_out, write_pairs
+from .launch import BACKENDS, DraftFunction, allocate_buffers, run_draft, write_pairs
 from .packing import SharedPacking, Weights
 from .rope import rotary_embedding
 from .weights import HeadWeights
@@ -40,7 +41,6 @@ NAMES = {
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
 """Short names of the types that matrices can be stored in."""
-_FIRST_WITH_FP8 = (8, 9)
 
 
 @dataclass(eq=False)
@@ -202,6 +202,23 @@ def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
     return TreeConfig(max(tree.depth for tree in trees), trees[0].top_k, max(tree.total_tokens for tree in trees))
 
 
+def check_finished(bufs: Buffers) -> None:
+    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
+    if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
+        raise timed_out(bufs)
+
+
+def timed_out(bufs: Buffers) -> DrafterError:
+    """Make a grid barrier that timed out usable again, and return the error to raise."""
+    for name in ("barrier", "node_arrivals"):
+        if name in bufs.workspace:
+            bufs.workspace[name].zero_()
+    return DrafterError(
+        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
+        "draft is undefined. Is another process using the GPU's SMs exclusively?"
+    )
+
+
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
     """Raise `UsageError` unless a node can have ``top_k`` children among ``draft_vocab`` rows of the LM head."""
     if draft_vocab < tree.top_k:
@@ -245,13 +262,8 @@ def check_draft_weights(
             "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
             f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'."
         )
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability is None or capability < _FIRST_WITH_FP8:
-        chip = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
-        raise DrafterError(
-            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}{chip}. Leave "
-            "draft_weights out."
-        )
+    if (reason := lacks_fp8(device)) is not None:
+        raise DrafterError(f"draft_weights = 'fp8' {reason}. Leave draft_weights out.")
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise UsageError(
             f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}. Leave "

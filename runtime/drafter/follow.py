@@ -19,17 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import NothingToFollowError, check_choice, misfit
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 DEFAULT_FOLLOW_ROWS = 512
 MAX_FOLLOW_ROWS = 8192

@@ -6,21 +6,20 @@ which (``backend``), and nothing falls back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice
+from ..errors import DrafterError, UsageError, check_choice, misfit
 from ..ops import Launches, Ops, count_launches
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
 from .kernels.gated_mlp import MlpShape
-from .kernels.grid_barrier import ERROR
 from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
@@ -44,16 +43,16 @@ trees of the active slots into the outputs of these buffers."""
 
 
 def launch_drafter(
-    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], weights: Weights, bufs: Buffers,
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor] | Mapping[str, Tensor], weights: Weights, bufs: Buffers,
     backend: str | DraftFunction = "triton",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Draft the trees of all active slots.
 
     ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
-    target hidden] with equal strides. ``bufs`` holds the other inputs (`Buffers`), the KV cache, which gains the new
-    pairs, and the outputs, which are also returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots,
-    total, depth + 2], tree_mask bool [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots
-    are -1 and 0.
+    target hidden] with equal strides; or a dict of them, X_concat, or X_low, X_mid and X_high. ``bufs`` holds the other
+    inputs (`Buffers`), the KV cache, which gains the new pairs, and the outputs (``bufs.drafted``), of which are also
+    returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots, total, depth + 2], tree_mask bool
+    [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
     PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers of
@@ -63,6 +62,8 @@ def launch_drafter(
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
     _check_parts(cfg, weights, bufs)
+    if isinstance(X, Mapping):
+        X = _named_features(X)
     taps = _check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
         raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
@@ -113,23 +114,6 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
     bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
     if bufs.tails.rows is not None:
         gather_rows(follow, bufs.tails)
-
-
-def check_finished(bufs: Buffers) -> None:
-    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
-    if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
-        raise timed_out(bufs)
-
-
-def timed_out(bufs: Buffers) -> DrafterError:
-    """Make a grid barrier that timed out usable again, and return the error to raise."""
-    for name in ("barrier", "node_arrivals"):
-        if name in bufs.workspace:
-            bufs.workspace[name].zero_()
-    return DrafterError(
-        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
-        "draft is undefined. Is another process using the GPU's SMs exclusively?"
-    )
 
 
 def prefill_drafter(
@@ -188,6 +172,15 @@ def write_pairs(
     ops(rotate_append)(
         inputs @ weight, bias, head.head_norms, head.norm_eps, *bufs.tables, positions, slots, rows, keys, values
     )
+
+
+def _named_features(X: Mapping[str, Tensor]) -> Tensor | Sequence[Tensor]:
+    """Return features that are given by name: all in one tensor, or three taps."""
+    if X.keys() == {"X_concat"}:
+        return X["X_concat"]
+    if X.keys() == {"X_low", "X_mid", "X_high"}:
+        return X["X_low"], X["X_mid"], X["X_high"]
+    raise misfit("features", "X_concat, or X_low, X_mid and X_high", [*X])
 
 
 def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -355,18 +348,18 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
     """Start the kernel: no allocation, no wait. Raises `DrafterError` where it cannot run."""
     device = bufs.keys.device
-    params, is_tuned = packed.launches(cfg)
-    if params.num_programs > max(1, chip_of(device).num_sms):
+    (params, is_tuned), chip = packed.launches(cfg), chip_of(device)
+    if params.num_programs > max(1, chip.num_sms):
         raise DrafterError(
-            f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
-            "the head for this device."
+            f"{params.num_programs} programs cannot be resident at once on {chip.num_sms} SMs; pack the head for this "
+            "device."
         )
     if not (device.type == "cuda" or is_interpreted()):
         raise DrafterError(
             f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
             "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
         )
-    count_launches(Launches([is_tuned]))
+    count_launches(Launches([((chip, cfg), is_tuned)]))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),

@@ -70,8 +70,8 @@ class LaunchParams:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], layout: StoredLayout) -> LaunchParams:
-        """Inverse of `to_json`."""
-        tiles = {name: Tile(**tile) for name, tile in values["tiles"].items()}
+        """Inverse of `to_json`. Raises `TypeError` or `KeyError` for values that do not hold the whole launch."""
+        tiles = {name: Tile(**values["tiles"][name]) for name in ("layer", "mlp", "head")}
         return cls(layout, **{**values, "tiles": tiles})
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import misfit
+from ..errors import NamedFields, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
@@ -181,7 +181,7 @@ def bias_layout(cfg: DrafterConfig) -> BiasLayout:
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(NamedFields):
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
     Raises `UsageError` for the packed weights of another head.

@@ -7,25 +7,28 @@ Both give the same results, only at different speed. ``python -m eagle_slim.runt
 In the environment::
 
     EAGLE_SLIM_TUNED=FILE     tuned parameters, of any number of GPUs; default tuned.json beside this file
-    EAGLE_SLIM_SHAPES=FILE    gets every configuration that is looked up, tuned or not, a JSON object a line
+    EAGLE_SLIM_SHAPES=FILE    gets every configuration that is looked up, tuned or not, a JSON object a line; when the
+                              process ends, again with the number of its launches
     EAGLE_SLIM_STRICT=1       a configuration without tuned parameters is an error
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from eagle_slim.vocab_tools.files import write_file
 
 from ..errors import DrafterError, UsageError
+from ..ops import ALL_LAUNCHES
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
 
@@ -83,14 +86,15 @@ class TunedCache:
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key) if layout in (None, own) else None
-        _record({**_shape(cfg, chip), "tuned": found is not None})
+        _record(cfg, chip, found is not None, 0)
+        _record_launches_at_exit()
         if found is not None:
             return found, True
-        if os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0"):
+        if is_strict():
             raise DrafterError(
                 f"EAGLE_SLIM_STRICT: {tuned_path()} has no tuned launch parameters of the drafter for {key}. Record "
                 "shapes with EAGLE_SLIM_SHAPES=FILE and without EAGLE_SLIM_STRICT, then run python -m "
-                "eagle_slim.runtime.tune FILE on this GPU."
+                "eagle_slim.runtime.tune --from-shapes FILE on this GPU."
             )
         logger.info("No tuned launch parameters of the drafter for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
@@ -125,6 +129,11 @@ def always(params: LaunchParams) -> Launcher:
     return lambda cfg: (params, False)
 
 
+def is_strict() -> bool:
+    """Return whether ``EAGLE_SLIM_STRICT`` is set."""
+    return os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0")
+
+
 def tuned_path() -> Path:
     """Return the file of tuned parameters: ``EAGLE_SLIM_TUNED``, or the one that ships."""
     return Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json"))
@@ -154,14 +163,8 @@ def _layout_of(key: str) -> str:
     return f"{chip}/{dims.split('-v')[0]}/{types}"
 
 
-def _shape(cfg: DrafterConfig, chip: Chip) -> dict[str, Any]:
-    """Return the recorded form of a configuration."""
-    types = {name: str(getattr(cfg, name)).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
-    return {"chip": chip.name, **vars(cfg), **types}
-
-
-def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
-    """Read the drafts that were recorded: (chip, configuration), each once, in the order of the file.
+def read_shapes(path: Path) -> Counter[tuple[str, DrafterConfig]]:
+    """Read the drafts that were recorded: launches by (chip, configuration), in the order of the file.
 
     Raises `UsageError` for a file that cannot be read, and for a line that is no shape, with its number.
     """
@@ -169,31 +172,44 @@ def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: shapes cannot be read ({error}).") from error
-    found: dict[tuple[str, DrafterConfig], None] = {}
+    found: Counter[tuple[str, DrafterConfig]] = Counter()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
-            chip, _ = values.pop("chip"), values.pop("tuned")
+            chip, _, launches = (values.pop(name) for name in ("chip", "tuned", "launches"))
             types = {name: getattr(torch, values.pop(name)) for name in ("dtype", "weight_dtype")}
-            found[chip, DrafterConfig(**values, **types)] = None
+            found[chip, DrafterConfig(**values, **types)] += launches
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path}, line {number}: no configuration of a draft ({type(error).__name__}: {error}). Expected a "
                 "file that EAGLE_SLIM_SHAPES recorded, a JSON object a line."
             ) from error
-    return list(found)
+    return found
 
 
-def _record(line: dict[str, Any]) -> None:
-    """Append a line to the file that ``EAGLE_SLIM_SHAPES`` names, if it is set.
+def record_launches() -> None:
+    """Record every configuration that this process has launched, with the number of its launches."""
+    for ((chip, cfg), is_tuned), launches in ALL_LAUNCHES.items():
+        _record(cfg, chip, is_tuned, launches)
+
+
+@cache
+def _record_launches_at_exit() -> None:
+    atexit.register(record_launches)
+
+
+def _record(cfg: DrafterConfig, chip: Chip, is_tuned: bool, launches: int) -> None:
+    """Append a configuration to the file that ``EAGLE_SLIM_SHAPES`` names, if it is set.
 
     A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
     """
     name = os.environ.get("EAGLE_SLIM_SHAPES")
     if not name:
         return
+    types = {name: str(getattr(cfg, name)).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
+    line = {"chip": chip.name, **vars(cfg), **types, "tuned": is_tuned, "launches": launches}
     try:
         with open(name, "ab", buffering=0) as file:
             file.write((json.dumps(line) + "\n").encode())

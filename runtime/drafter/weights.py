@@ -6,32 +6,28 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from eagle_slim.convert.heads.config import sliding_window
 from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.convert.rows.lm_head import rows_of_ids
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import HeadWarning, NothingToFollowError, UnsupportedModelError, UsageError, misfit
+from ..errors import HeadWarning, NamedFields, NothingToFollowError, UnsupportedModelError, UsageError, misfit
+from ..target.wrapper import TargetModel
 from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
-    from numpy.typing import NDArray
-
-    from ..target.wrapper import TargetModel
-
 
 # Half a unit in the last place of bfloat16, the coarsest type that rows are in.
 _ROUNDING = 2**-8
 
 
 @dataclass(frozen=True)
-class HeadWeights:
+class HeadWeights(NamedFields):
     """Weights and dimensions of a draft head; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and

@@ -17,6 +17,7 @@ from .dimensions import DrafterConfig
 from .follow import UNIT_ROWS, Tails
 from .kernels.ancestor_attention import AttentionShape, heads_per_attention_unit
 from .kernels.frontier import MAX_DEPTH
+from .kernels.grid_barrier import STATE_WORDS
 from .kernels.lm_topk import HeadTiles, len_lists, places
 from .kernels.selection import LOWEST_KEY
 from .kernels.weight_stream import Tile
@@ -172,7 +173,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
         "attention rows": max(programs, cfg.num_slots * attention.groups) * attention.group_rows,
         "head block": attention.block_d,
         "head tile": params.tiles["head"].block_n,
-        "barrier": 4,
+        "barrier": STATE_WORDS,
     }
 
 

@@ -15,7 +15,7 @@ from ..drafter.dimensions import DrafterConfig
 from ..drafter.drafter import CHOICES
 from ..drafter.launch import DraftFunction, launch_drafter
 from ..drafter.packing import Weights
-from ..errors import GPUAssertionError, UsageError, check_choice, misfit
+from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
 from ..settings import TreeConfig
 from ..step.decoder import recall
@@ -33,17 +33,18 @@ def register_triton_backend(
     """Register a drafting backend for `frontier_generate`, under any name but "reference".
 
     ``draft``: a `DraftFunction`, or None for the persistent kernel, whose matrices ``draft_weights`` "fp8" stores in
-    FP8. "triton" can be given other options, not another function. Raises `UsageError` for a name that is taken
-    (`unregister_backend`) or no name at all, what cannot be called, and weights beside a function.
+    FP8. "triton" can be given other options, not another function; what is registered already may be registered again.
+    Raises `UsageError` for a name that is taken by something else (`unregister_backend`) or no name at all, what cannot
+    be called, and weights beside a function.
     """
     if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
         raise misfit("name", "neither empty nor that of a built-in backend", name)
-    if name in _registered:
-        raise misfit("name", "a new one: unregister_backend forgets this one", name)
     check_choice("draft_weights", draft_weights, CHOICES)
     if draft is not None and (not callable(draft) or draft_weights != "auto"):
         raise misfit("draft", "a DraftFunction, or None with draft_weights", type(draft).__name__)
-    _registered[name] = {"drafter": "triton" if draft is None else draft, "draft_weights": draft_weights}
+    how = {"drafter": "triton" if draft is None else draft, "draft_weights": draft_weights}
+    if _registered.setdefault(name, how) != how:
+        raise misfit("name", "a new one: unregister_backend forgets this one", name)
 
 
 def unregister_backend(name: str) -> None:
@@ -58,38 +59,43 @@ def registered_backends() -> tuple[str, ...]:
 
 
 def frontier_generate(
-    model: Any, input_ids: Any, *, backend: str = "triton", head: Any = None, draft_vocab: Any = None,
-    tree: TreeConfig | None = None, weights: Weights | None = None, bufs: Buffers | None = None, **options: Any,
+    model: Any, input_ids: Any = None, *, backend: str = "triton", head: Any = None, draft_vocab: Any = None,
+    tree: TreeConfig | None = None, features_concat: Any = None, weights: Weights | None = None,
+    bufs: Buffers | None = None, **options: Any,
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
     """Generate with a named drafting backend; the text is the target's own with any. Or draft once, from features.
 
         output = frontier_generate(model, input_ids, backend="mine", max_new_tokens=128)
-        tokens, paths, mask, positions = frontier_generate(config, features_concat, weights=weights, bufs=bufs)
+        tokens, paths, mask, positions = frontier_generate(config, features_concat=X, weights=weights, bufs=bufs)
 
     ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
     EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
-    int64 [1, seq]; afterwards the EaModel's methods are upstream's again. The four drafters used last are kept with the
-    model, and built again after that was moved to another device or type, or got another ``ea_layer`` or base model.
-    Raises `UsageError` for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it
-    cannot run.
+    int64 [1, seq]; ``top_p=0.0`` and ``top_k=0`` are off, as there. Afterwards the EaModel's methods are upstream's
+    again. The four drafters used last are kept with the model, and built again after that was moved to another device
+    or type, or got another ``ea_layer`` or base model. Raises `UsageError` for an unknown backend or model, and a head
+    beside one that has its own; `DrafterError` where it cannot run.
 
-    Without a target, a `DrafterConfig` takes the model's place and features that of the ids:
-    [slots, new, feature_width], taps side by side. ``weights`` and ``bufs``, which hold the new tokens, are then those
-    of `launch_drafter`, and so are result and errors; `UsageError` for either missing, for anything else beside them,
-    and for a backend in FP8 with a configuration that is not.
+    Without a target, a `DrafterConfig` takes the model's place, and ``features_concat`` that of the ids (by name or by
+    place). They, ``weights`` and ``bufs``, which holds the new tokens, are those of `launch_drafter`, and so are result
+    and errors; `UsageError` for one of the three missing, for anything else beside them, and for a backend in FP8 with
+    a configuration that is not.
     """
     check_choice("backend", backend, registered_backends())
     how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})
     if isinstance(model, DrafterConfig):
         others = {"head": head, "draft_vocab": draft_vocab, "tree": tree, **options}
         given = [name for name, value in others.items() if value is not None]
-        if weights is None or bufs is None or given:
-            raise misfit("model", "a DrafterConfig with weights and bufs alone", given or "no weights and bufs")
+        if weights is None or bufs is None or given or (input_ids is None) is (features_concat is None):
+            raise UsageError(
+                f"A model that is a DrafterConfig goes with features_concat, weights and bufs, and nothing else; got "
+                f"{given or 'not these three'}. {OTHER_NAMES}"
+            )
+        features = input_ids if features_concat is None else features_concat
         if how["draft_weights"] == "fp8" and model.weight_dtype != torch.float8_e4m3fn:
             raise misfit("backend", f"one for {model.weight_dtype}, which the configuration has", "fp8")
-        return launch_drafter(model, input_ids, weights, bufs, how["drafter"])
-    if weights is not None or bufs is not None:
-        raise misfit("model", "a DrafterConfig beside weights and bufs", type(model).__name__)
+        return launch_drafter(model, features, weights, bufs, how["drafter"])
+    if input_ids is None or any(each is not None for each in (features_concat, weights, bufs)):
+        raise misfit("model", "a DrafterConfig, or given with input_ids alone", type(model).__name__)
     if head is None and not isinstance(model, SpeculativeModel) and not is_ea_model(model):
         raise misfit("model", "a SpeculativeModel, an EaModel, or given with its head", type(model).__name__)
     return _generate(model, input_ids, how, head, draft_vocab, tree, options)
@@ -99,8 +105,13 @@ def _generate(
     model: Any, input_ids: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: TreeConfig | None,
     options: dict[str, Any],
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+    if "fallback" in options:
+        raise UsageError(f"There is no option 'fallback': nothing falls back. {OTHER_NAMES}")
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
+        if options.get("top_p") == 0:
+            # Off, as upstream says it; 1.0 is off here.
+            options["top_p"] = 1.0
         return built.generate(input_ids, **options)
     built.apply()
     try:

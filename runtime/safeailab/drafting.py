@@ -8,7 +8,6 @@ of token t with the token after it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import Buffers
-from ..drafter.drafter import Drafter
-from ..drafter.launch import check_finished, prefill_drafter
+from ..drafter.drafter import Drafter, check_finished
+from ..drafter.launch import prefill_drafter
 from ..errors import DrafterError, UsageError
 from ..ops import current, side_stream
 from ..settings import TreeConfig
 from ..step.decoder import GraphPool
+from ..tree import DraftTree
 from .reading import kind_of, tree_of
 from .rebind import rebind, restore
 
@@ -42,16 +42,6 @@ def on_buffers(device: torch.device) -> Iterator[None]:
     not be written to elsewhere."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
         yield
-
-
-def upstream_paths(paths: Tensor, sampling: bool) -> Tensor:
-    """Copy paths int64 [leaves, longest path], padded with -1, in upstream's order.
-
-    With ``sampling`` that is the order in which upstream sorts them when a logits processor is given: lexicographic,
-    padding last. A node's children are then tried in the order of the rows.
-    """
-    rows = [[math.inf if node < 0 else node for node in row] for row in paths.tolist()]
-    return paths[sorted(range(len(rows)), key=rows.__getitem__)] if sampling else paths.clone()
 
 
 class LayerPatch:
@@ -184,17 +174,20 @@ class LayerPatch:
         self._packed_tree = torch.cat([part.flatten().to(self.head.device, torch.int16) for part in parts])
 
     def _read_tree(self, sampling: bool) -> UpstreamTree:
-        """Wait for the last draft and return it, by one copy; ``sampling`` as in `upstream_paths`."""
+        """Wait for the last draft and return it, by one copy; ``sampling`` as in `DraftTree.to_upstream`."""
         assert self._packed_tree is not None, "extend() comes first"
         nodes, width = self.tree.total_tokens, self.tree.path_width
         host = self._packed_tree.cpu().long()
         if host[0]:
             check_finished(self.bufs)
-        num_leaves, longest = int(host[1]), int(host[2 : 2 + nodes].max()) + 1
+        num_leaves, positions = host[1:2], host[2 : 2 + nodes]
         retrieve, mask = host[2 + nodes :].split([nodes * width, nodes * nodes])
-        paths = upstream_paths(retrieve.view(nodes, width)[:num_leaves, :longest], sampling)
-        tokens, positions = self.bufs.draft_tokens.clone(), self.bufs.tree_position_ids[0].clone()
-        return tokens, paths, mask.view(1, 1, nodes, nodes).float(), positions
+        tree = DraftTree(
+            self.bufs.draft_tokens, self.bufs.parents, mask.view(1, 1, nodes, nodes), positions[None],
+            retrieve.view(1, nodes, width), num_leaves,
+        )  # fmt: skip
+        tokens, paths, tree_mask, _ = tree.to_upstream(sampling=sampling)
+        return tokens.clone(), paths.clone(), tree_mask, self.bufs.tree_position_ids[0].clone()
 
     def _read_kv(self) -> StableKV | None:
         """Copy the KV cache; None when it is empty."""

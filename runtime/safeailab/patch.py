@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from ..drafter.drafter import check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
@@ -13,11 +17,6 @@ from .reading import check_ea_model, is_ea_model, read_head, tree_of
 from .rebind import is_rebound, restore
 from .step import StepPatch, step_of
 from .vocabulary import choose_ids
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.counts import TokenCounts
-    from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
-    from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 
 def patch_ea_model_with_triton_drafter(

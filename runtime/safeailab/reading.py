@@ -6,19 +6,17 @@ SafeAILab/EAGLE name them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafter.rope import RotaryEmbedding
 from ..drafter.weights import HeadWeights
 from ..errors import PairingError, UnsupportedModelError, UsageError
 from ..settings import TreeConfig
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _LAYER = ("topK_genrate", "reset_kv", "embed_tokens", "fc", "depth", "top_k", "total_tokens")
 

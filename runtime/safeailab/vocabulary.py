@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.counts import TokenCounts, is_counts_file
@@ -12,13 +12,11 @@ from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from numpy.typing import NDArray
 
 from ..drafter.weights import check_available
 from ..errors import HeadWarning, UsageError, misfit
 from .reading import trained_ids
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def choose_ids(

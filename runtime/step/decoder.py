@@ -486,13 +486,14 @@ class Decoder:
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
         """Make all slots look empty during a warm-up, and restore them."""
-        # A phase may be practised alone, between those of a real step: a commit would go by that step's record. A
-        # prompt of as many tokens as its slot holds has no rows left.
+        # A phase may be practised alone, between those of a real step: a commit would go by that step's record, and
+        # lists the running slots anew. A prompt of as many tokens as its slot holds has no rows left.
         state = self.state
-        hidden = (state.active_count, state.active_inverse, state.record, self.box.numbers, state.lengths)
+        slots = (state.active_slots, state.active_inverse)
+        hidden = (*slots, state.active_count, state.running, state.record, self.box.numbers, state.lengths)
         before = [tensor.clone() for tensor in hidden]
         for tensor in hidden:
-            tensor.fill_(-1 if tensor is state.active_inverse else 0)
+            tensor.fill_(-1 if any(tensor is each for each in slots) else 0)
         torch.cuda.synchronize()
         yield
         torch.cuda.synchronize()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..api.request import Request, RequestOutput, collect
 from ..api.stats import GenerationStats, PhaseTimer
-from ..drafter.launch import timed_out
-from ..ops import counted_apart, current, named_range
+from ..drafter.drafter import timed_out
+from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoder import HeldRow
@@ -86,7 +86,7 @@ class GenerationLoop:
                 self.decoder.clear_()
                 decoders.forget()
                 raise
-            counts = self.decoder.counts() | {"tuned_hits": launches[True], "tuned_misses": launches[False]}
+            counts = self.decoder.counts() | tuned_counts(launches)
             return collect(
                 self.states, self.timer.stop_and_wait(), cache_bytes=decoders.cache_bytes,
                 graph_bytes=decoders.graph_bytes, active_sequences=dict(sorted((+self.active_sequences).items())),
@@ -142,8 +142,7 @@ class GenerationLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        is_exact = self.decoders.model.exactness is not None
-        held = HeldRow(decoder.cache, slot, first, is_exact) if first > 0 else None
+        held = HeldRow(decoder.cache, slot, first, self.decoders.model.has_exact_rows) if first > 0 else None
         decoder.enter(len(prompt) - first, self.rules, self.host, held)
 
     def _enter_again(self, record: _Record) -> None:

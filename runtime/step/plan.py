@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..api.options import Call, read_count, read_flag
 from ..api.request import Request
+from ..api.sampling import PENALTIES
 from ..errors import UnsupportedModelError, UsageError
 from ..settings import PartialVerification, SamplingConfig, TreeConfig
 from ..target.short_cache import unfit_reason
@@ -135,10 +136,11 @@ def plan_call(
     ahead, full_reason = None, ""
     if partial_verification is not None:
         ahead, full_reason = _run_ahead(partial_verification, target, call.requests, rules, tree, context)
+    # Processors that are not ours may look at more than a row.
+    is_ours = all(set(PENALTIES).issuperset(request.process.names) for request in call.requests if request.process)
     return Plan(
         rules, shapes, reason, max_slots, time_phases or not decoders.has_graphs, reuse_prefix, ahead, full_reason,
-        # Processors that are not ours may look at more than a row.
-        is_exact=rules.host_reason is None and (ahead is None or ahead.mode == "exact"),
+        is_exact=is_ours and (ahead is None or ahead.mode == "exact"),
     )  # fmt: skip
 
 
@@ -156,7 +158,7 @@ def describe(
         how += f" but for the target ({decoders.eager_reason})"
     if plan.rules.host_reason is not None and decoders.has_graphs:
         how += f", tokens chosen on the host ({plan.rules.host_reason})"
-    rows = target.exactness or "rows exact in float32 alone"
+    rows = target.exactness or "rows are not exact"
     trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in sorted(steps.items(), key=_by_count))
     target_words = f"target {target.backend.name} ({target.backend.reason})"
     path = f"{how}; {target_words}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
@@ -183,7 +185,7 @@ def _choose_shapes(
     shapes, tree = shapes_up_to(decoders.tree), decoders.tree
     if decoders.eager_reason is not None or not decoders.has_graphs:
         fixed_for = decoders.eager_reason or "steps are timed on a GPU only; on a CPU speculative=False is often faster"
-    elif target.exactness is None and target.dtype != torch.float32:
+    elif target.exactness is None:
         fixed_for = "rows are not exact"
     if fixed_for is None:
         first = first_shape(bucket_of(slots), shapes)

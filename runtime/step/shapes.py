@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,7 +36,7 @@ _FIRST_RATE = 0.6
 """p_1 before anything was seen: a guess, which a few steps correct."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
 """Widths before anything was seen: guesses, too."""
-_MODEL_WEIGHT, _CALL_WEIGHT = 8.0, 16.0
+_MODEL_WEIGHT, _CALL_WEIGHT = 4.0, 32.0
 """Observations that count as much as what was taken to be true before them."""
 _SHAPE_WEIGHT, _HOPE = 64.0, 1.2
 """Drafted tokens that count as much as expecting a shape's own; what is hoped beyond, so that it is tried again."""
@@ -44,7 +44,7 @@ _MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 """Observations after which an old one counts a third, of the model and of a call."""
 _SWITCH = 1.02
 """Gain from which the shape changes, so that it does not flap."""
-_EVERY = 8
+_EVERY = 4
 """Steps between two choices."""
 _PROBE_SHARE = 0.007
 """Share of the time of plain steps that probes may cost."""
@@ -157,20 +157,20 @@ class ShapeChooser:
     def next(self, places: int, context: float) -> Shape:
         """Choose the next step's shape, for ``places`` sequences of ``context`` tokens in the mean."""
         self._since += 1
-        if self._since > _EVERY and not self.is_unmeasured(self._shape, places):
-            self._since = 1
-            rates = {each: self.rate(each, places, context) for each in shapes_for(places, self._shapes)}
-            best = max(rates, key=rates.__getitem__)
-            if rates[best] > rates.get(self._shape, 0.0) * _SWITCH:
-                self._shape = best
-        return self._probe(places, context) if self._shape is None else self._shape
+        if self._since <= _EVERY or self.is_unmeasured(self._shape, places):
+            return self._shape
+        self._since = 1
+        rates = {each: self.rate(each, places, context) for each in shapes_for(places, self._shapes)}
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > rates.get(self._shape, 0.0) * _SWITCH:
+            self._shape = best
+        return self._probe(rates, places, context) if self._shape is None else self._shape
 
-    def _probe(self, places: int, context: float) -> Shape:
+    def _probe(self, rates: Mapping[Shape, float], places: int, context: float) -> Shape:
         """Draft now and then while decoding is plain, as nothing is learned else; together for `_PROBE_SHARE`."""
         plain = self._costs.guess(None, places, context)
-        self._credit_ms += _PROBE_SHARE * plain
-        drafting = [shape for shape in shapes_for(places, self._shapes) if shape is not None]
-        probe = max(drafting, key=lambda shape: self.rate(shape, places, context), default=None)
+        self._credit_ms += _PROBE_SHARE * _EVERY * plain
+        probe = max((shape for shape in rates if shape is not None), key=rates.__getitem__, default=None)
         if probe is None:
             return None
         loss = max(self._costs.guess(probe, places, context) - self.expected(probe) * plain, 0.05 * plain)

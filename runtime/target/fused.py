@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..ops import Ops
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .fp8 import Fp8Linear, Fp8Weight, Weight
 from .kernels.attention import tree_attention
 from .kernels.products import (
     HeadRows,
@@ -42,18 +43,18 @@ from .kernels.tree_rows import ForwardRows
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One decoder layer; matrices are the model's [out, in]."""
+    """One decoder layer; matrices are the model's [out, in], in its type or in FP8."""
 
     norm_in: Norm
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     norm_post: Norm
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     window: int | None
 
@@ -176,13 +177,13 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
     head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
     return FusedLayer(
         norm_in=Norm.of(layer.input_layernorm.weight, eps),
-        qkv=_pack([q, k, v], "weight"),
+        qkv=_pack_weights([q, k, v]),
         qkv_bias=_pack([q, k, v], "bias") if q.bias is not None else None,
         head_norms=head_norms,
         o=attention.o_proj.weight,
         o_bias=attention.o_proj.bias,
         norm_post=Norm.of(layer.post_attention_layernorm.weight, eps),
-        gate_up=_pack([mlp.gate_proj, mlp.up_proj], "weight"),
+        gate_up=_pack_weights([mlp.gate_proj, mlp.up_proj]),
         gate_up_bias=_pack([mlp.gate_proj, mlp.up_proj], "bias") if mlp.gate_proj.bias is not None else None,
         down=mlp.down_proj.weight,
         down_bias=mlp.down_proj.bias,
@@ -191,8 +192,15 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
     )
 
 
+def _pack_weights(modules: Sequence[nn.Module]) -> Weight:
+    """Pack the weights of linear layers, which are all in FP8 or all in the model's type."""
+    if isinstance(modules[0], Fp8Linear):
+        return Fp8Weight(_pack(modules, "words"), _pack(modules, "scales"))
+    return _pack(modules, "weight")
+
+
 def _pack(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """Concatenate parameters along their first axis in one storage of which they become views, unless they are."""
+    """Concatenate modules' tensors along their first axis in one storage that they become views of, unless they are."""
     parts = [getattr(module, name).data for module in modules]
     first = parts[0]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_file
 
 from ..errors import UnsupportedModelError, check_choice
+from .fp8 import Fp8Linear, Weight
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FUSED_ON = ("cuda",)
@@ -159,7 +160,8 @@ def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, wanted in expected.named_modules():
         module, where = modules[path], path or kind.__name__
-        if type(module) is not type(wanted):
+        is_fp8 = type(module) is Fp8Linear and type(wanted) is nn.Linear and path.startswith("model.layers.")
+        if type(module) is not type(wanted) and not is_fp8:
             found = f"{type(module).__qualname__} of {type(module).__module__}"
             return f"{where} is a {found}, not a {type(wanted).__qualname__}"
         children, others = dict(module.named_children()).keys(), dict(wanted.named_children()).keys()
@@ -184,7 +186,9 @@ def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
     return None
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _tensors(module: nn.Module) -> dict[str, Weight]:
+    if isinstance(module, Fp8Linear):
+        return {"weight": module.weight} | ({} if module.bias is None else {"bias": module.bias})
     return {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
 
 

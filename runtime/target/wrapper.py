@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,6 +26,7 @@ from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .fp8 import Fp8Linear
 from .fused import FusedTarget
 from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
@@ -154,6 +156,14 @@ class TargetModel(Target):
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""
+        if any(isinstance(module, Fp8Linear) for module in self.model.modules()):
+            reason = "it was asked for" if self._asked == "transformers" else unfit_reason(self.model)
+            if reason is not None:
+                raise UnsupportedModelError(
+                    f"The target's weights are in FP8, which transformers' own forward does not run: {reason}. Undo "
+                    "that, or load the target without target_weights = 'fp8'."
+                )
+            return Choice("fused", getattr(self.model, "fp8_note", "weights in FP8"))
         backend = choose_forward(self._asked, "transformers", lambda: unfit_reason(self.model), self.device)
         could_be = self._asked == "auto" and self.device.type in known.FUSED_ON and is_of_a_known_family(self.model)
         if could_be and backend.name != "fused" and backend.reason not in self._warned:
@@ -184,7 +194,8 @@ class TargetModel(Target):
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
-        read = [*(weight for layer in self.layers for weight in layer.parameters()), self.lm_head]
+        layers = chain.from_iterable(chain(layer.parameters(), layer.buffers()) for layer in self.layers)
+        read = [*layers, self.lm_head]
         return sum(weight.numel() * weight.element_size() for weight in read)
 
     @property
@@ -243,10 +254,17 @@ class TargetModel(Target):
         return None
 
     @property
+    def has_exact_rows(self) -> bool:
+        """Whether a row's bits depend on that row alone."""
+        return self._fused is not None and self._fused.ops.use_kernels
+
+    @property
     def exactness(self) -> str | None:
-        """Why rows are exact (a row's bits depend on that row alone); None where they may not be."""
-        is_exact = self._fused is not None and self._fused.ops.use_kernels
-        return f"rows are exact (sums {SUMS_VERSION})" if is_exact else None
+        """Why, and how far, tokens do not depend on the rows beside theirs; None where nothing promises it."""
+        if self.has_exact_rows:
+            return f"rows are exact (sums {SUMS_VERSION})"
+        is_precise = self.dtype == torch.float32
+        return "rows are float32, which rounds differently at ties within its last bits alone" if is_precise else None
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""

@@ -60,18 +60,33 @@ def test_ranks_have_the_chances_asked_for() -> None:
 )
 def test_paths_of_the_example_tree(device: str, drawn: int | list[int], own: int, expected: list[int]) -> None:
     """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; slot 1 of two is the only active one."""
-    tokens, parents = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
-    tree = layout_tree(tokens, parents, path_width=4)
-    choices = torch.full((2, 7), 50, dtype=torch.int32)
-    choices[0, 0] = own
     row = drawn if isinstance(drawn, int) else [*drawn, *[1 << 20] * (LEVELS - len(drawn))]
-    table, turns = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([row] * 5, [0, 3]))
-    choices = choices.to(device)
+    table, turns, owed = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([row] * 5, [0, 3], [0, 0]))
+    assert example_choices(own, table, turns, owed) == [expected, [50] * 7]
+    assert turns.tolist() == [0, 4]
+
+
+def test_what_a_tree_is_not_deep_enough_for_is_owed(device: str) -> None:
+    """Of 5 tokens the tree has 4, so that the next 2 are 3 and the 1 after them is one again."""
+    table, turns, owed = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([5, 2, 1], [0, -37], [0, 0]))
+    found = []
+    for _ in range(3):
+        found.append(example_choices(50, table, turns, owed)[0][:4])
+        found.append(owed.tolist())
+    assert found == [[1, 3, 50, 6], [0, 1], [1, 3, 50, 50], [0, 0], [50, 50, 50, 50], [0, 0]]
+
+
+def example_choices(own: int, table: torch.Tensor, turns: torch.Tensor, owed: torch.Tensor) -> list[list[int]]:
+    """Of the tree below: choices of 50, of the root's ``own``, once a path is drawn."""
+    tokens, parents = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
+    tree, device = layout_tree(tokens, parents, path_width=4), table.device
+    choices = torch.full((2, 7), 50, dtype=torch.int32, device=device)
+    choices[0, 0] = own
     active, count = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([1, -1], [1]))
     trees = Trees(active, count, *(x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)))
-    draw_paths(choices, trees, table, turns)
-    assert choices.tolist() == [expected, [50] * 7]
-    assert turns.tolist() == [0, 4]
+    draw_paths(choices, trees, table, turns, owed)
+    found: list[list[int]] = choices.tolist()
+    return found
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +31,26 @@ GATES: Values = {"green_rounds": 3, "most_rounds": 6, "micro": MICRO, "full": [F
 GREEN, RED = {"draft": 2.19, "verify": 1.5}, {"draft": 2.21, "verify": 1.5}
 
 
-def summaries(ratio: float, is_length_met: bool = True) -> list[Values]:
-    return [{"tokens_per_s": 100.0}, {"tokens_per_s": 100.0 * ratio, "is_length_met": is_length_met}]
+def summaries(*ratios: float, is_met: bool = True) -> list[list[Values]]:
+    drafted = {"accepted_length": 2.0, "is_length_met": is_met}
+    return [[{"tokens_per_s": 100.0}, {"tokens_per_s": 100.0 * ratio, **drafted}] for ratio in ratios]
 
 
 def test_full_gates_wait_for_three_green_rounds_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = iter([GREEN, GREEN, RED, GREEN, GREEN, GREEN])
-    report = judge(GATES, "toy GPU", rounds, lambda gate: summaries(1.3))
+    report = judge(GATES, "toy GPU", rounds, lambda gate, times: summaries(*[1.3] * times))
     assert [all(gate["is_green"] for gate in each.values()) for each in report["micro_rounds"]] == [
         True, True, False, True, True, True
     ]  # fmt: skip
     assert report["is_micro_green"]
     assert report["is_green"]
-    assert [gate["name"] for gate in report["full"]] == ["toy", "second"]
+    assert [gate["name"] for gate in report["full"]] == [*["toy"] * 3, *["second"] * 3]
     assert capsys.readouterr().out.count("RED") == 1
     json.dumps(report)
 
 
 def test_full_gates_do_not_run_otherwise() -> None:
-    report = judge(GATES, "toy GPU", iter([GREEN, GREEN, RED] * 2), lambda gate: pytest.fail("a full gate ran"))
+    report = judge(GATES, "toy GPU", iter([GREEN, GREEN, RED] * 2), lambda *_: pytest.fail("a full gate ran"))
     assert len(report["micro_rounds"]) == 6
     assert (report["is_micro_green"], report["is_green"], report["full"]) == (False, False, [])
 
@@ -62,8 +65,8 @@ def test_full_gates_do_not_run_otherwise() -> None:
     ],
 )
 def test_full_verdicts(ratio: float, is_met: bool, green: bool) -> None:
-    report = judge(GATES, "toy GPU", iter([GREEN] * 3), lambda gate: summaries(ratio, is_met))
-    assert report["is_green"] == report["full"][0]["is_green"] == green
+    report = judge(GATES, "toy GPU", iter([GREEN] * 3), lambda *_: summaries(1.3, ratio, 1.3, is_met=is_met))
+    assert report["is_green"] == report["full"][1]["is_green"] == green
 
 
 def test_references_are_by_device() -> None:
@@ -78,10 +81,14 @@ def test_the_file_of_thresholds() -> None:
     shipped = json.loads(THRESHOLDS.read_text())
     names = ("prefix", "sequences", "nodes", "partial_blocks", "threshold", "accepted_length")
     assert [tuple(gate[name] for name in names) for gate in shipped["full"]] == [
-        (32768, 1, 16, 0, 2.0, 3), (16384, 4, 16, 0, 1.5, 3), (16384, 4, 4, 0, 1.0, 2.2), (128000, 1, 60, 64, 1.5, 3)
+        (32768, 1, 16, 0, 2.0, 3), (32768, 1, 4, 0, 1.5, 2.2), (16384, 4, 16, 0, 1.5, 3), (16384, 4, 4, 0, 1.0, 2.2),
+        (128000, 1, 60, 64, 1.5, 3),
     ]  # fmt: skip
     micro = shipped["micro"]
-    assert set(reference_of(shipped, "NVIDIA H200")) == set(micro["tolerances"])
+    for device, reference in micro["references"].items():
+        assert set(reference_of(shipped, device)) == set(micro["tolerances"])
+        known = subprocess.run(["git", "cat-file", "-e", reference["commit"]], cwd=THRESHOLDS.parent)
+        assert known.returncode == 0 or not (THRESHOLDS.parents[1] / ".git").exists()
     assert shipped["green_rounds"] == 3 <= shipped["most_rounds"]
     assert micro["model"] in decoding.LAYERS
 
@@ -97,7 +104,8 @@ def test_a_run_end_to_end(
     for module in (command, decoding):
         monkeypatch.setattr(module, "draw_lengths", lambda mean, longest: [2] * 240)
     measure = command.measure_full
-    monkeypatch.setattr(command, "measure_full", lambda model, gate: measure(model, gate, steps=2, turns=1))
+    monkeypatch.setattr(command, "measure_full", partial(measure, steps=2, turns=1))
+    monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     tolerances = dict.fromkeys(("draft", "verify", "accept", "commit", "attention at 512", "attention at 40"), 1e9)
     path = tmp_path / "gates.json"
     full = [FULL | {"threshold": 1.0}, FULL | {"threshold": 0.0, "prefix": 400, "partial_blocks": 2, "survival": 0.5}]
@@ -113,6 +121,8 @@ def test_a_run_end_to_end(
     assert report["full"][0]["drafted"]["accepted_length"] == report["full"][1]["plain"]["accepted_length"] == 2.0
     assert report["full"][1]["is_green"]
     assert report["is_green"] == (report["full"][0]["ratio"] >= 1.0)
+    # No kernel drafts on a CPU.
+    assert (report["is_strict"], report["tuned_hits"], report["tuned_misses"]) == (True, 0, 0)
     reference["ratios"] |= {"accept": 0.0}
     again = command.run(recorded, path, random_model, samples=1)
     assert not again["is_green"]

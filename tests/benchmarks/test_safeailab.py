@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ def arguments(tmp_path: Path) -> Any:
     return lambda *line: safeailab.parse(["--upstream", str(tmp_path / "EAGLE"), "--device", "cpu", *line])
 
 
-def test_variants(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants(
+    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)
@@ -41,11 +44,19 @@ def test_variants(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(row["is_equal"] and row["equal_tokens"] == row["new_tokens"] >= 12 for row in rows)
     times = ("draft_ms", "verify_ms", "pass_ms", "tokens_per_s", "draft_speedup", "speedup")
     assert all(row[name] > 0 for row in rows for name in times)
+    for row in rows:
+        is_own = row["variant"] == "upstream"
+        assert [row.get(f"draft_{part}_ms", 0) > 0 for part in ("mlp", "lm_head")] == [is_own] * 2, "a launch has none"
     assert {row.get("forward") for row in rows} == {None, "fused (asked for)"}
     assert upstream_stand_in.tree_decoding is verify, "what was listened to is as it was"
-    args = arguments("--runs", "0", "--new-tokens", "4", "--temperature", "0.5")
-    for row in safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args):
-        assert not {"is_equal", "speedup", "pass_ms"} & set(row)
+    args = arguments("--runs", "0", "--new-tokens", "4", "--temperature", "0.5", "--compare", "whole", "--print_output")
+    capsys.readouterr()
+    rows = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args)
+    assert [row["variant"] for row in rows] == ["upstream", "whole"]
+    assert not any({"is_equal", "speedup", "pass_ms"} & set(row) for row in rows)
+    assert "\nwhole: [" in capsys.readouterr().out
+    assert arguments("--compare").compare == arguments().compare == ("drafter", "whole")
+    assert safeailab.generate(model, prompts[:1], arguments("--max-length", "9"))["num_passes"] == 1
 
 
 def test_the_first_difference() -> None:
@@ -81,6 +92,17 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
 
 
 @NEEDS_UPSTREAM
+def test_drafts_of_the_tiny_model_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    safeailab.main([
+        "--upstream", str(UPSTREAM), "--device", "cpu", "--dims", "tiny", "--dtype", "float32", "--runs", "0",
+        "--compare", "drafter",
+    ])  # fmt: skip
+    lengths = [float(text) for text in re.findall(r"'accepted_length': ([\d.]+)", capsys.readouterr().out)]
+    assert len(lengths) == 2
+    assert min(lengths) > 1.5
+
+
+@NEEDS_UPSTREAM
 def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("llama eagle3", tmp_path)
     # What the command adds to it goes with the test.
@@ -89,7 +111,7 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "--upstream", str(UPSTREAM), "--base-model", str(tmp_path / "base"), "--ea-model", str(tmp_path / "head"),
         "--prompt", "hello", "--prompt", "and again", "--new-tokens", "8", "--depths", "2", "--total-tokens", "8",
         "--top-k", "3", "--runs", "1", "--device", "cpu", "--dtype", "float32", "--target-backend", "fused",
-        "--out", str(tmp_path / "result.json"),
+        "--out", str(tmp_path / "result.json"), "--compare", "--print_output",
     ])  # fmt: skip
     result = json.loads((tmp_path / "result.json").read_text())
     assert [row["is_equal"] for row in result["rows"]] == [True] * 3

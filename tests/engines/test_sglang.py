@@ -1,6 +1,9 @@
 """SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended."""
 
+import numpy as np
 import pytest
+from eagle_slim.vocab_tools.token_maps import export_token_map
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from engines import oracle
 from engines.artifacts import OracleFiles, expected_ids
 from engines.protocol import Json, ask
@@ -15,8 +18,11 @@ EAGLE3_CASES = {
 }
 
 
+EXPORTED = [248_044, 3, 11, 7]
+
+
 @pytest.fixture(scope="module")
-def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
+def loaded(oracle_files: OracleFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
     jobs: dict[str, Json] = {
         name: {"head": str(oracle_files.artifact(head, size)), "algorithm": "EAGLE3"}
         for name, (head, size, _) in EAGLE3_CASES.items()
@@ -26,6 +32,9 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs["EAGLE-2"] = {"head": str(artifact), "algorithm": "EAGLE", "token_map": token_map}
     jobs["token map"] = {"token_map": token_map}
     jobs["token map of an EAGLE-3 artifact"] = {"token_map": str(oracle_files.artifact("full", 640) / "freq_640.pt")}
+    exported = tmp_path_factory.mktemp("exported") / "qwen.pt"
+    export_token_map(DraftVocab(np.array(EXPORTED), 1, 248_320), exported, "sglang")
+    jobs["exported list"] = {"token_map": str(exported)}
     asked = [{"target": str(oracle_files.target), **job} for job in jobs.values()]
     return dict(zip(jobs, ask("sglang_worker.py", asked), strict=True))
 
@@ -50,6 +59,10 @@ def test_the_token_map_is_read_in_rank_order(loaded: dict[str, Json]) -> None:
         assert sorted(found) == expected_ids(size)
         ranked = [token for token in oracle.ranked_ids() if token not in (oracle.BOS, oracle.EOS)]
         assert found[2:] == ranked[: size - 2]
+
+
+def test_an_exported_list_is_read_as_it_is(loaded: dict[str, Json]) -> None:
+    assert loaded["exported list"]["token_map"] == EXPORTED
 
 
 def test_an_eagle2_head_with_its_token_map(loaded: dict[str, Json]) -> None:

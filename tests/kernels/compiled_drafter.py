@@ -75,7 +75,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
 
 
 def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]:
-    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
+    """Compile for ``chip``: ``shared_bytes``, reads of a clock, what `assembler_report` says, and the machine code."""
     types, params = signature(cfg), choose_launch(cfg, chip)
     aligned = {
         (draft_kernel.arg_names.index(group), place): [["tt.divisibility", 16]]
@@ -91,8 +91,10 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]
     }
     source = ASTSource(draft_kernel, types, by_index, aligned)
     compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
-    report, sass = assembler_report(compiled.asm["ptx"], chip)
-    return {"shared_bytes": compiled.metadata.shared, **report}, sass
+    ptx = compiled.asm["ptx"]
+    report, sass = assembler_report(ptx, chip)
+    clock_reads = len(re.findall(r"%(?:globaltimer|clock)", ptx))
+    return {"shared_bytes": compiled.metadata.shared, "num_clock_reads": clock_reads, **report}, sass
 
 
 def to_ptx(source: ASTSource, chip: Chip, options: dict[str, Any]) -> CompiledKernel:

@@ -22,6 +22,7 @@ from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
@@ -53,13 +54,15 @@ class Compiler:
             if name in keywords
         }
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
-        constants = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
-        types = {name: "constexpr" if name.isupper() else self._type(value) for name, value in values.items()}
+        # None, too, as in a launch: kernels without FP8 weights have no scales.
+        constant = {name for name, value in values.items() if name.isupper() or value is None}
+        constants = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name in constant}
+        types = {name: "constexpr" if name in constant else self._type(value) for name, value in values.items()}
         types = {name: types[name] for name in kernel.arg_names}
         aligned = {
             place: [["tt.divisibility", 16]]
             for index, name in enumerate(kernel.arg_names)
-            if not name.isupper()
+            if name not in constant
             for place, value in self._places(index, values[name])
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
         }
@@ -125,7 +128,8 @@ def run_all(compiler: Compiler) -> None:
         query = torch.zeros(places * nodes, width, **bf16)
         scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], 1024, torch.device("cpu"))
         tree_attention(query, keys[0], keys[0], attends, 0.1, window, out, scratch, **options)
-    multiply(compiler, state.lengths, keys[0])
+    for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
+        multiply(compiler, state.lengths, keys[0], groups)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -142,31 +146,41 @@ def run_all(compiler: Compiler) -> None:
     draw_paths(choices, trees, torch.ones(240, 16, dtype=torch.int32), state.lengths)
 
 
-def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor) -> None:
-    """Call every product for a plain token, a tree and a chunk, with and without what they may be given."""
-    for rows, norms in ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None)):
-        compiler.variant = f"{rows} rows{', norms' if norms else ''}"
+def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor, groups: int = 0) -> None:
+    """Call every product for a plain token, a tree and a chunk, with and without what they may be given.
+
+    ``groups``: of scales of each row of FP8 weights, as many as for rows or as for columns; 0 multiplies bf16 weights.
+    """
+
+    def weight(*shape: int) -> Any:
+        # Never written, so no memory is taken.
+        if not groups:
+            return torch.empty(shape, dtype=torch.bfloat16)
+        scales = torch.empty(shape[0], 1 if groups == 1 else -(-shape[1] // SCALE_BLOCK))
+        return Fp8Weight(torch.empty(shape[0], shape[1] // 4, dtype=torch.int32), scales)
+
+    kind = ("", ", FP8", ", FP8 by blocks")[groups]
+    cases = ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None))
+    for rows, norms in cases[::3] + cases[5:] if groups else cases:
+        compiler.variant = f"{rows} rows{', norms' if norms else ''}{kind}"
         x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
         gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
         normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(HIDDEN)))
         norm, bias = products.Norm(x[0], 1e-5, 1.0), gated[0] if norms else None
-        qkv, table = torch.zeros((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, dtype=torch.bfloat16), torch.zeros(64, 64)
+        qkv, table = weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), torch.zeros(64, 64)
+        gate_up, down, lm_head = weight(2 * MIDDLE, HIDDEN), weight(HIDDEN, MIDDLE), weight(VOCAB, HIDDEN)
         ints = torch.zeros(rows, dtype=torch.int32)
         heads = products.HeadRows(table, table, ints, lengths[:1], ints, query)
         head_norms = (x[0, :HEAD_DIM], x[0, :HEAD_DIM]) if norms else None
         scratch = products.SplitScratch(torch.zeros(1), ints)
-        products.embed(qkv, ints, norm, normed, x if norms else None)
+        products.embed(x, ints, norm, normed, x if norms else None)
         products.qkv_product(normed, norm, qkv, bias, head_norms, heads, keys, keys, scratch)
-        products.add_product(x, qkv[:HIDDEN], bias, norm, normed, x if norms else None, scratch)
-        # Never written, so no memory is taken.
-        gate_up, down, lm_head = (
-            torch.empty(shape, dtype=torch.bfloat16)
-            for shape in ((2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE), (VOCAB, HIDDEN))
-        )
+        products.add_product(x, weight(HIDDEN, HIDDEN), bias, norm, normed, x if norms else None, scratch)
         products.gated_product(normed, norm, gate_up, bias, gated, scratch)
         products.add_product(gated, down, bias, norm, normed, None, scratch)
         products.norm_rows(normed, norm, x)
-        products.head_product(normed, norm, lm_head, logits)
+        if not groups:
+            products.head_product(normed, norm, lm_head, logits)
     compiler.variant = ""
 
 

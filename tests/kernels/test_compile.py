@@ -38,6 +38,7 @@ CASES = {
     "sm_90, Llama-3.1-8B": ["--chip", "90"],
     "sm_90, Llama-3.1-8B, FP8": ["--chip", "90", "--fp8"],
 }
+BARRIERS = 8  # of a small head, in the code
 PRODUCTS = 4  # projections, attention, gate and up, LM head: each a loop, where it is long enough to stay one
 
 Report = dict[str, object]
@@ -72,10 +73,17 @@ def test_the_drafter_fits_and_does_not_spill(reports: dict[str, Future[Report]],
     assert 0 < report["shared_bytes"] <= report["limit_bytes"]  # type: ignore[operator]
     assert report["registers"] <= 255  # type: ignore[operator]
     assert report["spill_bytes"] <= SPILL_LIMIT_BYTES  # type: ignore[operator]
-    assert report["serialized_products"] == 0
+    assert report["serialized_products"] == report["num_clock_reads"] == 0
     spills: Any = report["spills_among_products"]
     assert len(spills) >= (PRODUCTS if "8B" in name else 2)
     assert not any(spills)
+
+
+def test_stamps_are_compiled_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each of the kernel's barriers, and at its end."""
+    monkeypatch.setenv("EAGLE_SLIM_STAMPS", "1")
+    report = compile_in_a_process("kernels.compiled_drafter", *CASES["sm_90"])
+    assert report["num_clock_reads"] == BARRIERS + 1
 
 
 AHEAD = """
@@ -99,12 +107,12 @@ def test_a_worker_compiles_ahead_and_touches_no_gpu(tmp_path: Path, monkeypatch:
     assert b"sm_90" in machine_code.read_bytes()
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
     reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability))
     # sm_86 and sm_89 take the same shared memory, and have less.
     chip = KNOWN_CHIPS[89 if capability == 80 else capability]
-    waiting = WAITING_BYTES | (WIDE_WITHOUT_WGMMA if capability in (80, 120) else {})
+    waiting = WAITING_BYTES | (WIDE_WITHOUT_WGMMA if capability in (80, 89, 120) else {})
     assert len(reports) >= 30
     for name, report in reports.items():
         assert report["shared_bytes"] <= chip.shared_bytes, name

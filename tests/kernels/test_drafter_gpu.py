@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.drafter import check_finished
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
-from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head, random_step

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter import tuned_cache
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
@@ -121,6 +122,10 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
         longer = replace(cfg, max_positions=length + 100)
         assert cache.find(longer, chip) == (choose_launch(cfg, chip), False)
     cache.find(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
+    monkeypatch.setattr(tuned_cache, "ALL_LAUNCHES", {((chip, cfg), False): 7, ((chip, cfg), True): 3})
+    tuned_cache.record_launches()
+    assert list(read_shapes(path).values()) == [0, 0, 0, 10]
+    path.write_text("".join(path.read_text().splitlines(True)[:-2]))
     recorded = [replace(shape, max_positions=cfg.max_positions) for _, shape in read_shapes(path)]
     assert recorded == [cfg, cfg, replace(cfg, num_slots=8)]
     assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_90", "sm_100"]
@@ -129,7 +134,7 @@ def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, False, True]
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
     assert cache.find(cfg, chip)[1]
-    with raises(DrafterError):
+    with raises(DrafterError, option=cache_key(replace(cfg, num_slots=1), chip)):
         cache.find(replace(cfg, num_slots=1), chip)
     path.write_text('{"chip": "sm_90"}\n')
     with raises(UsageError):
@@ -165,7 +170,11 @@ def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not packed.launches(DrafterConfig.of(head, tree, 2, 20))[1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])
+LAYOUT = '{"layouts": {"GPU/eagle3-h8/t": {"num_programs": 1, "split": {}, "chunks": {}}}, '
+EMPTY = LAYOUT + '"launches": {"GPU/eagle3-h8-v9/t": %s}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', EMPTY % "{}", EMPTY % '{"tiles": {}}'])
 def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tuned.json").write_text(text)
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))

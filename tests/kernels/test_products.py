@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight, Weight, quantise_rows
 from eagle_slim.runtime.target.kernels import products
 from eagle_slim.runtime.target.kernels.product_kernels import ProductTiles
 from eagle_slim.runtime.target.kernels.products import HeadRows, Norm, NormedRows
@@ -23,14 +24,26 @@ WALKING, BULK = SIXTEEN[4], SIXTEEN[-1]
 THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, walks=True)]
 
 
+FP8 = [
+    ProductTiles(64, 128, 16, 4, 4), ProductTiles(64, 128, 16, 4, 4, ahead=256, shares=True),
+    ProductTiles(128, 128, 32, 4, 3, shares=True), ProductTiles(128, 128, 64, 8, 3, ahead=256),
+    ProductTiles(64, 128, 32, 4, 3, walks=True), ProductTiles(128, 128, 64, 8, 3, walks=True),
+]  # fmt: skip
+# A step of products with scales of columns has 128 of them.
+FP8_BY_ROW = [
+    *FP8, ProductTiles(128, 64, 64, 4, 4, shares=True), ProductTiles(64, 256, 16, 4, 3, shares=True),
+    ProductTiles(128, 64, 128, 8, 3, walks=True),
+]  # fmt: skip
+
+
 class Layer(NamedTuple):
     """Weights of one layer, random."""
 
     norm: Norm
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
     head: Tensor
     bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
@@ -54,6 +67,24 @@ def layer_of(
         draw(hidden, widths[1]), draw(2 * middle, hidden), draw(hidden, middle), draw(150, hidden),
         draw(1, max(*widths, 2 * middle, hidden))[0] if has_extras else None, gains, heads,
     )  # fmt: skip
+
+
+def quantise_blocks(weight: Tensor) -> Fp8Weight:
+    """As published with blocks of 128 x 128, each row's scale beside it."""
+    pad = [0, -weight.shape[1] % SCALE_BLOCK, 0, -weight.shape[0] % SCALE_BLOCK]
+    padded = torch.nn.functional.pad(weight.float(), pad)
+    blocks = padded.unflatten(1, (-1, SCALE_BLOCK)).unflatten(0, (-1, SCALE_BLOCK))
+    scales = (blocks.abs().amax((1, 3)) / 448).repeat_interleave(SCALE_BLOCK, 0)[: len(weight)].contiguous()
+    spread = scales.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.shape[1]]
+    return Fp8Weight.of((weight.float() / spread).to(torch.float8_e4m3fn), scales)
+
+
+QUANTISE = {"by row": quantise_rows, "by blocks": quantise_blocks}
+
+
+def in_fp8(layer: Layer, how: str) -> Layer:
+    names = ("qkv", "o", "gate_up", "down")
+    return layer._replace(**{name: QUANTISE[how](getattr(layer, name)) for name in names})
 
 
 def run_layer(
@@ -80,11 +111,11 @@ def run_layer(
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
     tiled = [
         products.tiled_heads(num_heads + 2 * kv_heads, head_dim),
-        *(products.tiled_size(len(w)) for w in weights[1:]),
+        *(products.tiled_size(w.shape[0]) for w in weights[1:]),
     ]
     shapes = [products.product_shape(w) for w in weights]
     scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), max(rows, 256), x.device)
-    bias = None if layer.bias is None else [layer.bias[: len(w)] for w in weights]
+    bias = None if layer.bias is None else [layer.bias[: w.shape[0]] for w in weights]
     qkv_bias, o_bias, gate_bias, down_bias = bias or [None] * 4
     tap, gated, features, logits = empty(2 * hidden), empty(layer.down.shape[1]), empty(hidden), empty(150)
     call("embed", x, ints, layer.norm, normed, tap[:, :hidden])
@@ -125,13 +156,54 @@ def test_kernels_are_their_twins(
             assert float(error) < 2 * OP_ATOL[dtype], (name, tiles)
 
 
-def test_parts_of_long_products(device: str) -> None:
+@pytest.mark.parametrize("how", QUANTISE)
+@pytest.mark.parametrize(("hidden", "heads", "middle", "has_extras"), [CASES[0], (192, (4, 2, 16), 64, False)])
+def test_fp8_kernels_are_their_twins(
+    device: str, how: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
+) -> None:
+    """A twin multiplies by the dequantised numbers, unrounded."""
+    # In bfloat16 the interpreter does not multiply.
+    for dtype in (torch.float16, torch.bfloat16)[: 2 if device == "cuda" else 1]:
+        layer = in_fp8(layer_of(dtype, device, hidden, heads, middle, has_extras), how)
+        x = torch.randn(5, hidden, device=device).to(dtype)
+        wanted = run_layer(layer, x, True)
+        for tiles in (None, FP8[-1]):
+            found = run_layer(layer, x, False, tiles)
+            for name, value in wanted.items():
+                error = (found[name].float() - value.float()).abs().max() / value.float().abs().max()
+                assert float(error) < 2 * OP_ATOL[dtype], (dtype, name, tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) -> None:
+    """Row n of the weight has number n in a column of its own, which a row of ones on the diagonal picks."""
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("in bfloat16 the interpreter does not multiply")
+    numbers = torch.arange(256, device=device).to(torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(1.0)
+    values = torch.stack([numbers.roll(-64 * part) for part in range(4)])[:, :64]
+    for column in (0, 1, 6, 7, 8, 15, 127):
+        matrix = torch.zeros(256, 128, device=device)
+        matrix[:, column] = values.flatten()
+        x = torch.zeros(1, 128, dtype=dtype, device=device)
+        x[0, column] = 1
+        norm = Norm(torch.ones(256, dtype=dtype, device=device), 1e-5, 1.0)
+        rows = NormedRows(*(torch.zeros(1, 256, dtype=dtype, device=device) for _ in range(2)),
+                          torch.zeros(1, 4, device=device))  # fmt: skip
+        weight = Fp8Weight.of(matrix.to(torch.float8_e4m3fn), torch.full((256, 1), 0.25, device=device))
+        scratch = products.split_scratch([(products.product_shape(weight), 256)], 1, x.device)
+        products.add_product(x, weight, None, norm, rows, None, scratch)
+        assert torch.equal(rows.residual[0].float(), (matrix[:, column] * 0.25).to(dtype).float()), column
+
+
+@pytest.mark.parametrize("how", ["bf16", *QUANTISE])
+def test_parts_of_long_products(device: str, how: str) -> None:
     """K in parts, added by the program that is done last, or by one program after another."""
-    layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 24, False)
+    layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 32, False)
+    layer = layer if how == "bf16" else in_fp8(layer, how)
     assert products.product_shape(layer.qkv).splits == 4
     x = torch.randn(3, 4096, device=device).half()
     wanted = run_layer(layer, x, True, up_to_queries=True)
-    for tiles in (None, WALKING):
+    for tiles in (None, WALKING if how == "bf16" else FP8[-2]):
         found = run_layer(layer, x, False, tiles, up_to_queries=True)
         torch.testing.assert_close(found["query"], wanted["query"], rtol=1e-2, atol=1e-2)
 
@@ -152,21 +224,27 @@ def test_a_residual_times_a_gain_fits_half_precision(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("hidden", "heads", "middle", "has_extras", "dtype"),
+    ("hidden", "heads", "middle", "has_extras", "dtype", "how"),
     [
-        *((*case, torch.bfloat16) for case in CASES), (*CASES[2], torch.float16), (*CASES[0], torch.float32),
-        (*CASES[2], torch.float32),
+        *((*case, torch.bfloat16, None) for case in CASES), (*CASES[2], torch.float16, None),
+        (*CASES[0], torch.float32, None), (*CASES[2], torch.float32, None),
+        *((*case, torch.bfloat16, how) for case in (*CASES[:4], CASES[5]) for how in QUANTISE if case[2] % 16 == 0),
+        (*CASES[5], torch.float16, "by row"),
     ],
 )  # fmt: skip
 def test_a_row_has_its_bits_in_every_tile(
-    device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool, dtype: torch.dtype
-) -> None:
+    device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool, dtype: torch.dtype,
+    how: str | None,
+) -> None:  # fmt: skip
     layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
+    all_tiles = THIRTY_TWO if dtype == torch.float32 else SIXTEEN
+    if how is not None:
+        layer, all_tiles = in_fp8(layer, how), FP8_BY_ROW if how == "by row" else FP8
     x = torch.randn(300, hidden, device=device).to(dtype)
     # Rows are told by their positions, so rows of another place are compared where no position is read.
     whole = run_layer(layer, x, False)
     for count in (1, 60, 130, 300):
-        for tiles in (None, *(THIRTY_TWO if dtype == torch.float32 else SIXTEEN)):
+        for tiles in (None, *all_tiles):
             if tiles is not None and not tiles.walks and count > 250:
                 continue
             found = run_layer(layer, x[:count], False, tiles)

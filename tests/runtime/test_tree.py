@@ -59,6 +59,15 @@ def test_worked_example_tree() -> None:
     ]
 
 
+def test_to_upstream_has_upstreams_shapes_and_orders() -> None:
+    tokens, paths, mask, positions = example_tree().to_upstream()
+    assert tokens.tolist() == [[ROOT, A, B, C, D, E, G]]
+    assert paths.tolist() == [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
+    assert (mask.shape, mask.dtype, mask.sum()) == ((1, 1, 7, 7), torch.float32, 18)
+    assert positions.tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert example_tree().to_upstream(sampling=True)[1].tolist() == [[0, 1, 3, 6], [0, 1, 4, -1], [0, 2, 5, -1]]
+
+
 def test_closed_under_parents_where_a_child_has_probability_one() -> None:
     # Every score is equal, so only the index rule keeps parents before their children.
     scores = [torch.zeros(1, 3), torch.zeros(1, 9), torch.zeros(1, 9)]

@@ -325,11 +325,13 @@ class EaModel(nn.Module):
         return LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 
     @torch.no_grad()
-    def ea_generate(self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20) -> Iterator[Tensor]:
+    def ea_generate(
+        self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20, max_length: int = POSITIONS
+    ) -> Iterator[Tensor]:
         processor = self._begin(input_ids, temperature)
         begin, new_token = input_ids.shape[1], 0
         tokens, paths, mask, positions, *_ = initialize_tree(input_ids, self, self.past_key_values, processor)
-        while input_ids.shape[1] - begin <= max_new_tokens:
+        while input_ids.shape[1] <= min(max_length, begin + max_new_tokens):
             self.base_model.model.tree_mask = mask
             logits, hidden, _ = tree_decoding(self, tokens, self.past_key_values, positions, input_ids, paths)
             candidates = torch.cat((tokens, torch.full((1, 1), -1)), 1)[0, paths]

@@ -8,32 +8,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools.errors import SourceError, TokenizerError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.forced import forced_ids
 from eagle_slim.vocab_tools.ranking import rank_by_order
+from eagle_slim.vocab_tools.target import read_target
 from eagle_slim.vocab_tools.token_maps import (
-    FORMATS,
-    MapFormat,
+    LOADERS,
+    Loader,
     d2t_from_ids,
     export_token_map,
     ids_from_d2t,
     import_token_map,
     t2d_from_ids,
 )
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from support.raising import raises
+from support.small_tokenizers import byte_level_bpe, write_folder
 
 IDS = [1, 4, 5]
 OFFSETS = [1, 3, 3]
 MASK = [False, True, False, False, True, True]
-NAMES: dict[MapFormat, str] = {
-    "freq": "freq_4.pt",
-    "vllm": "draft.json",
-    "safetensors": "map.safetensors",
-    "json": "vocab.json",
+NAMES: dict[Loader, tuple[str, ...]] = {
+    "sglang": ("draft.pt",),
+    "fr-spec": ("freq_{size}.pt",),
+    "vllm": ("draft.json", "draft.pt"),
+    "vllm-mtp": ("draft.txt", "draft.npy"),
+    "mtplx": ("draft.json",),
+    "tensorfold": ("draft.txt",),
+    "head": ("map.safetensors",),
+    "eagle-slim": ("vocab.json",),
 }
+IN_RANK_ORDER = {"sglang", "fr-spec", "mtplx", "tensorfold", "eagle-slim"}
 
 
 def test_the_worked_example() -> None:
@@ -93,20 +102,125 @@ def make(ids: list[int] | None = None, target_vocab: int = 12) -> DraftVocab:
 
 @settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(0, 199), min_size=2), st.randoms(use_true_random=False))
-@pytest.mark.parametrize("kind", FORMATS)
-def test_round_trip(kind: MapFormat, tmp_path_factory: pytest.TempPathFactory, ids: set[int], random) -> None:
+@pytest.mark.parametrize("loader", LOADERS)
+def test_round_trip(loader: Loader, tmp_path_factory: pytest.TempPathFactory, ids: set[int], random) -> None:
     order = sorted(ids)
     random.shuffle(order)
-    path = tmp_path_factory.mktemp("map") / NAMES[kind]
-    export_token_map(make(order, 200), path, kind)
-    found = import_token_map(path, 200)
-    assert found.target_vocab == 200
-    assert found.ranked == (kind != "safetensors")
-    assert found.target_ids.tolist() == (order if found.ranked else sorted(ids))
+    for name in NAMES[loader]:
+        path = tmp_path_factory.mktemp("map") / name.format(size=len(order))
+        export_token_map(make(order, 200), path, loader)
+        found = import_token_map(path, 200)
+        assert found.target_vocab == 200
+        assert found.ranked == (loader != "head")
+        assert found.target_ids.tolist() == (order if loader in IN_RANK_ORDER else sorted(ids))
+
+
+def fr_spec(path: Path) -> list[int]:
+    """evaluation/inference_eagle.py of thunlp/FR-Spec 9d40eea, and what src/model/eagle.cuh copies."""
+    with path.open("rb") as file:
+        remap = torch.tensor(torch.load(file, weights_only=True), dtype=torch.int32, device="cpu")
+    return remap[: int(path.stem.removeprefix("freq_"))].tolist()
+
+
+def vllm(path: Path) -> list[int]:
+    """load_draft_token_map and build_draft_token_ids, vllm/v1/spec_decode/draft_vocab.py at 2a0f48f; 7 ends a text."""
+    found = json.loads(path.read_text()) if path.suffix == ".json" else torch.load(path, weights_only=True)
+    assert isinstance(found, list)
+    return torch.unique(torch.tensor([*found, 7]), sorted=True).tolist()
+
+
+def vllm_mtp(path: Path) -> list[int]:
+    """files/patch_mtp_draft_vocab.py of MiaAI-Lab's recipes at 5f3f5ec; src/patch_mtp_draft_vocab.py of Flash-DGX."""
+    if path.suffix == ".npy":
+        return np.load(path).astype(np.int64).tolist()
+    return sorted({int(line) for line in path.read_text().splitlines() if line.strip()})
+
+
+def mtplx(path: Path) -> list[int]:
+    """load_frspec_ids, mtplx/frspec_draft.py at 49a1948, with MTPLX_FRSPEC_N=3."""
+    ids = json.loads(path.read_text()).get("ids")[:3]
+    assert len(set(ids)) == len(ids)
+    return ids
+
+
+def tensorfold(path: Path) -> list[int]:
+    """draft_token_ids, families/qwen4_exp/cuda/weight_types.py of TensorFold at 362618e, which sorts."""
+    return np.unique(np.loadtxt(path, dtype=np.int64).reshape(-1)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("loader", "read", "expected"),
+    [
+        # SGLang 0.5.16 and 0.5.23: load_token_map of sglang/srt/speculative/spec_utils.py, run in tests/engines.
+        ("sglang", lambda path: torch.tensor(torch.load(path, weights_only=True)).tolist(), [7, 2, 11, 3]),
+        ("fr-spec", fr_spec, [7, 2, 11, 3]),
+        ("vllm", vllm, [2, 3, 7, 11]),
+        ("vllm-mtp", vllm_mtp, [2, 3, 7, 11]),
+        ("mtplx", mtplx, [7, 2, 11]),
+        ("tensorfold", tensorfold, [2, 3, 7, 11]),
+    ],
+)
+def test_as_its_loader_reads_it(tmp_path: Path, loader: Loader, read: Any, expected: list[int]) -> None:
+    """By code equal to the loader's, as read in its source."""
+    for name in NAMES[loader]:
+        path = tmp_path / name.format(size=4)
+        export_token_map(make(), path, loader)
+        assert read(path) == expected
+
+
+def test_glm_of_tensorfold_reads_lines_in_rank_order(tmp_path: Path) -> None:
+    export_token_map(make(), tmp_path / "draft.txt", "tensorfold")
+    assert (tmp_path / "draft.txt").read_text() == "7\n2\n11\n3\n"
+    # Its own files have comments, and several ids to a line (patch 0420 of glm53-tensorfold-spark, read_ids).
+    (tmp_path / "own.txt").write_text("# a ranking\n7 2  # common\n\n11 3\n")
+    assert import_token_map(tmp_path / "own.txt", 12).target_ids.tolist() == [7, 2, 11, 3]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_list_that_is_not_right_is_told(tmp_path: Path, loader: Loader) -> None:
+    """One id too many, too few, twice, or out of order, in the file of each loader."""
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
+    forced = forced_ids(tokenizer)
+    whole = [*forced.ids.tolist(), 270]
+
+    def warnings_of(ids: list[int], name: str) -> str:
+        path = tmp_path / name.format(size=len(ids))
+        export_token_map(DraftVocab(np.array(ids), 0, 310), path, loader)
+        try:
+            return " ".join(import_token_map(path, 310, None, tokenizer, forced).warnings)
+        finally:
+            path.unlink()
+
+    for name in NAMES[loader]:
+        assert not warnings_of(whole, name)
+        assert "no token" in warnings_of([*whole, 305], name)
+        assert f"{whole[3]} (byte" in warnings_of([*whole[:3], *whole[4:]], name)
+        if loader in IN_RANK_ORDER - {"eagle-slim"}:
+            assert "ascend but for 1 places (id 270" in warnings_of([*whole[:9], 290, 270], name)
+
+
+def test_an_id_twice_is_told_and_counted_once(tmp_path: Path) -> None:
+    torch.save([7, 2, 7, 11, 3], tmp_path / "a.pt")
+    (tmp_path / "a.json").write_text('{"ids": [7, 2, 7, 11, 3]}')
+    (tmp_path / "a.txt").write_text("7\n2\n7\n11\n3\n")
+    np.save(tmp_path / "a.npy", np.array([7, 2, 7, 11, 3]))
+    for name in ("a.pt", "a.json", "a.txt", "a.npy"):
+        found = import_token_map(tmp_path / name, 12)
+        assert found.target_ids.tolist() == [7, 2, 11, 3]
+        assert ["again id 7;" in warning for warning in found.warnings] == [True]
+    torch.save([7, 2, 11], tmp_path / "freq_4.pt")
+    assert ["4 ids and holds 3" in warning for warning in import_token_map(tmp_path / "freq_4.pt").warnings] == [True]
+
+
+def test_an_own_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
+    DraftVocab(np.array([7]), 0, 12, {"tokenizer_hash": "sha256:a"}).save(tmp_path / "v.json")
+    with pytest.raises(TokenizerError, match="sha256:a"):
+        import_token_map(tmp_path / "v.json", tokenizer=tokenizer)
 
 
 def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
-    export_token_map(make(), tmp_path / "map.safetensors")
+    export_token_map(make(), tmp_path / "map.safetensors", "head")
     tensors = load_file(tmp_path / "map.safetensors")
     assert (tensors["d2t"].tolist(), tensors["d2t"].dtype) == ([2, 2, 5, 8], np.int64)
     assert (tensors["t2d"].tolist(), tensors["t2d"].dtype) == ([i in (2, 3, 7, 11) for i in range(12)], np.bool_)
@@ -118,10 +232,9 @@ def test_d2t_in_a_torch_file(tmp_path: Path) -> None:
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
     assert import_token_map(tmp_path / "d2t.pt", 12).target_ids.tolist() == [2, 3, 7, 11]
-    # Under another name it is a list of ids, in which no id comes twice.
+    # Under another name it is a list of ids.
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "map.pt")
-    with pytest.raises(VocabularyError, match="id 2 appears again"):
-        import_token_map(tmp_path / "map.pt", 12)
+    assert import_token_map(tmp_path / "map.pt", 12).target_ids.tolist() == [2, 5, 8]
 
 
 def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path) -> None:
@@ -144,28 +257,15 @@ def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
             assert (found.target_ids.tolist(), found.ranked) == ([7, 2, 11, 3], True)
 
 
-@pytest.mark.parametrize(
-    ("ranked", "again"),
-    [([1, 9, 3, 7], [1]), ([9, 3, 1, 7], [1]), ([1, 9, 2, 7], [1, 2])],
-    ids=["first", "later", "both"],
-)
-def test_maps_of_fr_specs_script_for_tokenizers_that_add_a_bos(
-    tmp_path: Path, ranked: list[int], again: list[int]
-) -> None:
-    bos, eos = 1, 2
-    # For r = 5: the first r - 1 ids, then tokenizer.encode(eos), which a BOS begins.
-    torch.save([*ranked, bos, eos], tmp_path / "freq_5.pt")
+def test_fr_specs_script_repeats_ids_for_a_tokenizer_that_adds_a_bos(tmp_path: Path) -> None:
+    # For r = 5: the first r - 1 ids, then BOS 1 and EOS 2.
+    torch.save([1, 9, 2, 7, 1, 2], tmp_path / "freq_5.pt")
     found = import_token_map(tmp_path / "freq_5.pt", 12)
-    assert found.target_ids.tolist() == [*ranked, *({eos} - set(ranked))]
-    assert [str(token_id) in warning for warning in found.warnings for token_id in again] == [True] * len(again)
-    assert rank_by_order(found, forced=[], target_vocab=12).warnings[0] == found.warnings[0]
-    with pytest.raises(UsageError, match=rf"only {found.size} .*FR-Spec's script"):
-        rank_by_order(found, found.size + 1, forced=[], target_vocab=12)
-    torch.save([*ranked, 7, 10], tmp_path / "other.pt")
-    assert import_token_map(tmp_path / "other.pt", 12).size == 5
-    torch.save([*ranked, 9, bos, eos], tmp_path / "damaged.pt")
-    with pytest.raises(VocabularyError, match="id 9 appears again"):
-        import_token_map(tmp_path / "damaged.pt", 12)
+    assert found.target_ids.tolist() == [1, 9, 2, 7]
+    assert ["5 ids and holds 6" in found.warnings[0], "again id 1, 2;" in found.warnings[1]] == [True, True]
+    assert rank_by_order(found, forced=[], target_vocab=12).warnings[:2] == found.warnings
+    with pytest.raises(UsageError, match=r"only 4 .*again id 1, 2"):
+        rank_by_order(found, 5, forced=[], target_vocab=12)
 
 
 def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
@@ -198,13 +298,13 @@ def test_a_head_with_a_map_is_read_in_place(tmp_path: Path) -> None:
 
 
 def test_target_vocab_comes_from_the_mask_or_the_largest_id(tmp_path: Path) -> None:
-    export_token_map(make(), tmp_path / "m.safetensors")
+    export_token_map(make(), tmp_path / "m.safetensors", "head")
     assert import_token_map(tmp_path / "m.safetensors").target_vocab == 12
-    export_token_map(make(), tmp_path / "freq.pt")
+    export_token_map(make(), tmp_path / "freq.pt", "sglang")
     guessed = import_token_map(tmp_path / "freq.pt")
     assert guessed.target_vocab == 12
     assert guessed.provenance["target_vocab_from"] == "largest id"
-    export_token_map(make(), tmp_path / "v.json")
+    export_token_map(make(), tmp_path / "v.json", "eagle-slim")
     with pytest.raises(VocabularyError, match=r"v.json.*12.*1300"):
         import_token_map(tmp_path / "v.json", 1300)
 
@@ -231,7 +331,9 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> No
     [
         ("a.json", [1, 12]),
         ("a.json", []),
-        ("a.json", {"ids": [1]}),
+        ("a.json", {"tokens": [1]}),
+        ("a.npy", b"not an array"),
+        ("a.txt", "-7 2"),
         ("a.txt", "7 2 the"),
         ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16)),
         ("a.pt", torch.tensor([[1]])),
@@ -257,8 +359,54 @@ def test_bad_files(tmp_path: Path, name: str, content: object) -> None:
 
 def test_export_refusals(tmp_path: Path) -> None:
     unranked = DraftVocab(np.array([2, 3]), 0, 12, ranked=False)
-    for vocab, name, kind in ((make(), "a.json", "freq"), (make(), "a.dat", None), (unranked, "freq.pt", "freq")):
-        with raises(UsageError, option="--format"):
-            export_token_map(vocab, tmp_path / name, kind)
-    export_token_map(unranked, tmp_path / "ok.safetensors")
+    refused: list[tuple[DraftVocab, str, Loader]] = [
+        (make(), "a.json", "sglang"),
+        (make(), "freq_5.pt", "fr-spec"),
+        (unranked, "freq_2.pt", "fr-spec"),
+        (unranked, "a.json", "mtplx"),
+    ]
+    for vocab, name, loader in refused:
+        with raises(UsageError, option="--for"):
+            export_token_map(vocab, tmp_path / name, loader)
+    export_token_map(unranked, tmp_path / "ok.safetensors", "head")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ok.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "vocab_size", "tied", "eos_ids"),
+    [
+        ({"vocab_size": 12, "tie_word_embeddings": True, "eos_token_id": 3}, None, 12, True, (3,)),
+        ({"text_config": {"vocab_size": 12, "eos_token_id": 3}, "tie_word_embeddings": False}, {}, 12, False, (3,)),
+        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, {}, None, None, ()),
+        ({"eos_token_id": [5, 3]}, {"eos_token_id": 9}, None, None, (3, 5, 9)),
+    ],
+)
+def test_what_a_target_says_of_its_lm_head(
+    tmp_path: Path, config: dict[str, Any], generation: Any, vocab_size: int | None, tied: bool | None, eos_ids: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    found = read_target(str(tmp_path))
+    assert (found.vocab_size, found.tied, found.eos_ids) == (vocab_size, tied, eos_ids)
+
+
+def test_limits_of_a_loader_are_told_and_a_target_that_it_cannot_serve_is_refused(tmp_path: Path) -> None:
+    def target(**config: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9, **config}))
+        return read_target(str(tmp_path))
+
+    with raises(SourceError):
+        read_target(str(tmp_path))
+    with raises(UsageError, option="--target"):
+        export_token_map(make(), tmp_path / "a.pt", "sglang", target(tie_word_embeddings=True))
+    assert not (tmp_path / "a.pt").exists()
+    for config, warned in (({"tie_word_embeddings": False}, False), ({}, True)):
+        told = " ".join(export_token_map(make(), tmp_path / "a.pt", "sglang", target(**config)))
+        assert ("tied to the embedding" in told) == warned
+        assert "end a text" in told
+        assert "--tp 1" in told
+        assert "multiple of 64" in told
+    assert any("--target" in line for line in export_token_map(make(), tmp_path / "a.pt", "sglang"))
+    assert "vLLM adds them" in " ".join(export_token_map(make(), tmp_path / "v.json", "vllm", target()))
+    assert export_token_map(make(), tmp_path / "own.json", "eagle-slim") == []

@@ -7,17 +7,27 @@ about a microsecond) raises the error flag and goes on, every other program then
 ends with undefined results, and the host reports the flag. The last program out sets the counters back to 0, so that a
 launch needs no memset before it.
 
+With ``EAGLE_SLIM_STAMPS=1`` in the environment when this is imported, program 0 notes the GPU's clock as it passes each
+barrier, and the last program out as it ends: what is between barriers is one bar to a profiler (`benchmarks.trace`).
+
 Memory model: PTX ISA, *Memory Consistency Model*: ``red.release.gpu`` after a CTA barrier orders the writes of the
 whole CTA; ``ld.acquire.gpu`` before a CTA barrier makes those of the others visible to the whole CTA.
 """
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 COUNTER, EXITED, ERROR = 0, 1, 2
-"""Words of the barrier state, int32 [4], all 0 before the first launch."""
+"""Words of the barrier state, int32 [`STATE_WORDS`], all 0 before the first launch."""
+STAMPS = tl.constexpr(os.environ.get("EAGLE_SLIM_STAMPS", "0") not in ("", "0"))
+FIRST_STAMP = 4
+"""Word from which the state holds stamps, int64 ns: of the end, then of each barrier of the last launch."""
+STATE_WORDS = FIRST_STAMP + 2 * 256 * STAMPS.value
 
 _SPIN = """{
     .reg .pred %p, %q;
@@ -46,6 +56,7 @@ SPIN:
 DONE:
 }"""
 _SPIN_ASM = tl.constexpr(_SPIN)
+_FIRST_STAMP = tl.constexpr(FIRST_STAMP)
 
 
 @triton.jit
@@ -58,6 +69,14 @@ def grid_barrier(state_ptr, round, NUM_CTAS: tl.constexpr):
             _SPIN_ASM, "=r,l,l,r", [counter, counter + 8, round * NUM_CTAS], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
+        if STAMPS:  # noqa: SIM102 - this one is decided by the compiler
+            if tl.program_id(0) == 0:
+                _stamp(state_ptr, round)
+
+
+@triton.jit
+def _stamp(state_ptr, index):
+    tl.store((state_ptr + _FIRST_STAMP).to(tl.pointer_type(tl.int64)) + index, cuda.globaltimer())
 
 
 @triton.jit
@@ -68,3 +87,5 @@ def leave_grid(state_ptr, NUM_CTAS: tl.constexpr):
         if tl.atomic_add(state_ptr + 1, 1, sem="acq_rel") == NUM_CTAS - 1:
             tl.store(state_ptr, 0)
             tl.store(state_ptr + 1, 0)
+            if STAMPS:
+                _stamp(state_ptr, 0)

@@ -15,6 +15,9 @@ a waiting one needs have begun, or are the next to begin.
 Rows of w that belong together, gate and up or both halves of a head, share a tile: `PAIRED` of the one, then as many of
 the other. A thread's part of a product of 16 rows is row r and row r + 8, so a pair is in one thread's hands.
 
+Weights in FP8 are widened to the rows' type, exactly, on their way into the matrix instructions. A row's scale
+multiplies its whole sum; scales of 128 columns multiply the sum of each 128 columns, which is then added.
+
 A layer's RMSNorms are folded in: who writes the residual also writes ``residual * gain`` and, for every
 `SQUARES_GROUP` columns, the sum of its squares; the product that reads them multiplies by the row's factor at its end.
 """
@@ -28,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fp8 import SCALE_BLOCK
 from .exact_sums import exact_sum
 from .machine import let_next_begin, prefetch, wait_for_previous
 
@@ -37,17 +41,28 @@ _GROUP = tl.constexpr(SQUARES_GROUP)
 PAIRED = 8
 """Rows of one kind that follow one another in a tile of pairs."""
 _PAIRED = tl.constexpr(PAIRED)
+_SCALED = tl.constexpr(SCALE_BLOCK)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
 class ProductShape:
-    """Constants that decide the bits of a product; ``size`` and ``depth`` are N and K."""
+    """Constants that decide the bits of a product; ``size`` and ``depth`` are N and K.
+
+    ``groups``: scales of a row of FP8 weights, 0 for other weights.
+    """
 
     size: int
     depth: int
     splits: int
     split_size: int
     precision: str
+    groups: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Weights in an element of w: FP8 weights are read by words."""
+        return 4 if self.groups else 1
 
 
 @dataclass(frozen=True)
@@ -134,9 +149,31 @@ def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
         return block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
+# A word's odd bytes have their signs where they belong, its even bytes one byte below.
+_WIDEN = """{{
+    .reg .b32 odd, even, signs, power, zero;
+    mov.b32 power, {power};
+    mov.b32 zero, 0x80008000;
+    shr.u32 odd, $4, {right};
+    shl.b32 even, $4, {left};
+    shl.b32 signs, $4, 8;
+    and.b32 odd, odd, {mask};
+    and.b32 even, even, {mask};
+    lop3.b32 odd, $4, zero, odd, 0xea;
+    lop3.b32 even, signs, zero, even, 0xea;
+    fma.rn.{kind} odd, odd, power, zero;
+    fma.rn.{kind} even, even, power, zero;
+    mov.b32 {{$0, $2}}, even;
+    mov.b32 {{$1, $3}}, odd;
+}}"""
+# Multiplied by 2^(127 - 7) and 2^(15 - 7), where -0 is added: the type's bias in place of e4m3's.
+_WIDEN_BF16 = tl.constexpr(_WIDEN.format(right=4, left=4, mask="0x07f007f0", power="0x7b807b80", kind="bf16x2"))
+_WIDEN_FP16 = tl.constexpr(_WIDEN.format(right=1, left=7, mask="0x3f803f80", power="0x5c005c00", kind="f16x2"))
+
+
 @triton.jit
 def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr):
-    return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0.0)
+    return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0)
 
 
 @triton.jit
@@ -145,19 +182,65 @@ def _columns(x_at, inside, k, stop):
 
 
 @triton.jit
+def _byte(words, place, kind: tl.constexpr):
+    return (words >> 8 * place & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(kind)
+
+
+@triton.jit
+def _widened(words, kind: tl.constexpr):
+    """FP8 weights [rows, words] as numbers of another type [rows, 4 * words], in their own order (`Fp8Weight`).
+
+    Sign, exponent and mantissa move to their places, and a multiplication corrects the exponent, subnormals too.
+    """
+    if INTERPRETED:
+        a, b, c, d = _byte(words, 0, kind), _byte(words, 1, kind), _byte(words, 2, kind), _byte(words, 3, kind)
+    elif kind == tl.bfloat16:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _WIDEN_BF16, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        tl.static_assert(kind == tl.float16)
+        a, b, c, d = tl.inline_asm_elementwise(
+            _WIDEN_FP16, "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    # Byte 2 i + h of word t of 16 columns is column 8 h + 2 t + i.
+    SIZE: tl.constexpr = words.shape[0]
+    apart = tl.join(tl.join(a, c), tl.join(b, d))
+    apart = tl.permute(tl.reshape(apart, (SIZE, words.shape[1] // 4, 4, 2, 2)), (0, 1, 4, 2, 3))
+    return tl.reshape(apart, (SIZE, 4 * words.shape[1]))
+
+
+@triton.jit
+def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Add the product of the columns of a step, from column ``at`` on, to ``acc``."""
+    if SHAPE.groups == 0:
+        return tl.dot(w, x, acc, input_precision=SHAPE.precision)
+    elif SHAPE.groups == 1:
+        return tl.dot(_widened(w, x.dtype), x, acc)
+    else:
+        tl.static_assert(TILES.block_k == _SCALED)
+        scale = tl.load(scale_ptr + n.to(tl.int64) * SHAPE.groups + at // _SCALED, mask=n_inside, other=0.0)
+        return tl.fma(tl.broadcast_to(scale[:, None], acc.shape), tl.dot(_widened(w, x.dtype), x), acc)
+
+
+@triton.jit
 def _sum_part(
-    x_ptr, w_ptr, row, inside, n, n_inside, part, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
+    x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
     """Add a part's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
     k = tl.arange(0, TILES.block_k)
+    element = tl.arange(0, TILES.block_k // SHAPE.packed)
     start = part * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
-    w_at = w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :]
+    w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + element[None, :]
     x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
     for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
-        w = _weights(w_at + at, n_inside, at + k, stop, SHAPE)
+        first = at // SHAPE.packed
+        w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE)
         x = _columns(x_at + at, inside, at + k, stop)
-        acc = tl.dot(w, x, acc, input_precision=SHAPE.precision)
+        acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
     return acc
 
 
@@ -190,11 +273,11 @@ def _bulk_part(
 def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Have columns from ``k0`` on brought into the L2."""
     if TILES.ahead > 0:
-        LINE: tl.constexpr = 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
+        LINE: tl.constexpr = SHAPE.packed * 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
         AHEAD: tl.constexpr = TILES.ahead
         lines = k0 + tl.arange(0, AHEAD // LINE) * LINE
         # Beyond the matrix the first line is asked for again.
-        at = n.to(tl.int64)[:, None] * SHAPE.depth + lines[None, :]
+        at = n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + lines[None, :] // SHAPE.packed
         prefetch(w_ptr + tl.where(n_inside[:, None] & (lines < SHAPE.depth)[None, :], at, 0))
 
 
@@ -241,6 +324,24 @@ def _whole(scratch, acc, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _row_scales(scale_ptr, n, n_inside, SHAPE: tl.constexpr):
+    """The scale of each row of a tile of FP8 weights; 1 where `_step` has applied those of columns."""
+    if SHAPE.groups == 1:
+        return tl.load(scale_ptr + n, mask=n_inside, other=0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _scaled(total, scales, SHAPE: tl.constexpr):
+    """Apply `_row_scales` to a tile's sum."""
+    if SHAPE.groups == 1:
+        return total * scales[:, None]
+    else:
+        return total
+
+
+@triton.jit
 def _may_end(scratch, acc, row, inside, has_own, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Leave a part, and whether this program goes on to write rows: all parts can be read then.
 
@@ -283,9 +384,10 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
         wait_for_previous(OVERLAP)
         return n
     else:
-        k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
-        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
-        w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
+        k = part * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
+        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
+        w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
+        w = _weights(w_at, n_inside, k, stop, SHAPE)
         if OVERLAP:
             _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
@@ -294,8 +396,8 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
 
 @triton.jit
 def _product(
-    first_weights, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, n, n_inside, second, part, SHAPE: tl.constexpr,
-    TILES: tl.constexpr, PAIRS: tl.constexpr,
+    first_weights, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, second, part,
+    SHAPE: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product, [block_n, block_rows], or this program's part of it: `_may_end` and `_whole` end it.
 
@@ -310,17 +412,19 @@ def _product(
                 acc = _add(_bulk_part(x_tiles, w_tiles, row_0, n_0, second, each, SHAPE, TILES, PAIRS), acc)
     elif TILES.walks:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-        acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
+        acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            acc = _add(_sum_part(x_ptr, w_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
+            acc = _add(
+                _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc
+            )  # fmt: skip
     else:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
         x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
-        acc = tl.dot(first_weights, x, acc, input_precision=SHAPE.precision)
-        acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
+        acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
+        acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
     return acc
 
 
@@ -432,8 +536,8 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr,
-    stride_tap, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr,
+    tap_ptr, stride_tap, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The residual gains a product."""
@@ -446,12 +550,15 @@ def add_product_kernel(
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     residual_at = residual_ptr + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    scales = _row_scales(scale_ptr, n, n_inside, SHAPE)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False
+    )  # fmt: skip
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-        total = _whole(scratch, acc, own, own_inside, SHAPE, TILES)
+        total = _scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE)
         if BIAS:
             total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
@@ -473,7 +580,7 @@ def head_product_kernel(
     inside, n_inside = row < rows, n < SHAPE.size
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, None, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -482,8 +589,8 @@ def head_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of a product."""
     let_next_begin(OVERLAP)
@@ -498,11 +605,13 @@ def gated_product_kernel(
     w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
+    scales = _row_scales(scale_ptr, w_row, w_inside, SHAPE)
+    halfway = tile * PAIRS + SIZE
     acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, w_row, w_inside, tile * PAIRS + SIZE, part, SHAPE, TILES, True
-    )
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
+    )  # fmt: skip
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
-        gate, up = _pairs(_whole(scratch, acc, own, own_inside, SHAPE, TILES))
+        gate, up = _pairs(_scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE))
         n = tile * PAIRS + tl.arange(0, PAIRS)
         n_inside = n < SIZE
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
@@ -518,7 +627,7 @@ def gated_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def qkv_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Queries, and keys and values in the cache."""
@@ -541,8 +650,11 @@ def qkv_product_kernel(
     slot = tl.load(heads.slots + own // heads.nodes, mask=own_inside, other=0).to(tl.int64)
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
+    scales = _row_scales(scale_ptr, w_row, w_inside, SHAPE)
     halfway = tile * HEADS.head_dim + HALF
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
+    )  # fmt: skip
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         i = tl.arange(0, PAIRS)
         head, d = tile * IN_TILE + i // BLOCK, i % BLOCK
@@ -552,7 +664,7 @@ def qkv_product_kernel(
         turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & own_inside[None, :]
         cos = tl.load(heads.cos + at, mask=turned, other=1.0)
         sin = tl.load(heads.sin + at, mask=turned, other=0.0)
-        first, second = _pairs(_whole(scratch, acc, own, own_inside, SHAPE, TILES))
+        first, second = _pairs(_scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE))
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         first *= times[None, :]
         second *= times[None, :]

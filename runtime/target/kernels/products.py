@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..fp8 import SCALE_BLOCK, Fp8Weight, Weight
 from . import product_kernels as kernels
 from .machine import NO_FUSION, major_capability, num_processors, overlapping, programs_wait
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
@@ -84,7 +85,7 @@ def num_groups(hidden: int) -> int:
     return -(-hidden // SQUARES_GROUP)
 
 
-def product_shape(weight: Tensor) -> ProductShape:
+def product_shape(weight: Weight) -> ProductShape:
     """Return what decides the bits of a product with a weight [size, depth]: constants of its shape and type.
 
     K is cut where one part would leave multiprocessors without work; small matrices are done before their parts could
@@ -95,6 +96,8 @@ def product_shape(weight: Tensor) -> ProductShape:
     while splits < 4 and depth >= 2048 * splits and size // 64 * splits < 192:
         splits *= 2
     part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
+    if isinstance(weight, Fp8Weight):
+        return ProductShape(size, depth, -(-depth // part), part, "tf32", weight.scales.shape[1])
     return ProductShape(size, depth, -(-depth // part), part, _precision(weight))
 
 
@@ -113,7 +116,9 @@ def product_tiles(
     """
     is_pair, is_small = kind == "pairs", shape.size * shape.depth < _SMALL
     n = 128 if is_pair else 64
-    if itemsize == 4:
+    if shape.groups:
+        tiles = _fp8_tiles(shape, rows, is_pair, is_small)
+    elif itemsize == 4:
         tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
     elif rows <= 64 and is_small:
         # Many small programs: the rows are cut too, and the weights come from the L2.
@@ -150,19 +155,36 @@ def product_tiles(
     return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and is_alone else tiles.num_stages)
 
 
+def _fp8_tiles(shape: ProductShape, rows: int, is_pair: bool, is_small: bool) -> ProductTiles:
+    """Choose tiles for FP8 weights: steps of 128 columns, a cache line of a row.
+
+    Wider tiles than other weights', as a row of x is twice the bytes of a row of w. Not measured yet.
+    """
+    if is_small:
+        return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 64 else 64, 4, 3, ahead=512 if rows <= 64 else 0)
+    if rows <= 16:
+        return ProductTiles(64, SCALE_BLOCK, 16, 4, 5 if is_pair and shape.splits == 1 else 4, ahead=512)
+    if rows <= 32:
+        return ProductTiles(64, SCALE_BLOCK, 32, 4, 4, ahead=256)
+    if rows <= 64 or shape.groups > 1 or shape.splits > 1:
+        # Of more rows two sums at once, of a step or a part and all before it, do not fit into the registers.
+        return ProductTiles(128, SCALE_BLOCK, 64, 8, 3, ahead=256 if rows <= 64 else 0)
+    return ProductTiles(128, 64, 128, 8, 3)
+
+
 def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
     """Tiles of a product."""
     return -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
 
 
-def has_descriptors(weight: Tensor, x: Tensor) -> bool:
+def has_descriptors(weight: Weight, x: Tensor) -> bool:
     """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes.
 
     sm_120 has descriptors, too, but not the shared memory for the tiles that pay with them.
     """
     return (
-        major_capability(weight.device) in (9, 10) and weight.itemsize == 2 and weight.shape[1] % 8 == 0
-        and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+        isinstance(weight, Tensor) and major_capability(weight.device) in (9, 10) and weight.itemsize == 2
+        and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     )  # fmt: skip
 
 
@@ -240,8 +262,15 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
     )  # fmt: skip
 
 
+def _times(x: Tensor, weight: Weight) -> Tensor:
+    """Multiply rows by a weight, in fp32; of an FP8 weight no number is rounded to the rows' type."""
+    if isinstance(weight, Fp8Weight):
+        return x.float() @ weight.dequantised(torch.float32).t()
+    return (x @ weight.t()).float()
+
+
 def qkv_product_ref(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
     out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None,
 ) -> None:  # fmt: skip
     """Turn rows into what attention reads: q into ``out.query``, k and v into the cache.
@@ -253,7 +282,7 @@ def qkv_product_ref(
     count = len(rows.scaled)
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
-    qkv = (rows.scaled @ weight.t()).float() * rows.factor(norm)
+    qkv = _times(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         qkv += bias.float()
     q, k, v = qkv.view(count, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), 1)
@@ -278,7 +307,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qkv_product(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
     out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `qkv_product_ref` as one launch."""
@@ -291,16 +320,17 @@ def qkv_product(
     half_block = _half_block(head_dim)
     # A whole head at least.
     if 2 * half_block > 128:
+        columns, stages = (64, 3) if shape.groups <= 1 else (SCALE_BLOCK, 2)
         tiles = replace(
-            tiles, block_n=2 * half_block, block_k=min(tiles.block_k, 64), block_rows=min(tiles.block_rows, 64),
-            num_warps=8, num_stages=min(tiles.num_stages, 3), bulk=False,
+            tiles, block_n=2 * half_block, block_k=min(tiles.block_k, columns), block_rows=min(tiles.block_rows, 64),
+            num_warps=8, num_stages=min(tiles.num_stages, stages), bulk=False,
         )  # fmt: skip
     elif 2 * half_block > tiles.block_n:
         tiles = replace(tiles, block_n=2 * half_block)
     overlaps, options = overlapping(weight.device)
-    norm_q, norm_k = (weight, weight) if head_norms is None else head_norms
+    norm_q, norm_k = (norm.gain, norm.gain) if head_norms is None else head_norms
     args = HeadArgs(
-        weight if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
+        norm.gain if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
         out.kv_rows, out.query, keys, values, keys.stride(0), keys.stride(1),
         count // len(out.slots),
     )  # fmt: skip
@@ -310,26 +340,26 @@ def qkv_product(
         tiles = replace(tiles, bulk=False, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
-        *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch, SHAPE=shape,
-        TILES=tiles, GROUPS=_groups(shape.depth),
+        *_operands(rows.scaled, weight, tiles, True), _scales(weight), _factor(rows, norm), args, count, scratch,
+        SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
         HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
 def add_product_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
     scratch: SplitScratch | None = None,
 ) -> None:  # fmt: skip
     """Add ``x`` [rows, in] times ``weight`` [hidden, in], and ``bias``, to the residual; copy that to ``tap`` too."""
-    delta = (x @ weight.t()).float()
+    delta = _times(x, weight)
     if bias is not None:
         delta += bias.float()
     _put_ref(rows.residual.float() + delta, norm, rows, tap)
 
 
 def add_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
     scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `add_product_ref` as one launch."""
@@ -339,18 +369,18 @@ def add_product(
     tiles = tiles or _tiles(shape, count, "sum", weight, x)
     overlaps, options = overlapping(x.device)
     kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(x, weight, tiles, False), weight if bias is None else bias, norm.gain, norm.shrink, count, *rows,
-        *_tap(rows, tap), scratch,
+        *_operands(x, weight, tiles, False), _scales(weight), norm.gain if bias is None else bias, norm.gain,
+        norm.shrink, count, *rows, *_tap(rows, tap), scratch,
         SHAPE=shape, TILES=tiles, BIAS=bias is not None, TAP=tap is not None, OVERLAP=overlaps,
         num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
 def gated_product_ref(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None
 ) -> None:
     """Write ``silu(gate) * up`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
-    both = (rows.scaled @ weight.t()).float() * rows.factor(norm)
+    both = _times(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         both += bias.float()
     gate, up = both.chunk(2, -1)
@@ -358,7 +388,7 @@ def gated_product_ref(
 
 
 def gated_product(
-    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor,
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor,
     scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `gated_product_ref` as one launch."""
@@ -368,9 +398,9 @@ def gated_product(
     tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
     overlaps, options = overlapping(out.device)
     kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, True), weight if bias is None else bias, _factor(rows, norm), count, out,
-        scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth), BIAS=bias is not None, OVERLAP=overlaps,
-        num_warps=tiles.num_warps, **options,
+        *_operands(rows.scaled, weight, tiles, True), _scales(weight), norm.gain if bias is None else bias,
+        _factor(rows, norm), count, out, scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
+        BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
@@ -394,11 +424,11 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 
 
 def _tiles(
-    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor, x: Tensor
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Weight, x: Tensor
 ) -> ProductTiles:  # fmt: skip
     device = weight.device
     num_sms, has_bulk = num_processors(device), has_descriptors(weight, x)
-    tiles = product_tiles(shape, rows, kind, weight.itemsize, num_sms, has_bulk)
+    tiles = product_tiles(shape, rows, kind, x.itemsize, num_sms, has_bulk)
     return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks)
 
 
@@ -406,14 +436,20 @@ def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) 
     return blocks * -(-rows // tiles.block_rows) * (1 if tiles.walks else shape.splits)
 
 
-def _operands(x: Tensor, weight: Tensor, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
+def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
     """Rows and a weight, as tensors and as what copies their tiles."""
+    if isinstance(weight, Fp8Weight):
+        return x, weight.words, x, weight.words
     if not tiles.bulk:
         return x, weight, x, weight
     return (
         x, weight, TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
         TensorDescriptor.from_tensor(weight, [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k]),
     )  # fmt: skip
+
+
+def _scales(weight: Weight) -> Tensor | None:
+    return weight.scales if isinstance(weight, Fp8Weight) else None
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:

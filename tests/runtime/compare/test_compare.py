@@ -56,20 +56,20 @@ def test_where_the_target_promises_it_a_difference_is_an_error(
             output = made(*args, **options)
             if is_spoiled and options.get("speculative"):
                 output.results[0].token_ids[3:] = []
-            return replace(output, stats=replace(output.stats, exactness=proof))
+            return replace(output, stats=replace(output.stats, exactness=proof, is_exact=proof is not None))
 
         monkeypatch.setattr(SpeculativeModel, "generate", generate)
 
     promise("rows are exact (sums v1)", False)
     result = compare(model, prompts, greedy())
-    assert all(row.is_exact and row.num_identical == row.num_answers for row in result.rows)
+    assert all(row.stats.is_exact and row.num_identical == row.num_answers for row in result.rows)
     assert [row.cells()[-1] for row in result.rows] == ["equal", "equal"]
     promise("rows are exact (sums v1)", True)
     with pytest.raises(EagleSlimError, match="at token 3: its end instead of"):
         compare(model, prompts, greedy())
     promise(None, True)
     row = compare(model, prompts, greedy()).rows[1]
-    assert (row.is_exact, row.num_identical, row.num_answers) == (False, 0, 3)
+    assert (row.stats.is_exact, row.num_identical, row.num_answers) == (False, 0, 3)
 
 
 def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> None:

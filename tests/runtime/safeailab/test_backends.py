@@ -16,16 +16,17 @@ from eagle_slim.runtime import DrafterError, GPUAssertionError, frontier_generat
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.tuning.problem import Dims, random_head, random_step
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.safeailab.drafting import upstream_paths
 from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 
-
-def test_paths_are_sorted_as_upstream_does_for_a_logits_processor() -> None:
-    paths = [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
-    assert upstream_paths(torch.tensor(paths), sampling=False).tolist() == paths
-    assert upstream_paths(torch.tensor(paths), sampling=True).tolist() == [paths[2], paths[0], paths[1]]
+NAMES_ELSEWHERE = {
+    runtime.DrafterConfig: "H_ea V n_head K TOPK DEPTH T_max V_BLK ANCBLK use_fc use_concat_taps acc_dtype",
+    runtime.Weights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
+    runtime.HeadWeights: "W_fc Wq Wk Wv Wo W1 W2 rms_gamma W_vocab",
+    runtime.Buffers: "Kbuf Vbuf pos_id frontier_idx scores next_frontier_idx next_scores next_tokens "
+    "cand_token cand_score cand_parent",
+}
 
 
 def kept_on(model: Any) -> list[Any]:
@@ -50,7 +51,8 @@ def test_names_and_functions_are_checked(drafts: list[None]) -> None:
             runtime.register_triton_backend("new", draft, draft_weights=draft_weights)  # type: ignore[arg-type]
     with raises(UsageError, option="draft_weights"):
         runtime.register_triton_backend("new", draft_weights="int4")
-    runtime.register_triton_backend()
+    for _ in range(2):
+        runtime.register_triton_backend()
     with raises(UsageError, option="name"):
         runtime.register_triton_backend(draft_weights="fp8")
     runtime.unregister_backend("triton")
@@ -93,6 +95,12 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
     for backend in ("reference", "mine", "mine"):
         check(frontier_generate, model, backend=backend)
     assert len(kept_on(model)) == 1, "its own drafter needs no other"
+    sampled = {"temperature": 0.7, "seed": 5, "max_new_tokens": 6}
+    for off in ({"top_p": 0.0}, {"top_k": 0, "top_p": 0}):
+        found = frontier_generate(model, ids, backend="mine", **sampled, **off)
+        assert found.token_ids == model.generate(ids, **sampled).token_ids
+        with raises(UsageError, option="top_p"):
+            model.generate(ids, **sampled, **off)
     for given in ({"head": head}, {"draft_weights": "fp8"}):
         with raises(UsageError, option=next(iter(given))):
             fused_draft_token_generation(model, ids, drafter="reference", **given)  # type: ignore[arg-type]
@@ -146,14 +154,37 @@ def test_features_alone_draft_a_tree(drafts: list[None]) -> None:
     assert len(drafts) == 1
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*trees, strict=True))
     assert int(trees[0][0].min()) >= 0
-    for parts in ({}, {"weights": weights}, {"weights": weights, "bufs": bufs, "max_new_tokens": 3}):
+    low, mid, high = features_concat.clone().chunk(3, -1)
+    for features in (features_concat, {"X_concat": features_concat}, {"X_low": low, "X_mid": mid, "X_high": high}):
+        bufs.draft_tokens.zero_()
+        frontier_generate(config, features_concat=features, weights=weights, bufs=bufs, backend="mine")
+        assert torch.equal(bufs.draft_tokens, trees[0][0])
+    with raises(UsageError, option="features"):
+        runtime.launch_drafter(config, {"X_low": low, "X_high": high}, weights, bufs, "reference")
+    whole: dict[str, Any] = {"weights": weights, "bufs": bufs}
+    for parts in ({}, {"weights": weights}, {**whole, "max_new_tokens": 3}, {**whole, "features_concat": low}):
         with raises(UsageError, option="model"):
             frontier_generate(config, features_concat, backend="mine", **parts)
-    with raises(UsageError, option="model"):
-        frontier_generate(torch.nn.Linear(2, 2), [1], weights=weights)
+    for parts in ({"weights": weights}, {"features_concat": low}):
+        with raises(UsageError, option="model"):
+            frontier_generate(torch.nn.Linear(2, 2), [1], **parts)
     runtime.register_triton_backend("fp8", draft_weights="fp8")
     with raises(UsageError, option="backend"):
         frontier_generate(config, features_concat, weights=weights, bufs=bufs, backend="fp8")
+
+
+def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
+    table = page.split("### Names used elsewhere")[1].split("\n#")[0]
+    assert all(f"`{name}`" in table for name in ("head_dim", "fallback"))
+    for owner, names in NAMES_ELSEWHERE.items():
+        for name in names.split():
+            assert f"`{name}`" in table
+            with raises(UsageError, option=name) as caught:
+                owner(**{name: 1})
+            assert "docs/upstream.md" in str(caught.value)
+    with raises(UsageError, option="fallback"):
+        frontier_generate(object(), [1], head="slim", fallback=True)
 
 
 def test_the_pages_draft_from_random_weights() -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import CheckError, LogitsError
-from eagle_slim.runtime.settings import PartialVerification
+from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step import decoder, decoders
+from eagle_slim.runtime.step.shapes import ShapeChooser, shapes_for, shapes_up_to
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
@@ -30,12 +31,14 @@ def _exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def pair(folder: Path, kind: str) -> tuple[SpeculativeModel, list[list[int]]]:
+def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[list[int]]]:
     """A fused model with the persistent drafter in fp32, and prompts of several chunks and of one token."""
     width = {} if kind in ("qwen2", "qwen3") else {"head_dim": 16}
     target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
     head = write_head(folder, hidden=64)
-    model = SpeculativeModel.from_pretrained(target.cuda(), head, drafter="triton", target_backend="fused", **TREE)
+    model = SpeculativeModel.from_pretrained(
+        target.cuda(), head, drafter="triton", target_backend="fused", **tree or TREE
+    )
     return model, random_prompts([1, 9, 70, 2, 33])
 
 
@@ -96,6 +99,37 @@ def test_running_ahead_changes_no_token(
         assert found.token_ids == plain.token_ids
         assert found.stats.num_partial_passes > found.stats.num_passes > 0
         assert "steps from CUDA graphs;" in found.stats.path
+
+
+class InTurn(ShapeChooser):
+    """Takes every shape in turn, plain steps among them; each is timed before its first step."""
+
+    def next(self, places: int, context: float) -> TreeConfig | None:
+        shapes = shapes_for(places, self._shapes)
+        return shapes[self.steps.total() % len(shapes)]
+
+
+@pytest.mark.parametrize("is_forced", [False, True], ids=["as measured", "changed at every step"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_shapes_chosen_by_step_change_no_token(
+    tmp_path: Path, sampling: dict[str, Any], is_forced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = pair(tmp_path, "llama", depth=3, top_k=4)
+    decoders = model._decoders
+    if is_forced:
+        monkeypatch.setattr(decoders, "new_chooser", lambda each: InTurn(decoders.acceptance, decoders.costs, each))
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, **sampling}
+    plain = model.generate(prompts, speculative=False, **options)
+    for slots in (1, 4):
+        found = model.generate(prompts, max_slots=slots, **options)
+        assert found.token_ids == plain.token_ids
+        assert "CUDA graphs" in found.stats.path
+        assert "as measured here" in found.stats.path
+        if is_forced:
+            shapes = shapes_for(slots, shapes_up_to(model.drafter.tree))
+            words = [f"trees of {shape.total_tokens} nodes" if shape else "plain decoding" for shape in shapes]
+            assert len(words) >= 4
+            assert all(f"{each} in " in found.stats.path for each in words)
 
 
 def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:

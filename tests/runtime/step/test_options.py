@@ -249,6 +249,12 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any)
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **{option: value})
 
 
+def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.53.3")
+    with raises(UsageError, option="transformers 5.0"):
+        SpeculativeModel.from_pretrained()
+
+
 def test_what_a_target_is_loaded_in(tmp_path: Path) -> None:
     loaded, head = tiny_target("llama"), write_head(tmp_path / "own")
     own = {"dtype": "float32", "device": "cpu", "draft_vocab": np.int64(24)}
@@ -259,6 +265,15 @@ def test_what_a_target_is_loaded_in(tmp_path: Path) -> None:
             SpeculativeModel.from_pretrained(target, head, dtype=wrong)
     for dtype in ("bfloat16", torch.bfloat16):
         assert SpeculativeModel.from_pretrained(target, head, dtype=dtype).target.dtype == torch.bfloat16
+
+
+def test_exactness_says_what_holds_in_each_type(model: SpeculativeModel, tmp_path: Path) -> None:
+    stats = model.generate([3, 4], max_new_tokens=2).stats
+    assert "float32" in str(stats.exactness)
+    assert not stats.is_exact, "only an exact row's ties are decided alike"
+    assert model.generate([3, 4], max_new_tokens=2, logits_processor=[lambda _, scores: scores]).stats.exactness is None
+    half = SpeculativeModel.from_pretrained(tiny_target("llama").bfloat16(), write_head(tmp_path))
+    assert half.generate([3, 4], max_new_tokens=2).stats.exactness is None
 
 
 def test_a_streamer_is_ended_where_the_call_fails(model: SpeculativeModel) -> None:

@@ -1,0 +1,111 @@
+"""How fast are our steps beside those of serving engines, on one card?
+
+    python -m benchmarks.engines --out RESULT                                                  # ours, on a GPU
+    python -m benchmarks.engines --add RESULT --lines LINES [--chart FILE.svg] --out RESULT    # theirs beside ours
+
+Llama-3.1-8B's dimensions, random weights, a head of 32,000 rows, prompts of 512 tokens: plain decoding, chains of 3 and
+7 drafts, trees of 16 and 60 nodes, at 1, 4 and 16 sequences. Ours: the wall clock of the loop, in which 2.5 tokens a
+step are accepted by lot. Each of LINES is the JSON of one start of an engine on the same kind of card, measured by the
+wall clock of its calls, without the prompts' passes: its scheduler is in the times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from eagle_slim.runtime.settings import TreeConfig
+
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import RandomModel, compile_ahead, take_turns
+from benchmarks.shared.drawn_verdicts import draw_lengths
+from benchmarks.shared.timing import machine
+
+CASES = {
+    "plain": None, "chain of 3": TreeConfig(2, 1, 4), "chain of 7": TreeConfig(6, 1, 8),
+    "tree of 16": TreeConfig(4, 4, 16), "tree of 60": TreeConfig(5, 10, 60),
+}  # fmt: skip
+SEQUENCES, PROMPT, ROWS, ACCEPTED = (1, 4, 16), 512, 32000, 2.5
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+@torch.inference_mode()
+def measure(model: RandomModel, rows: int, prompt: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Measure a row of our own for every case and number of sequences."""
+    for sequences in SEQUENCES:
+        cache = model.new_cache(sequences, prompt + 9 * steps + 64)
+        for case, tree in CASES.items():
+            drawn = None if tree is None else draw_lengths(ACCEPTED, tree.path_width)
+            decoder = model.decoder(cache, None) if tree is None else model.drawn_decoder(cache, tree, rows, drawn)
+            row = take_turns([decoder], sequences, prompt, steps, 3)[0]
+            yield {"engine": "eagle-slim", "case": case, "sequences": sequences, "ms": row["step_ms"],
+                   "accepted_length": row["accepted_length"]}  # fmt: skip
+
+
+def rows_of(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Turn the JSON of one start of an engine into rows like ours."""
+    job, facts = line["job"], line["facts"]
+    name = f"{NAMES[line['engine']]} {facts['version']}"
+    shared = {"engine": name, "case": job["case"], "attention": facts.get("attention")}
+    return [
+        {**shared, "sequences": one["batch"], "ms": one["ms_per_step"], "accepted_length": one["accepted_length"]}
+        for one in line["result"]["speeds"]
+    ]
+
+
+def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw a bar for every row: milliseconds a step by case, a panel for each number of sequences."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    for axes, sequences in zip(figure.subplots(1, len(SEQUENCES)), SEQUENCES, strict=True):
+        for place, engine in enumerate(engines):
+            own = [row for row in rows if (row["engine"], row["sequences"]) == (engine, sequences)]
+            at = [list(CASES).index(row["case"]) + (place - 1) * 0.27 for row in own]
+            bars = axes.bar(at, [row["ms"] for row in own], 0.25, label=engine)
+            axes.bar_label(bars, fmt="%.1f", fontsize=6)
+        axes.set_xticks(range(len(CASES)), [case.replace(" of ", "\n") for case in CASES], fontsize=8)
+        axes.set_title(f"{sequences} sequence{'s'[: sequences > 1]}", fontsize=9)
+    figure.axes[0].set_ylabel("ms a step")
+    figure.axes[0].legend(fontsize=7, loc="upper left")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    command = Command("engines", __doc__)
+    command.add_argument("--add", type=Path, help="a result of ours, to which engines are added; no GPU is needed")
+    command.add_argument("--lines", type=Path, help="lines of JSON, one for each start")
+    command.add_argument("--chart", type=Path, help="draw all rows here: .svg, .png or .pdf")
+    args = command.parse_args(argv)
+    if args.add is None:
+        device = command.gpu()
+        compile_ahead("llama-3.1-8b", [(tree, n, ROWS) for tree in CASES.values() if tree for n in SEQUENCES], device)
+        result: dict[str, Any] = {"machine": machine(device), "draft_vocab": ROWS, "prompt": PROMPT, "rows": []}
+        for row in measure(RandomModel("llama-3.1-8b", device), ROWS, PROMPT, 80):
+            show(row)
+            result["rows"].append(row)
+            write(result, args.out)
+    else:
+        result = json.loads(args.add.read_text("utf-8"))
+    lines = [] if args.lines is None else args.lines.read_text("utf-8").splitlines()
+    for line in map(json.loads, lines):
+        if "error" in line:
+            result.setdefault("failed", {})[line["name"]] = line["error"]
+        elif line["facts"]["gpu"] != result["machine"]["device"]:
+            command.error(f"{line['name']} ran on {line['facts']['gpu']}, ours on {result['machine']['device']}")
+        else:
+            result["rows"] += rows_of(line)
+    write(result, args.out)
+    if args.chart is not None:
+        title = f"Llama-3.1-8B's dimensions, random weights, {ROWS:,} rows, prompts of {PROMPT}"
+        draw(result["rows"], args.chart, f"{title}, {result['machine']['device']}")
+
+
+if __name__ == "__main__":
+    main()

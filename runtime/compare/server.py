@@ -1,0 +1,183 @@
+"""Ask a running server with OpenAI's chat API: streamed answers, log-probabilities, the counts of its metrics page."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..errors import UsageError, brief
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
+_GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_PATIENCE_S, _METRICS_DELAY_S = 60.0, 2.0
+"""Longest waits for a server that answers 429, and until its metrics count an answer that has arrived."""
+# Proxies of the environment would send prompts elsewhere.
+_open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+class ServerError(Exception):
+    """A request without a whole answer, and why; ``wait_s``: when the server wants it again, after a 429."""
+
+    wait_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer, or why there is none; times are of `time.perf_counter`."""
+
+    text: str = ""
+    """Reasoning and answer."""
+    tokens: int = 0
+    """Generated tokens as the server counts them; 0 where it does not tell."""
+    began_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    num_accepted: int | None = None
+    """Accepted drafts by llama-server's timings; None where they tell of no drafts."""
+    choices: tuple[tuple[bytes, Mapping[bytes, float]], ...] = ()
+    """If asked for: each token, and the log-probabilities of the likeliest tokens at its place."""
+    problem: str = ""
+    note: str = ""
+
+
+class Server:
+    """A server at ``url``, with or without ``/v1``, which may be silent for ``timeout_s``; ``key``: API key, or "".
+
+    Raises `UsageError` for a URL of another kind.
+    """
+
+    def __init__(self, label: str, url: str, key: str = "", timeout_s: float = 120.0) -> None:
+        self.label, self.url, self.timeout_s = label, url.rstrip("/").removesuffix("/v1"), timeout_s
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        if not re.match(r"https?://[^/]", url):
+            raise UsageError(f"{label}={url}: expected a URL such as http://localhost:8000.")
+
+    @cached_property
+    def model(self) -> str:
+        """The first model that it lists; raises `ServerError` where it lists none."""
+        page = self._read("/v1/models")
+        try:
+            return str(json.loads(page)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"/v1/models lists no model: {brief(page)}") from error
+
+    def counts(self, before: Mapping[str, float] | None = None, tokens: int = 0) -> dict[str, float]:
+        """Return the metrics of the server's Prometheus page, summed over labels; empty where there is no page.
+
+        Waits up to two seconds until ``tokens`` more generated tokens are counted than ``before``.
+        """
+        deadline = time.perf_counter() + _METRICS_DELAY_S
+        while True:
+            found = defaultdict[str, float](float)
+            with suppress(ServerError, ValueError):
+                for name, value in _SAMPLE.findall(self._read("/metrics")):
+                    found[name] += float(value)
+            now, then = (sum(page.get(name, 0.0) for name in _GENERATED) for page in (found, before or {}))
+            if not now or now >= then + tokens or time.perf_counter() > deadline:
+                return found
+            time.sleep(0.05)
+
+    def ask(self, prompt: str, max_new_tokens: int, with_logprobs: bool = False) -> Reply:
+        """Let the server answer greedily; after a 429 again, at the time that it names, else after 1, 2, 4… seconds."""
+        body = {
+            "messages": [{"role": "user", "content": prompt}], "max_tokens": max_new_tokens, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True},
+            **({"logprobs": True, "top_logprobs": 20} if with_logprobs else {}),
+        }  # fmt: skip
+        waited_s, pause_s = 0.0, 1.0
+        while True:
+            try:
+                reply = self._answer({"model": self.model, **body})
+                return replace(reply, note=f"429, answered after a wait of {waited_s:g} s") if waited_s else reply
+            except ServerError as error:
+                wait_s = error.wait_s or pause_s
+                if error.wait_s is None or waited_s + wait_s > _PATIENCE_S:
+                    return Reply(problem=str(error))
+                time.sleep(wait_s)
+                waited_s, pause_s = waited_s + wait_s, 2 * pause_s
+
+    def _answer(self, body: Mapping[str, Any]) -> Reply:
+        """Read a stream of server-sent events."""
+        reply, text, choices = Reply(began_s=time.perf_counter()), "", []
+        with self._open("/v1/chat/completions", json.dumps(body).encode()) as response:
+            for line in response:
+                kind, _, value = line.decode(errors="replace").strip().partition(":")
+                if kind != "data" or value.strip() == "[DONE]":
+                    continue
+                try:
+                    event = json.loads(value)
+                    if event.get("usage"):
+                        reply = replace(reply, tokens=int(event["usage"]["completion_tokens"]))
+                    if "draft_n_accepted" in (event.get("timings") or {}):
+                        reply = replace(reply, num_accepted=int(event["timings"]["draft_n_accepted"]))
+                    for choice in event["choices"]:
+                        delta = choice.get("delta") or {}
+                        text += "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))
+                        if text and not reply.first_s:
+                            reply = replace(reply, first_s=time.perf_counter())
+                        for each in (choice.get("logprobs") or {}).get("content") or ():
+                            likely = {_token(one): float(one["logprob"]) for one in (*each["top_logprobs"], each)}
+                            choices.append((_token(each), likely))
+                        if choice.get("finish_reason"):
+                            reply = replace(reply, ended_s=time.perf_counter())
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    raise ServerError(f"garbage in the stream: {brief(value)}") from error
+        if not reply.ended_s:
+            raise ServerError(f"the stream broke off after {len(text)} characters")
+        return replace(reply, text=text, first_s=reply.first_s or reply.ended_s, choices=tuple(choices))
+
+    def _read(self, path: str) -> str:
+        with self._open(path) as response:
+            return response.read().decode(errors="replace")
+
+    @contextmanager
+    def _open(self, path: str, data: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        """Send a request and give its response; raises `ServerError` for whatever goes wrong with either."""
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with _open_url(request, timeout=self.timeout_s) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            with error:
+                failure = ServerError(f"{error.code}: {brief(error.read(500).decode(errors='replace'))}")
+            if error.code == 429:
+                after = error.headers.get("Retry-After", "")
+                failure.wait_s = float(after) if after.isdigit() else 0.0
+            raise failure from error
+        except (http.client.HTTPException, OSError) as error:
+            reason = getattr(error, "reason", error)
+            said = f"silent for {self.timeout_s:g} s" if isinstance(reason, TimeoutError) else f"{reason!r}"
+            raise ServerError(said) from error
+
+
+def _token(entry: Mapping[str, Any]) -> bytes:
+    return bytes(entry["bytes"]) if entry.get("bytes") else str(entry["token"]).encode()
+
+
+def count_passes(
+    before: Mapping[str, float], after: Mapping[str, float], replies: Sequence[Reply]
+) -> tuple[float, float]:
+    """Return target passes that verified drafts, and the tokens that they gave; zeros where nothing tells of drafts.
+
+    ``before`` and ``after``: metrics around the replies. vLLM's (0.32, `v1/spec_decode/metrics.py`) count drafts and
+    accepted tokens. SGLang's (0.5.23, `srt/observability/metrics_collector.py`) count passes and generated tokens, of
+    which an answer's first comes from its prompt's pass, as llama-server's does (`tools/server/server-common.cpp`).
+    """
+    gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    if drafts := gained.get("vllm:spec_decode_num_drafts_total"):
+        return drafts, drafts + gained["vllm:spec_decode_num_accepted_tokens_total"]
+    if passes := gained.get("sglang:spec_verify_calls_total"):
+        return passes, gained["sglang:generation_tokens_total"] - len(replies)
+    drafted = [each for each in replies if each.tokens and each.num_accepted is not None]
+    tokens = sum(each.tokens - 1 for each in drafted)
+    return tokens - sum(each.num_accepted or 0 for each in drafted), tokens

@@ -1,0 +1,183 @@
+"""`compare_servers`: the same prompts answered by running servers, their speeds, and whether their texts agree.
+
+The servers answer each group of prompts one after another, in balanced orders, so that a machine that slows down does
+so for all. A request begins with a line of its own, the same for all servers, so that no prefix cache holds its prompt.
+Where a text differs from the first server's, both are asked again, untimed, for log-probabilities.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from multiprocessing.pool import ThreadPool
+from statistics import median
+
+import numpy as np
+
+from ..api.output import first_difference
+from ..api.stats import GenerationStats, StepTimes
+from ..errors import EagleSlimError
+from .candidates import Candidate
+from .options import CompareOptions
+from .prompts import Prompt
+from .recommend import recommend
+from .report import Answer, Comparison, Finding, build_rows
+from .run import Progress, balanced_orders
+from .server import Reply, Server, count_passes
+
+_MOST_FAILURES = 3
+"""Groups in a row without an answer after which a server is not asked again."""
+
+
+def compare_servers(
+    servers: Sequence[Server],
+    prompts: Sequence[Prompt],
+    *,
+    concurrency: Sequence[int] = (1,),
+    rounds: int = 1,
+    max_new_tokens: int = 128,
+    progress: Progress = lambda done, total: None,
+    tell: Callable[[str], object] = lambda message: None,
+) -> Comparison:
+    """Let every server answer the first turn of every prompt greedily, and compare it with the first server.
+
+    ``concurrency``: how many prompts are asked at once, the last group filled up from the beginning; ``rounds``: how
+    often every prompt is asked. ``progress`` is called after each group with how many were answered of how many, and
+    ``tell`` with each fault and each difference. Ctrl-C ends it early, as in `compare`.
+
+    Raises `UsageError` for a number out of range, `EagleSlimError` where no server answers.
+    """
+    options = CompareOptions(modes=("greedy",), batches=concurrency, max_new_tokens=max_new_tokens)
+    run = _Run(servers, prompts, options, rounds, tell)
+    is_complete = run.answer_all(progress)
+    if not run.answers:
+        raise EagleSlimError(f"No server answers: {run.findings[0]}")
+    rows = build_rows(
+        [Candidate(each.label, each.label, each, tree=(0, 0, 0)) for each in servers], options, run.answers
+    )
+    setup = {
+        "servers": [f"{each.label} ({each.url})" for each in servers], "num_prompts": len(prompts), "rounds": rounds,
+        "max_new_tokens": max_new_tokens, "versions": {"eagle-slim": version("eagle-slim")},
+    }  # fmt: skip
+    measured = {row.label for row in rows if row.measured}
+    advice = recommend(rows) if servers[0].label in measured and len(measured) > 1 else []
+    return Comparison(rows, setup, advice, run.answers, is_complete, run.findings)
+
+
+class _Run:
+    """The requests of one comparison."""
+
+    def __init__(
+        self, servers: Sequence[Server], prompts: Sequence[Prompt], options: CompareOptions, rounds: int,
+        tell: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        self.servers, self.prompts, self.options, self.tell = servers, prompts, options, tell
+        # A prefix cache may still hold the prompts of another run.
+        self.prefix = secrets.token_hex(4)
+        self.groups = [
+            [(first + i) % len(prompts) for i in range(size)]
+            for size in options.batches
+            for _ in range(rounds)
+            for first in range(0, len(prompts), size)
+        ]
+        self.failures = {server.label: 0 for server in servers}
+        self.answers, self.findings = list[Answer](), list[Finding]()
+
+    def answer_all(self, progress: Progress) -> bool:
+        """Ask everything; returns whether it came to the end."""
+        orders = balanced_orders(len(self.servers), np.random.default_rng(0))
+        done, total = 0, len(self.servers) * len(self.groups)
+        try:
+            for server in self.servers:
+                # First answers are slow. A fault is told when it comes again.
+                server.ask("Hi", 8)
+            for number, group in enumerate(self.groups):
+                replies, passes = dict[str, list[Reply]](), dict[str, tuple[float, float]]()
+                for server in [self.servers[place] for place in next(orders)]:
+                    if self.failures[server.label] < _MOST_FAILURES:
+                        before = server.counts()
+                        replies[server.label] = found = self._ask(server, number)
+                        after = server.counts(before, sum(reply.tokens for reply in found))
+                        passes[server.label] = count_passes(before, after, found)
+                        self._check(server, group, found)
+                    done += 1
+                    progress(done, total)
+                self._compare(number, replies, passes)
+        except KeyboardInterrupt:
+            if not self.answers:
+                raise
+            return False
+        return True
+
+    def _ask(self, server: Server, number: int, with_logprobs: bool = False) -> list[Reply]:
+        """Ask a group at once."""
+        texts = [self.prompts[place].turns[0] for place in self.groups[number]]
+        asked = [f"[{self.prefix}-{number}-{slot}]\n{text}" for slot, text in enumerate(texts)]
+        with ThreadPool(len(asked)) as pool:
+            return pool.map(lambda text: server.ask(text, self.options.max_new_tokens, with_logprobs), asked, 1)
+
+    def _tell(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        self.tell(str(finding))
+
+    def _check(self, server: Server, group: Sequence[int], replies: Sequence[Reply]) -> None:
+        """Tell what went wrong, and count the groups in a row without an answer."""
+        for place, reply in zip(group, replies, strict=True):
+            uncounted = "" if reply.tokens else "no speed, as the server does not tell how many tokens it generated"
+            if message := reply.problem or reply.note or uncounted:
+                self._tell(Finding(server.label, message, len(group), place))
+        has_failed = all(reply.problem for reply in replies)
+        self.failures[server.label] = self.failures[server.label] + 1 if has_failed else 0
+        if self.failures[server.label] == _MOST_FAILURES:
+            self._tell(Finding(server.label, f"not asked again, after {_MOST_FAILURES} times without an answer"))
+
+    def _compare(
+        self, number: int, replies: Mapping[str, Sequence[Reply]], passes: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """Keep the answers to a group, and find where their texts differ from the first server's."""
+        group, again, base = self.groups[number], list[Reply](), replies.get(self.servers[0].label, ())
+        for server in [each for each in self.servers if each.label in replies]:
+            own = replies[server.label]
+            slots = [slot for slot, reply in enumerate(base) if not (reply.problem or own[slot].problem)]
+            differing = [slot for slot in slots if base[slot].text != own[slot].text]
+            # Without ids, one entry for each answer that can be compared.
+            same, ids = len(slots) - len(differing), ((),) * len(slots)
+            if not all(reply.problem for reply in own):
+                stats = _stats(own, *passes[server.label])
+                self.answers.append(Answer("greedy", len(group), number, server.label, None, same, ids, stats))
+            if differing:
+                again = again or self._ask(self.servers[0], number, with_logprobs=True)
+                own_again = self._ask(server, number, with_logprobs=True)
+                for slot in differing:
+                    place = Finding(server.label, "", len(group), group[slot])
+                    self._tell(_difference(place, (base[slot], own[slot]), (again[slot], own_again[slot])))
+
+
+def _stats(replies: Sequence[Reply], passes: float, verified: float) -> GenerationStats:
+    """Return the figures of a group; none unless every prompt has an answer whose tokens are known."""
+    if any(reply.problem or not reply.tokens for reply in replies):
+        return GenerationStats()
+    total_s = max(reply.ended_s for reply in replies) - min(reply.began_s for reply in replies)
+    first_s = median(reply.first_s - reply.began_s for reply in replies)
+    # Only the sum of the passes' lengths is known.
+    length, num_longer = divmod(int(verified), int(passes) or 1)
+    lengths = {length: int(passes) - num_longer, length + 1: num_longer} if passes else {}
+    num_tokens = sum(reply.tokens for reply in replies)
+    return GenerationStats(lengths, num_tokens, total_s=total_s, steps=(StepTimes(first_s, 0.0, total_s - first_s),))
+
+
+def _difference(place: Finding, timed: tuple[Reply, Reply], again: tuple[Reply, Reply]) -> Finding:
+    """Say where a text begins to differ from the first server's; ``again``: both with log-probabilities."""
+    character = first_difference(*(list(map(ord, reply.text)) for reply in timed)) or 0
+    place = replace(place, message=f"differs from character {character} on", character=character)
+    if any(one.text[: character + 1] != two.text[: character + 1] for one, two in zip(timed, again, strict=True)):
+        return replace(place, message=f"{place.message}, but not when asked again")
+    for token, ((expected, likely), (found, _)) in enumerate(zip(*(reply.choices for reply in again), strict=False)):
+        if expected != found:
+            margin = likely[expected] - likely[found] if found in likely else None
+            words = f"token {token} is {found.decode(errors='replace')!r}, not {expected.decode(errors='replace')!r}"
+            by = "" if margin is None else f", by {margin:.3f} in log-probability"
+            return replace(place, message=f"{place.message}: {words}{by}", token=token, margin=margin)
+    return place

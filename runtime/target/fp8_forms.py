@@ -1,0 +1,127 @@
+"""Forms of published FP8 checkpoints: what a ``quantization_config`` says of the weights' scales.
+
+Each form is read by a list of the settings that it may have; any other setting, or value, is refused by name. The files
+say by their dtypes which modules are in FP8, so the lists of modules that were left out are not read. Layouts:
+``weight_scale_inv`` and blocks as transformers' finegrained FP8 writes them, ``weight_scale`` as compressed-tensors,
+FBGEMM and ModelOpt do. Both multiply the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import TargetError, brief
+from .fp8 import SCALE_BLOCK
+
+_BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+_SCALES = {"tensor": "one scale a matrix", "channel": "one scale a row", "block": "one scale a block of 128 x 128"}
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """Scales of a target's weights in FP8."""
+
+    method: str | None
+    """The ``quant_method`` of a published checkpoint; None quantises a model in a float type while it is loaded."""
+    strategy: str
+    """"tensor", "channel" (an output row) or "block" (128 x 128)."""
+
+    def __str__(self) -> str:
+        source = "quantised while loading" if self.method is None else f"as published ({self.method})"
+        return f"{source}, {_SCALES[self.strategy]}"
+
+
+AT_LOAD = Fp8Form(None, "channel")
+
+
+_ANY: tuple[Any, ...] = ()
+_GROUP: dict[str, tuple[Any, ...]] = {
+    "weights": _ANY, "format": (None, "float-quantized", "naive-quantized"), "targets": _ANY,
+    "input_activations": _ANY, "output_activations": _ANY,
+}  # fmt: skip
+_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,), "type": ("float",), "symmetric": (None, True), "dynamic": (None, False),
+    "strategy": (None, *_SCALES), "group_size": (None, -1), "block_structure": (None, _BLOCK, "128x128"),
+    "actorder": (None,), "scale_dtype": _ANY, "zp_dtype": _ANY, "observer": _ANY, "observer_kwargs": _ANY,
+}  # fmt: skip
+_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {
+        "fmt": (None, "e4m3"), "weight_block_size": (None, _BLOCK), "scale_fmt": (None, "float"),
+        "dequantize": (None, False), "modules_to_convert": (None, []), "expert_dtype": _ANY,
+        "activation_scheme": (None, "dynamic", "static"), "modules_to_not_convert": _ANY, "ignored_layers": _ANY,
+        "kv_cache_scheme": _ANY,
+    },
+    "compressed-tensors": {
+        "config_groups": _ANY, "format": (None, "float-quantized", "naive-quantized"), "ignore": _ANY,
+        "kv_cache_scheme": _ANY, "quantization_status": _ANY, "global_compression_ratio": _ANY, "version": _ANY,
+        "sparsity_config": _ANY, "transform_config": (None, {}),
+    },
+    "fbgemm_fp8": {"activation_scale_ub": _ANY, "modules_to_not_convert": _ANY},
+    "modelopt": {
+        "quant_algo": (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN"), "config_groups": _ANY, "ignore": _ANY,
+        "exclude_modules": _ANY, "kv_cache_scheme": _ANY, "kv_cache_quant_algo": _ANY, "producer": _ANY,
+        "quantization": _ANY, "group_size": (None,), "quantized_layers": (None, {}),
+    },
+}  # fmt: skip
+"""By ``quant_method``, the settings that it may have and their values; `_ANY` where none changes what weights are."""
+
+
+def read_form(settings: Mapping[str, Any] | None, where: str) -> Fp8Form | None:
+    """Read a ``quantization_config``, or ModelOpt's hf_quant_config.json; None where no weight is quantised.
+
+    ``where``: the target, for messages. Raises `TargetError` for any other quantisation, and for settings unknown here.
+    """
+    if not settings:
+        return None
+    # ModelOpt's own file has its settings one level deeper, and no method.
+    settings = {**settings, **(settings.get("quantization") or {})}
+    method = settings.pop("quant_method", "modelopt" if "quantization" in settings else None)
+    if method not in _METHODS:
+        raise _refused(where, f"quant_method = {brief(method)}")
+    _check(settings, _METHODS[method], f"{method}: ", where)
+    if method == "fp8":
+        return Fp8Form(method, "block" if settings.get("weight_block_size") else "tensor")
+    if method == "fbgemm_fp8":
+        return Fp8Form(method, "channel")
+    if method == "modelopt":
+        algorithm = settings.get("quant_algo")
+        return Fp8Form(method, "tensor" if algorithm == "FP8" else "channel") if algorithm else None
+    sparsity = settings.get("sparsity_config") or {}
+    _check({"format": sparsity.get("format")}, {"format": (None, "dense")}, f"{method}: sparsity_config.", where)
+    return _read_groups(settings.get("config_groups") or {}, where)
+
+
+def _read_groups(groups: Mapping[str, Any], where: str) -> Fp8Form | None:
+    """Read the groups of compressed-tensors, which must agree on the scales of weights."""
+    strategies = set()
+    for name, group in groups.items():
+        _check(group, _GROUP, f"compressed-tensors: {name}.", where)
+        weights = group.get("weights")
+        if weights is None:
+            raise _refused(where, f"compressed-tensors: {name} without weights")
+        _check(weights, _WEIGHTS, f"compressed-tensors: {name}.weights.", where)
+        strategies.add(weights.get("strategy") or "tensor")
+        is_block = weights.get("strategy") == "block"
+        if is_block != (weights.get("block_structure") is not None):
+            found = f"strategy = {weights.get('strategy')!r}, block_structure = {weights.get('block_structure')!r}"
+            raise _refused(where, f"compressed-tensors: {name}.weights: {found}")
+    if len(strategies) > 1:
+        raise _refused(where, f"compressed-tensors: config_groups of strategies {', '.join(sorted(strategies))}")
+    return Fp8Form("compressed-tensors", strategies.pop()) if strategies else None
+
+
+def _check(settings: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], prefix: str, where: str) -> None:
+    """Refuse the first setting that is not known, or has another value."""
+    for name, value in settings.items():
+        if value is not None and (name not in known or (known[name] and value not in known[name])):
+            raise _refused(where, f"{prefix}{name} = {brief(value)}")
+
+
+def _refused(where: str, found: str) -> TargetError:
+    return TargetError(
+        f"Target {where}: its quantization_config says {found}, which is not read here. Expected are weights in FP8 "
+        f"(e4m3) of {', '.join(_METHODS)}, symmetric, scaled by matrix, row or blocks of 128 x 128. Take another form "
+        "of the model, or load it with transformers and pass it to from_pretrained (in Python)."
+    )

@@ -1,0 +1,231 @@
+"""Loading a target with its decoder layers' matrices in FP8, a tensor at a time: no more of it is ever anywhere else.
+
+transformers builds the model without memory (on the meta device), of the families that the fused forward takes. Each
+tensor is read from its safetensors file straight to the device: the files of a model in a float type are quantised
+there, a row at one scale; a published checkpoint's values and scales are taken as they are. Norms, biases, embedding
+and LM head are in the model's type, and so is every linear layer that a published checkpoint left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from eagle_slim.convert.rows.checkpoint import Checkpoint, open_checkpoint
+from eagle_slim.convert.rows.dtypes import FLOATS
+from eagle_slim.convert.rows.paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
+from eagle_slim.convert.sources.source import target_files
+from eagle_slim.vocab_tools.hub import fetch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ..errors import TargetError, UnsupportedModelError
+from .fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
+from .fp8_forms import Fp8Form
+from .known import FAMILIES, is_of_a_known_family
+
+_PACKED: tuple[tuple[str, ...], ...] = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
+)  # fmt: skip
+"""Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
+_SCALES = ("weight_scale", "weight_scale_inv")
+_UNREAD = (
+    "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
+    "rotary_emb.inv_freq",
+)  # fmt: skip
+"""Ends of names of tensors that are not used: scales of activations and of the KV cache, and computed tables."""
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Path:
+    """Return a folder with a target's safetensors files and configurations; a repository's are fetched.
+
+    Raises `TargetError` for weights of another format, and the errors of `target_files`, `choose_weights` and `fetch`.
+    """
+    source = target_files(target, revision, offline)
+    names = list(source.files) if source.repo_id else list_names(source.folder)
+    chosen = choose_weights(names, source.label)
+    if "adapter_config.json" in names:
+        raise TargetError(
+            f"Target {target}: it has an adapter (adapter_config.json), which weights in FP8 cannot take. Merge it "
+            "into the model first, or load the target without target_weights = 'fp8'."
+        )
+    if chosen.removesuffix(".index.json").endswith(TORCH_SUFFIXES):
+        raise TargetError(
+            f"Target {target}: its weights are in {chosen}, and weights in FP8 are loaded from safetensors files. Load "
+            "it once with transformers and write it with save_pretrained, or take another copy of it."
+        )
+    if source.repo_id:
+        fetch(source.snapshot, [chosen], offline)
+        if chosen.endswith(".index.json"):
+            fetch(source.snapshot, dict.fromkeys(read_index(source.folder / chosen).values()), offline)
+    return source.folder
+
+
+def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Load a target in evaluation mode on a device, its decoder layers' matrices in FP8.
+
+    ``form``: of a published checkpoint, or `AT_LOAD`. ``dtype``: of all else.
+    Raises `UnsupportedModelError` for another family; `TargetError` for tensors that are missing, unexpected, of
+    another shape or type, or hold NaN or infinity; `CheckpointError` for damaged files.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    if not is_of_a_known_family(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no forward for weights in FP8, which {', '.join(FAMILIES)} have. Take a "
+            "target of these, or one that is not in FP8 (without target_weights)."
+        )
+    checkpoint = open_checkpoint(folder)
+    loader = _Loader(model, checkpoint, form, dtype, device)
+    loader.load()
+    # Computed where transformers computes it, so that positions have the same bits.
+    with torch.device("cpu"):
+        rotary = type(model.model.rotary_emb)(config=model.config)
+    model.model.rotary_emb = rotary.to(device)
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if loader.linears:
+        unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
+        model.fp8_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+class _Loader:
+    """Places the tensors of a checkpoint in a model on the meta device."""
+
+    def __init__(
+        self, model: Any, checkpoint: Checkpoint, form: Fp8Form, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.model, self.checkpoint, self.form, self.dtype, self.device = model, checkpoint, form, dtype, device
+        self.num_unused, self._is_published = 0, form.method is not None
+        self.linears: dict[str, Fp8Linear] = {}
+        """Layers in FP8, by the names of their weights and scales."""
+        self._rest = dict(model.named_parameters())
+        for index, layer in enumerate(model.model.layers):
+            for names in _PACKED:
+                self._replace(layer, f"model.layers.{index}.", names)
+
+    def load(self) -> None:
+        """Check all names, shapes and types, then read one tensor after another."""
+        expected = {*self._rest, *self.linears}
+        if missing := sorted(expected.difference(self.checkpoint.names)):
+            raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
+        for name in self.checkpoint.names:
+            if name in expected:
+                self._check(name)
+            elif name.endswith(_UNREAD) and (self._is_published or name.endswith(_UNREAD[-1])):
+                self.num_unused += not name.endswith(_UNREAD[-1])
+            elif name != _LM_HEAD or not self._is_tied():
+                raise self._wrong(name, f"is not a tensor of {type(self.model).__name__} with this configuration")
+        for name in self.checkpoint.names:
+            if name in expected:
+                # Opened for each tensor: what is mapped counts as memory of the process until the file is closed.
+                with safe_open(self.checkpoint.file_of(name).path, framework="pt") as file:
+                    self._place(name, file.get_tensor(name).to(self.device, copy=True))
+
+    def _replace(self, layer: Any, prefix: str, names: tuple[str, ...]) -> None:
+        """Put layers in FP8 in the place of those that are to be; their matrices lie in one storage, row after row."""
+        in_fp8 = [self._is_fp8(f"{prefix}{name}.weight") for name in names]
+        if not any(in_fp8):
+            return
+        if not all(in_fp8):
+            first = f"{prefix}{names[in_fp8.index(True)]}.weight"
+            raise self._wrong(first, f"is in FP8, but not all of {', '.join(names)}, which are multiplied by at once")
+        linears = [layer.get_submodule(name) for name in names]
+        sizes, columns = [linear.out_features for linear in linears], linears[0].in_features
+        groups = ceil(columns / SCALE_BLOCK) if self.form.strategy == "block" else 1
+        if columns % 16:
+            problem = f"has {columns} columns, and matrices in FP8 need a multiple of 16"
+            raise UnsupportedModelError(f"{type(self.model).__name__}: {prefix}{names[0]} {problem}.")
+        words = torch.empty((sum(sizes), columns // 4), dtype=torch.int32, device=self.device)
+        scales = torch.empty((sum(sizes), groups), dtype=torch.float32, device=self.device)
+        for name, linear, *weight in zip(names, linears, words.split(sizes), scales.split(sizes), strict=True):
+            path = f"{prefix}{name}"
+            replaced = Fp8Linear(Fp8Weight(*weight), linear.bias)
+            parent, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(parent), attribute, replaced)
+            del self._rest[f"{path}.weight"]
+            tensors = [f"{path}.weight", *([self._scale_of(path)] if self._is_published else [])]
+            self.linears |= dict.fromkeys(tensors, replaced)
+
+    def _is_fp8(self, name: str) -> bool:
+        """Whether a matrix is to be in FP8: each of a model in a float type, and what a published one has so."""
+        if not self._is_published:
+            return True
+        return name in self.checkpoint.names and self.checkpoint.info(name).dtype.startswith("F8")
+
+    def _scale_of(self, path: str) -> str:
+        names = [f"{path}.{name}" for name in _SCALES]
+        return next((name for name in names if name in self.checkpoint.names), names[0])
+
+    def _is_tied(self) -> bool:
+        """Whether the LM head is the embedding; a stored one must then be equal to it."""
+        if _LM_HEAD in self._rest:
+            return False
+        embedding, lm_head = map(self.checkpoint.array, (_EMBEDDING, _LM_HEAD))
+        if embedding.shape != lm_head.shape or (embedding != lm_head).any():
+            raise self._wrong(_LM_HEAD, f"differs from {_EMBEDDING}, which config.json ties it to")
+        return True
+
+    def _check(self, name: str) -> None:
+        """Hold a tensor's shape and type against those expected."""
+        info = self.checkpoint.info(name)
+        dtypes: tuple[str, ...] = FLOATS
+        shape = self._rest[name].shape if name in self._rest else self.linears[name].weight.shape
+        shapes: list[tuple[int, ...]] = [tuple(shape)]
+        if name in self.linears and not name.endswith(".weight"):
+            out, columns = shape
+            blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
+            allowed: dict[str, list[tuple[int, ...]]] = {
+                "block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]
+            }  # fmt: skip
+            shapes = allowed[self.form.strategy]
+        elif name in self.linears and self._is_published:
+            dtypes = ("F8_E4M3",)
+        if info.dtype not in dtypes or info.shape not in shapes:
+            words = " or ".join(str(list(shape)) for shape in shapes)
+            raise self._wrong(name, f"is {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} {words}")
+
+    def _place(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into its module: as it is, in the model's type, or quantised."""
+        if name in self._rest:
+            path, _, attribute = name.rpartition(".")
+            kept = nn.Parameter(self._finite(name, tensor.to(self.dtype)), requires_grad=False)
+            self.model.get_submodule(path).register_parameter(attribute, kept)
+            return
+        linear = self.linears[name]
+        if not name.endswith(".weight"):
+            scales = self._finite(name, tensor.float())
+            if self.form.strategy == "block":
+                scales = scales.repeat_interleave(SCALE_BLOCK, 0)[: len(linear.scales)]
+            linear.scales.copy_(scales.reshape(-1, linear.scales.shape[1]))
+        elif self._is_published:
+            # E4M3 has no infinity; its NaN are all ones below the sign.
+            if ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any():
+                raise self._wrong(name, "holds NaN")
+            linear.words.copy_(Fp8Weight.of(tensor, linear.scales).words)
+        else:
+            weight = quantise_rows(self._finite(name, tensor))
+            linear.words.copy_(weight.words)
+            linear.scales.copy_(weight.scales)
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.isfinite().all():
+            raise self._wrong(name, f"holds NaN, infinity, or a number too large for {tensor.dtype}")
+        return tensor
+
+    def _wrong(self, name: str, problem: str) -> TargetError:
+        held = name in self.checkpoint.names
+        where = self.checkpoint.file_of(name).path if held else self.checkpoint.where
+        return TargetError(
+            f"{where}: {name} {problem}. Expected is the checkpoint of a whole model, as its config.json describes it: "
+            "fetch it again, or take another copy."
+        )

@@ -1,0 +1,61 @@
+"""Our rows on a tiny model; engines' lines beside them, and the chart of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engines
+from benchmarks.shared.decoding import RandomModel
+
+LINES = [
+    {
+        "name": "vllm plain", "engine": "vllm", "job": {"case": "plain"},
+        "facts": {"version": "0.25.1", "gpu": "a card", "attention": None},
+        "result": {"speeds": [{"batch": 4, "ms_per_step": 6.3, "accepted_length": None}]},
+    },
+    {"name": "sglang plain", "engine": "sglang", "job": {"case": "plain"}, "facts": None, "error": "out of time"},
+]  # fmt: skip
+
+
+def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "SEQUENCES", (1, 2))
+    monkeypatch.setattr(engines, "CASES", {name: engines.CASES[name] for name in ("plain", "chain of 3", "tree of 16")})
+    rows = list(engines.measure(random_model, 60, 20, 8))
+    cases = ["plain", "chain of 3", "tree of 16"]
+    assert [(row["sequences"], row["case"]) for row in rows] == [(n, case) for n in (1, 2) for case in cases]
+    assert all(row["ms"] > 0 for row in rows)
+    assert [row["accepted_length"] for row in rows if row["case"] == "plain"] == [1.0, 1.0]
+    assert all(1.5 < row["accepted_length"] < 3.5 for row in rows if row["case"] != "plain")
+
+
+def test_lines_beside_ours(tmp_path: Path) -> None:
+    ours = {"engine": "eagle-slim", "case": "plain", "sequences": 4, "ms": 5.6, "accepted_length": 1.0}
+    result, lines = tmp_path / "result.json", tmp_path / "lines.jsonl"
+    result.write_text(json.dumps({"machine": {"device": "a card"}, "rows": [ours]}))
+    lines.write_text("\n".join(map(json.dumps, LINES)))
+    command = ["--add", str(result), "--lines", str(lines), "--out", str(result)]
+    engines.main([*command, "--chart", str(tmp_path / "chart.svg")])
+    done = json.loads(result.read_text())
+    theirs = {
+        "engine": "vLLM 0.25.1",
+        "case": "plain",
+        "attention": None,
+        "sequences": 4,
+        "ms": 6.3,
+        "accepted_length": None,
+    }
+    assert done["rows"] == [ours, theirs]
+    assert done["failed"] == {"sglang plain": "out of time"}
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
+
+
+def test_another_card_is_refused(tmp_path: Path) -> None:
+    result, lines = tmp_path / "result.json", tmp_path / "lines.jsonl"
+    result.write_text(json.dumps({"machine": {"device": "another card"}, "rows": []}))
+    lines.write_text(json.dumps(LINES[0]))
+    with pytest.raises(SystemExit) as stopped:
+        engines.main(["--add", str(result), "--lines", str(lines)])
+    assert stopped.value.code == 2

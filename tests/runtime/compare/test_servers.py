@@ -1,0 +1,294 @@
+"""`eagle-servers` against servers on loopback that show what vLLM, SGLang and llama-server show, and have faults."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_slim.runtime.compare import server as server_module
+from eagle_slim.runtime.compare.cli import main_servers
+
+WORDS = [f" w{place}" for place in range(21)]
+PASSES, ACCEPTED = 8, 12  # 20 tokens after the first one
+VLLM = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:generation_tokens_total{{engine="0",model_name="/a {{b}}"}} {tokens}.0
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {passes}.0
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}.0
+"""
+SGLANG = """\
+sglang:spec_accept_length{{engine_type="unified",model_name="m",tp_rank="0"}} 9.99
+sglang:generation_tokens_total{{is_streaming="true",model_name="m"}} {tokens}.0
+sglang:spec_verify_calls_total{{model_name="m"}} {passes}.0
+"""
+
+
+class Stub:
+    """A served model that answers every prompt with `WORDS`; ``faults``: what happens to which prompt.
+
+    ``metrics``: a template of its metrics page. ``changed``: word that its answers have at a place. ``per_chunk``:
+    tokens of a chunk. ``late``: how many looks at the metrics miss the last answer.
+    """
+
+    def __init__(self, metrics: str | None = None, **options: Any) -> None:
+        self.metrics = metrics
+        self.faults: dict[str, str] = options.get("faults", {})
+        self.changed: dict[int, str] = options.get("changed", {})
+        self.per_chunk, self.has_usage = options.get("per_chunk", 1), options.get("has_usage", True)
+        self.timings: dict[str, int] = options.get("timings", {})
+        # What it did before anyone measured must not count.
+        self.answers, self.looks, self.late = 100, 0, options.get("late", 0)
+        self.asked, self.keys = list[dict[str, Any]](), set[str | None]()
+        self.tries, self.lock, self.is_over = Counter[str](), threading.Lock(), threading.Event()
+        # From this request on they must come in fours, else this breaks, and so do the answers.
+        self.first_of_four, self.four = 100, threading.Barrier(4, timeout=20)
+
+    def page(self) -> str:
+        assert self.metrics is not None
+        self.looks += 1
+        counted = self.answers - (self.looks % (self.late + 1) != 0)
+        return self.metrics.format(tokens=counted * 21, passes=counted * PASSES, accepted=counted * ACCEPTED)
+
+    def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        words = [self.changed.get(place, word) for place, word in enumerate(WORDS)]
+        for first in range(0, len(words), self.per_chunk):
+            own = words[first : first + self.per_chunk]
+            choice: dict[str, Any] = {"index": 0, "delta": {"content": "".join(own)}, "finish_reason": None}
+            if body.get("logprobs"):
+                likely = [{"token": " w5", "logprob": -0.5}, {"token": " x", "logprob": -0.75}]
+                content = [{"token": word, "logprob": -0.5, "bytes": list(word.encode())} for word in own]
+                choice["logprobs"] = {"content": [{**each, "top_logprobs": likely} for each in content]}
+            yield {"choices": [choice]}
+        yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "timings": self.timings}
+        if self.has_usage:
+            yield {"choices": [], "usage": {"completion_tokens": len(words)}}
+
+
+@contextmanager
+def serving(stub: Stub) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self, text: str, status: int = 200, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self.reply(json.dumps({"data": [{"id": "served-target"}]}))
+            elif stub.metrics is not None:
+                self.reply(stub.page())
+            else:
+                self.reply("Not Found", 404)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            prompt = body["messages"][0]["content"].split("\n")[-1]
+            with stub.lock:
+                stub.asked.append(body)
+                stub.keys.add(self.headers["Authorization"])
+                stub.tries[prompt] += 1
+                number = len(stub.asked)
+            if number >= stub.first_of_four:
+                stub.four.wait()
+            fault = stub.faults.get(prompt, "")
+            if fault.startswith("429") and stub.tries[prompt] < 3:
+                seconds = fault.removeprefix("429")
+                self.reply("too many", 429, **({"Retry_After": seconds} if seconds else {}))
+            elif fault == "silent":
+                stub.is_over.wait(30)
+            elif fault == "garbage":
+                self.reply('data: {"choices": [}\n\n')
+            elif fault == "refused":
+                self.reply('{"error": "no such\\nmodel"}', 400)
+            else:
+                self.reply(": ping\n\n")
+                for event in islice(stub.events(body), 7 if fault == "dies" else None):
+                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                if fault != "dies":
+                    stub.answers += 1
+                    self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            stub.is_over.set()
+            http.shutdown()
+
+
+class Command:
+    """Runs `eagle-servers --json`; ``slept``: what it waited."""
+
+    def __init__(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], slept: list[float]) -> None:
+        self.prompts, self.capsys, self.slept, self.told = tmp_path / "prompts.txt", capsys, slept, ""
+        self.prompts.write_text("".join(f"prompt {number}\n" for number in range(6)))
+
+    def __call__(self, *arguments: str, expect: int = 0) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as stop:
+            main_servers([*arguments, "--prompts", str(self.prompts), "--json"])
+        found, self.told = self.capsys.readouterr()
+        assert stop.value.code == expect, self.told
+        return json.loads(found) if found else {}
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    slept: list[float] = []
+    monkeypatch.setattr(server_module.time, "sleep", slept.append)
+    return Command(tmp_path, capsys, slept)
+
+
+LLAMA = {"predicted_n": 21, "draft_n": 24, "draft_n_accepted": ACCEPTED}
+
+
+@pytest.mark.parametrize(
+    "stub",
+    [Stub(VLLM), Stub(SGLANG, per_chunk=2), Stub(timings=LLAMA), Stub(VLLM, late=2)],
+    ids=["vllm", "sglang, two tokens a chunk", "llama-server", "metrics that come late"],
+)
+def test_the_figures_are_the_servers_own(run: Command, stub: Stub) -> None:
+    with serving(stub) as url:
+        stub.first_of_four = 1 + 12 + 1
+        found = run(f"slim={url}/v1/", "--concurrency", "1,4", "--rounds", "2", "--max-new-tokens", "21")
+    for row, at_once in zip(found["rows"], (1, 4), strict=True):
+        # 20 tokens of each answer come from 8 passes, the first from the prompt's.
+        assert (row["candidate"], row["batch"], row["mean_accepted_length"]) == ("slim", at_once, 20 / 8)
+        # Of groups of four, the last is filled up.
+        num_answers = {1: 12, 4: 16}[at_once]
+        assert (row["num_answers"], row["num_identical"], row["num_new_tokens"]) == (
+            num_answers, num_answers, num_answers * 21,
+        )  # fmt: skip
+        assert row["tokens_per_s"] > 0
+        assert 0 < row["first_s"] < 10
+    assert (found["findings"], found["is_complete"]) == ([], True)
+    assert len(stub.asked) == 12 + 16 + 1, "and one that warms up"
+    assert {(body["temperature"], body["max_tokens"], body["model"]) for body in stub.asked[1:]} == {
+        (0, 21, "served-target")
+    }
+    openings = Counter(body["messages"][0]["content"].split("\n")[0] for body in stub.asked)
+    assert set(openings.values()) == {1}, "no prefix is sent twice"
+
+
+def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Command, tmp_path: Path) -> None:
+    first, other = Stub(VLLM), Stub(changed={5: " x"})
+    with serving(first) as one, serving(other) as two:
+        found = run(f"plain={one}", f"slim={two}", "--out", str(tmp_path / "out"))
+    timed = [[body["messages"] for body in stub.asked if "logprobs" not in body] for stub in (first, other)]
+    assert timed[0] == timed[1]
+    plain, slim = found["rows"]
+    assert (plain["num_identical"], slim["num_identical"], slim["num_answers"]) == (6, 0, 6)
+    assert (slim["mean_accepted_length"], plain["speedup"]) == (None, 1.0)
+    assert len(found["findings"]) == 6
+    difference = found["findings"][2]
+    # Five words of three characters and a space, by -0.5 against -0.75.
+    assert {name: difference[name] for name in ("server", "prompt", "character", "token", "margin")} == {
+        "server": "slim", "prompt": 2, "character": 16, "token": 5, "margin": 0.25,
+    }  # fmt: skip
+    assert "token 5 is ' x', not ' w5', by 0.250" in difference["message"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "compare.html"}
+    (advice,) = found["recommendations"]
+    assert re.search(r"slim|plain", advice["headline"])
+
+
+def test_an_answer_that_is_not_repeated_has_no_token(run: Command) -> None:
+    class Moody(Stub):
+        def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            self.changed = {} if body.get("logprobs") else {5: " x"}
+            return super().events(body)
+
+    with serving(Stub()) as one, serving(Moody()) as two:
+        found = run(f"plain={one}", f"slim={two}", "--limit", "1")
+    (difference,) = found["findings"]
+    assert (difference["character"], difference["token"], difference["margin"]) == (16, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "is_answered"),
+    [("dies", "broke off after 21 characters", False), ("garbage", "garbage", False), ("silent", "silent for", False),
+     ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
+)  # fmt: skip
+def test_a_fault_is_told_and_other_prompts_are_measured(
+    run: Command, fault: str, message: str, is_answered: bool
+) -> None:
+    stub = Stub(VLLM, faults={"prompt 2": fault})
+    with serving(Stub(VLLM)) as one, serving(stub) as two:
+        found = run(f"plain={one}", f"slim={two}", "--timeout", "0.5" if fault == "silent" else "20")
+    (told,) = found["findings"]
+    assert (told["server"], told["prompt"]) == ("slim", 2)
+    assert message in told["message"]
+    assert "slim, prompt 2" in run.told
+    plain, slim = found["rows"]
+    assert (plain["num_answers"], slim["num_answers"]) == (6, 6 if is_answered else 5)
+    assert slim["num_identical"] == slim["num_answers"]
+    assert slim["num_new_tokens"] == 21 * slim["num_answers"]
+    assert (slim["mean_accepted_length"], slim["tokens_per_s"] > 0) == (2.5, True)
+    if is_answered:
+        assert sum(wait_s for wait_s in run.slept if wait_s >= 1) == (10 if fault == "4295" else 3)
+
+
+def test_without_usage_there_is_no_speed_but_texts_are_compared(run: Command) -> None:
+    with serving(Stub()) as one, serving(Stub(has_usage=False)) as two:
+        found = run(f"plain={one}", f"slim={two}")
+    plain, slim = found["rows"]
+    assert (plain["tokens_per_s"] > 0, slim["tokens_per_s"], slim["num_identical"]) == (True, None, 6)
+    assert [each["prompt"] for each in found["findings"]] == list(range(6))
+
+
+def test_a_server_that_is_down_is_left_out(run: Command) -> None:
+    with serving(Stub()) as gone:
+        pass
+    with serving(Stub()) as one:
+        found = run(f"plain={one}", f"slim={gone}", f"third={one}")
+    assert [row["num_answers"] for row in found["rows"]] == [6, 0, 6]
+    assert [each["prompt"] for each in found["findings"]] == [0, 1, 2, None]
+    run(f"slim={gone}", expect=1)
+    assert "No server answers" in run.told
+
+
+def test_keys_are_read_from_the_environment(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_KEY_SLIM", "secret")
+    plain, slim = Stub(), Stub()
+    with serving(plain) as one, serving(slim) as two:
+        found = run(f"plain={one}", f"slim={two}", "--limit", "1")
+    assert (plain.keys, slim.keys) == ({None}, {"Bearer secret"})
+    assert "secret" not in json.dumps(found) + run.told
+
+
+def test_ctrl_c_writes_what_there_is(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub(VLLM)
+
+    def interrupt(before: Any, after: Any, replies: Any) -> Any:
+        if stub.tries["prompt 3"]:
+            raise KeyboardInterrupt
+        return counted(before, after, replies)
+
+    counted = server_module.count_passes
+    monkeypatch.setattr("eagle_slim.runtime.compare.servers.count_passes", interrupt)
+    with serving(stub) as url:
+        run(f"slim={url}", "--out", str(tmp_path / "out"), expect=130)
+    written = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert (written["is_complete"], written["rows"][0]["num_answers"]) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    "given", [("localhost:8000",), ("a=ftp://x",), ("a=http://x", "a=http://y"), ("a b=http://x",)]
+)
+def test_what_is_no_server_is_refused(run: Command, given: tuple[str, ...]) -> None:
+    run(*given, expect=2)
+    assert "http://localhost:8000" in run.told or "NAME=URL" in run.told

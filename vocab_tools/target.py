@@ -1,0 +1,55 @@
+"""What a target's configuration says: rows of its LM head, tied to the embedding or not, and ids that end a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import SourceError
+from .files import expand_home, read_object
+from .hub import find_snapshot
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Rows of a target's LM head, whether they are its input embedding (None: not said), and ids that end a text."""
+
+    label: str
+    vocab_size: int | None
+    tied: bool | None
+    eos_ids: tuple[int, ...]
+
+
+def read_target(source: str, offline: bool = False) -> TargetConfig:
+    """Read config.json and generation_config.json of a target in a folder or on the Hub; raises SourceError."""
+    folder = expand_home(source)
+    if not folder.is_dir():
+        wanted = (_CONFIG, _GENERATION)
+        folder = find_snapshot(
+            source, None, offline, lambda names, _: [name for name in names if name in wanted]
+        ).folder
+    config = read_object(folder / _CONFIG, SourceError)
+    generation = read_object(folder / _GENERATION, SourceError) if (folder / _GENERATION).is_file() else {}
+    eos_ids: set[int] = set()
+    for part in (*_parts(config), generation):
+        value = part.get("eos_token_id")
+        eos_ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    sizes = [part["vocab_size"] for part in _parts(config) if "vocab_size" in part]
+    return TargetConfig(source, sizes[0] if sizes else None, says_tied(config), tuple(sorted(eos_ids)))
+
+
+def says_tied(config: Mapping[str, Any]) -> bool | None:
+    """Whether a config.json ties the LM head to the input embedding; None where it does not say.
+
+    A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
+    """
+    said = {part["tie_word_embeddings"] for part in _parts(config) if type(part.get("tie_word_embeddings")) is bool}
+    return said.pop() if len(said) == 1 else None
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what describes the language model: the configuration, and its text_config."""
+    return [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
