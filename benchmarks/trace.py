@@ -40,7 +40,7 @@ from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, filled_phases, run_steps
-from benchmarks.shared.timing import copy_bytes_per_s, machine
+from benchmarks.shared.timing import barriers_of, copy_bytes_per_s, machine
 
 PARTS = {
     "draft": ("draft_kernel",),
@@ -60,20 +60,6 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMa
 STEP = "eagle-slim step"
 METRICS = ("dram__bytes_read.sum", "gpu__time_duration.sum")
 Event = dict[str, Any]
-
-
-def barriers_of(split: Mapping[str, int], depth: int) -> list[str]:
-    """Name what ends at each barrier of a draft by an EAGLE-3 head, whose projections are ``split``."""
-
-    def product(name: str, part: str) -> list[str]:
-        # The parts of sums wait for each other.
-        return [part] * (2 if split[name] > 1 else 1)
-
-    fc = [*product("fc", "fc"), "fc"]
-    layer = [*product("qkv", "QKV"), "attention", "attention", *product("o", "output"), "MLP", *product("down", "MLP")]
-    level = [*layer, "LM head, top-k", "choose nodes"]
-    # The last level chooses the tree after its last barrier.
-    return ["inputs", *fc, *(level * (depth + 1))[:-1]]
 
 
 def draft_spans(split: Mapping[str, int], depth: int, stamps: Sequence[int], draft: Event) -> list[Event]:
@@ -230,7 +216,10 @@ def count_bytes(*given: object) -> dict[str, dict[str, float]]:
     child = [sys.executable, "-c", f"from benchmarks.trace import run_counted; run_counted{given}"]
     options = ["--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"]
     command = ["ncu", *options, "--target-processes", "application-only", "--metrics", ",".join(METRICS), *child]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    # Without graphs, so that ncu sees launches.
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "EAGLE_SLIM_RANGES": "1"}
+    )
     return counters_of(done.stdout.splitlines())
 
 

@@ -349,7 +349,7 @@ def _hold_floors(
     held_out = np.stack([_held_out_counts(named[name], len(score)) for name in floors])
     if not texts.any(axis=1).all():
         raise VocabularyError(
-            f"--floor: of {', '.join(floors)} one source holds no token. Count some text of it first."
+            f"--floor: one source of {', '.join(floors)} holds no token. Count some of its text first."
         )
     parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
     measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
@@ -365,13 +365,13 @@ def _hold_floors(
         found = problem.choose(size)
         if found is None:
             without = zip(floors.items(), problem.reached(chosen), strict=True)
-            reached = ", ".join(f"{name} {share:.2%} of {floor:.2%}" for (name, floor), share in without)
+            falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
             enough = _size_for_floors(problem, size, pool.largest_size)
-            advice = (
-                f"no size does, up to {pool.largest_size}: ask for less" if enough is None else f"{enough} would do"
+            advice = f"{enough} would do" if enough else f"no size does, up to {pool.largest_size}: ask for less"
+            raise UsageError(
+                f"--floor: {size} ids cannot hold all of these floors; {advice}. Ranked without floors, {size} cover "
+                f"{falls}."
             )
-            problem_is = f"{size} ids cannot hold all of these floors; {advice}"
-            raise UsageError(f"--floor: {problem_is}. Ranked without them, {size} cover {reached}.")
         chosen, bound = found
         order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
     held = [
@@ -386,8 +386,10 @@ def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | No
     fewest = problem.smallest_size()
     if fewest is None:
         return None
-    sizes = [*range(round_up(max(fewest, size + 1)), largest, ROUND_TO), largest]
-    return next((enough for enough in sizes if problem.choose(enough) is not None), None)
+    first = round_up(max(fewest, size + 1))
+    # Nearly always the first one does.
+    sizes = [*(first + ROUND_TO * ((1 << power) - 1) for power in range(16)), largest]
+    return next((enough for enough in sizes if enough <= largest and problem.choose(enough) is not None), None)
 
 
 def _follow(

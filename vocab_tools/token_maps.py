@@ -73,7 +73,7 @@ _LIMITS: dict[Loader, str] = {
     "mtplx": "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",
     "tensorfold": "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",
 }
-_TIED = "SGLang keeps all rows of an LM head that is tied to the embedding, yet looks their numbers up in the list"
+_TIED = "if the LM head is tied to the embedding, SGLang keeps all its rows, yet looks their numbers up in the list"
 _MANIFEST_NAME = "eagle_slim.json"
 
 
@@ -435,7 +435,7 @@ def export_token_map(
     told = [_LIMITS[loader]] if loader in _LIMITS else []
     if loader == "sglang" and (target is None or target.tied is not False):
         if target is not None and target.tied:
-            raise UsageError(f"--target {target.label} has such an LM head: {_TIED}. Draft with all rows.")
+            raise UsageError(f"--target {target.label} ties its LM head: {_TIED}. Serve it without a list.")
         told.append(f"{_TIED}; --target checks it{'' if target is None else f', and {target.label} does not say'}")
     if target is not None:
         missing = np.setdiff1d(np.array(target.eos_ids, np.int64), vocab.target_ids)

@@ -12,6 +12,7 @@ from eagle_slim.runtime.target.kernels import products
 
 from benchmarks import trace
 from benchmarks.shared.decoding import RandomModel
+from benchmarks.shared.timing import barriers_of
 
 ALONE = dict.fromkeys(("fc", "qkv", "o", "down"), 1)
 
@@ -45,8 +46,8 @@ def test_times_of_a_step() -> None:
 
 def test_barriers_of_a_draft() -> None:
     """With projections in groups 11 a level, alone 8 (docs/kernels.md)."""
-    assert len(trace.barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
-    assert len(trace.barriers_of(ALONE, 5)) == 50
+    assert len(barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
+    assert len(barriers_of(ALONE, 5)) == 50
 
 
 def test_parts_of_a_draft() -> None:

@@ -51,14 +51,14 @@ def test_forced_ids_stay_and_count_for_the_floors() -> None:
 
 
 def test_ids_beyond_the_target_are_no_way_to_hold_a_floor() -> None:
-    with raises_with(UsageError, "--floor", "no size does", "zh 60.00% of 90.00%"):
+    with raises_with(UsageError, "--floor", "no size does", "zh 60.00% (floor 90.00%)"):
         rank_vocabulary(TWO, 4, forced=[], target_vocab=5, floors={"zh": 0.9})
 
 
 def test_a_size_that_is_too_small_is_refused_with_one_that_would_do() -> None:
     counts = TokenCounts((source([4] * 100 + [0] * 200, name="en"), source([0] * 100 + [2] * 200, name="zh")), None)
     # Without floors, 64 ids of the first source.
-    with raises_with(UsageError, "--floor", "64 ids", "128 would do", "en 64.00% of 60.00%", "zh 0.00% of 30.00%"):
+    with raises_with(UsageError, "--floor", "64 ids", "128 would do", "en 64.00% (floor 60.00%)", "zh 0.00%"):
         rank_vocabulary(counts, 64, forced=[], floors={"en": 0.6, "zh": 0.3})
     assert rank_vocabulary(counts, 128, forced=[], floors={"en": 0.6, "zh": 0.3}).size == 128
 
