@@ -180,14 +180,13 @@ def test_glm_of_tensorfold_reads_lines_in_rank_order(tmp_path: Path) -> None:
 def test_a_list_that_is_not_right_is_told(tmp_path: Path, loader: Loader) -> None:
     """One id too many, too few, twice, or out of order, in the file of each loader."""
     tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
-    forced = forced_ids(tokenizer)
-    whole = [*forced.ids.tolist(), 270]
+    whole = [*forced_ids(tokenizer).ids.tolist(), 270]
 
     def warnings_of(ids: list[int], name: str) -> str:
         path = tmp_path / name.format(size=len(ids))
         export_token_map(DraftVocab(np.array(ids), 0, 310), path, loader)
         try:
-            return " ".join(import_token_map(path, 310, None, tokenizer, forced).warnings)
+            return " ".join(import_token_map(path, 310, tokenizer=tokenizer).warnings)
         finally:
             path.unlink()
 
