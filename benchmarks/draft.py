@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
-from eagle_slim.runtime.drafter.launch import check_finished
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, check_finished
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.rope import apply_rotary
 from eagle_slim.runtime.drafter.tuning.agreement import (

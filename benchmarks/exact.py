@@ -14,6 +14,7 @@ broken off: its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. A
 number only; each seed begins five variants further, so that several short runs go through all of them.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
+``--target-weights fp8``: of the target in FP8; its divergence is from float32 of what was quantised.
 Exit status 1 where a token differs, nothing was compared, or the divergence is more than 2% above transformers'.
 """
 
@@ -301,16 +302,19 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--changing", action="store_true", help="only calls whose every step has another shape")
     command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
     command.add_argument("--quality", action="store_true", help="measure the divergence from float32 instead")
+    command.add_argument("--target-weights", choices=("auto", "fp8"), default="auto")
     args = command.parse_args(argv)
     device = command.gpu()
     # Of a text that is forced every node is chosen on the host.
     nodes = 16 if args.quality else 60
-    model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, total_tokens=nodes)
-    tokenizer, result = model.tokenizer, {"machine": machine(device)}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "total_tokens": nodes}
+    model = SpeculativeModel.from_pretrained(**options, target_weights=args.target_weights)
+    tokenizer, result = model.tokenizer, {"machine": machine(device), "target_weights": args.target_weights}
     assert tokenizer is not None
     text = tokenizer(read_text(), add_special_tokens=False)["input_ids"]
     if args.quality:
-        result |= measure_quality(model, text)
+        whole = SpeculativeModel.from_pretrained(**options) if args.target_weights == "fp8" else model
+        result |= measure_quality(model, text, whole.target.model)
         write(result, args.out)
         show(result["quality"])
         sys.exit(0 if result["is_good"] else f"worse than transformers by more than {TOLERANCE - 1:.0%}")

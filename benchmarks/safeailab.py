@@ -13,8 +13,9 @@
 Without a model of your own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
 (`ea_model`): that of 70B has 8 of its 80 layers, so that it fits on one GPU; its head, and
 what a draft takes, are whole. Greedy, every variant first generates what upstream does (in float32 a difference is a
-failure, below it the length that is equal is reported); then all are timed in turn. Attention, MLP and LM head of a
-draft are timed where they are modules: in upstream's own EAGLE-3 draft. The kernel is one launch (`benchmarks.trace`).
+failure, below it the length that is equal is reported); then all are timed in turn. Attention, MLP and LM head of an
+EAGLE-3 draft are timed apart: in upstream's as modules, in the kernel, which is one launch, by its time stamps where
+``EAGLE_SLIM_STAMPS=1`` is in the environment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from unittest import mock
 import torch
 from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
+from eagle_slim.runtime.drafter.kernels.grid_barrier import FIRST_STAMP, STAMPS
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError
 from eagle_slim.runtime.loading import choose_device
@@ -48,9 +51,11 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared.command import Command, show, whole_from, write
 from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
-from benchmarks.shared.timing import machine
+from benchmarks.shared.timing import barriers_of, machine
 
 VARIANTS = ("drafter", "whole")
+PARTS = {"attention": ("QKV", "attention", "output"), "mlp": ("MLP",), "lm_head": ("LM head, top-k",)}
+"""Parts of a draft, and what `barriers_of` calls them."""
 
 
 @contextlib.contextmanager
@@ -103,15 +108,29 @@ def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> 
     return call
 
 
+def stamped_parts(patch: Any) -> dict[str, float]:
+    """Return the ms of the last draft's parts by the kernel's time stamps; empty where it has none."""
+    layer = patch.layer if isinstance(patch, EaModelPatch) else patch
+    bufs, found = layer.bufs, Counter[str]()
+    if not STAMPS.value or bufs.params is None or layer.kind != "eagle3":
+        return {}
+    stamps = bufs.workspace["barrier"][FIRST_STAMP:].view(torch.int64).tolist()
+    names = barriers_of(bufs.params.layout.split, layer.tree.depth)
+    # The first stamp is of the end; a part ends at its barrier.
+    for name, (begin, end) in zip(names[1:], itertools.pairwise(stamps[1 : 1 + len(names)]), strict=True):
+        found[name] += (end - begin) / 1e6
+    return {f"draft_{part}_ms": sum(found[name] for name in own) for part, own in PARTS.items()}
+
+
 def part_times(model: Any, patch: Any, prompts: list[Tensor], args: argparse.Namespace) -> dict[str, float]:
     """Time drafts and verifications of a generation, each from an idle device to its end: medians in milliseconds.
 
     A draft is a call of ``topK_genrate``, or the replay that stands for it in the whole patch; one for each prompt
-    takes that in. A verification is a call of ``tree_decoding``. Of upstream's own EAGLE-3 drafts, in a generation of
-    their own: mean milliseconds a draft in attention, MLP and LM head.
+    takes that in. A verification is a call of ``tree_decoding``. Attention, MLP and LM head: of upstream's own EAGLE-3
+    drafts means, from a generation of their own; of the kernel's the last draft's.
     """
     device, drafts, verifies = prompts[0].device, list[float](), list[float]()
-    layer, found = model.ea_layer, dict[str, float]()
+    layer = model.ea_layer
 
     def listen(owner: Any, name: str, times: list[float]) -> contextlib.AbstractContextManager[object]:
         return mock.patch.object(owner, name, timed(getattr(owner, name), device, times))
@@ -123,11 +142,12 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], args: argparse.Nam
         names = inspect.getmodule(inspect.unwrap(type(model).ea_generate))
         with patched(patch), listen(layer, "topK_genrate", drafts), listen(names, "tree_decoding", verifies):
             generate(model, prompts, args)
+    found = {} if patch is None else stamped_parts(patch)
     if patch is None and hasattr(layer, "midlayer"):
-        parts = {"attention": layer.midlayer.self_attn, "mlp": layer.midlayer.mlp, "lm_head": layer.lm_head}
-        times: dict[str, list[float]] = {name: [] for name in parts}
+        modules = dict(zip(PARTS, (layer.midlayer.self_attn, layer.midlayer.mlp, layer.lm_head), strict=True))
+        times: dict[str, list[float]] = {name: [] for name in modules}
         with contextlib.ExitStack() as stack:
-            for name, module in parts.items():
+            for name, module in modules.items():
                 stack.enter_context(listen(module, "forward", times[name]))
             generate(model, prompts, args)
         found = {f"draft_{name}_ms": sum(each) / len(drafts) for name, each in times.items()}

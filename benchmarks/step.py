@@ -2,36 +2,55 @@
 
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
+    python -m benchmarks.step --dims llama-3.3-70b --target-weights fp8 --prefixes 512
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
 at the first prefix; sampling; a prompt of as many tokens, to its first new one; medians of graph replays. The phases of
 the largest tree and of plain steps are timed too. The floor is bytes over the copy bandwidth of the same run.
+
+``--sweep`` times other tiles of attention instead, with trees of 16 nodes, of one sequence after 32,768 tokens and of
+four after 16,384: a grid over programs (half of those that `attention_tiles` chooses, as many, twice as many), query
+rows, stages and warps of tails, in turn with the default. Where keys are split decides bits, and stays: ``is_equal``
+tells whether a variant gives the default's logits, bit by bit; what does not cannot be the best. ``blocks_executed``:
+blocks of 64 keys that a layer's main parts go through, of all key heads and blocks of query rows; ``blocks_skipped``:
+those of the cache behind the sequences. Exit status 1: a default takes more than 1.03 of the best step.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.kernels.attention import attention_tiles
+from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK, REACH
+from eagle_slim.runtime.target.kernels.machine import gpu_name, num_processors
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import (
     LAYERS,
     SAMPLED,
+    TARGET_WEIGHTS,
     RandomModel,
     compile_ahead,
+    fill,
     phase_times,
     prompt_time,
     set_sampling,
+    step_with_tiles,
 )
-from benchmarks.shared.timing import copy_bytes_per_s, machine
+from benchmarks.shared.timing import copy_bytes_per_s, machine, time_queued_us
 
 ROOM = 800
 """Rows for what 100 steps can add to a sequence, and for a tree."""
+SWEPT = ((1, 32768), (4, 16384))
+MOST_OVER_BEST = 1.03
 
 
 @torch.inference_mode()
@@ -59,6 +78,43 @@ def measure(
             yield row
 
 
+@torch.inference_mode()
+def sweep(
+    model: RandomModel, tree: TreeConfig, draft_vocab: int, sequences: int, prefix: int, rounds: int = 5, times: int = 4
+) -> dict[str, Any]:
+    """Time a step with attention's default tiles and with each of the grid: ms, medians of ``rounds``."""
+    device, dims, nodes = model.target.device, model.dims, tree.total_tokens
+    room = (times + 1) * tree.path_width + nodes + 1
+    decoder = model.decoder(model.new_cache(sequences, prefix + room), tree, draft_vocab)
+    own = attention_tiles(
+        sequences, nodes, (dims.heads, dims.kv_heads, dims.head_dim), num_processors(device),
+        model.target.dtype.itemsize, is_tree=True, gpu=gpu_name(device),
+    )  # fmt: skip
+    programs = sorted({max(1, own.programs // 2), own.programs, 2 * own.programs})
+    grid = itertools.product(programs, (32, 64), (2, 3, 4), (2, 4))
+    tiles = [own, *(replace(own, programs=p, rows=r, num_stages=s, tail_warps=w) for p, r, s, w in grid)]
+    tiles = list(dict.fromkeys(tiles))
+    steps = [step_with_tiles(decoder, sequences, prefix, each) for each in tiles]
+    samples: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for (run, _), each in zip(steps, samples, strict=True):
+            fill(decoder, sequences, prefix)
+            each.append(time_queued_us(run, device, times) / 1e3)
+    last = (prefix + tree.depth + 1 - REACH) // (BLOCK - REACH) * (BLOCK - REACH)
+    seen, held = -(-last // BLOCK), -(-decoder.cache.capacity // BLOCK)
+    variants: list[dict[str, Any]] = []
+    for found, (_, logits), times_ms in zip(tiles, steps, samples, strict=True):
+        parts = sequences * dims.kv_heads * -(-nodes * dims.heads // dims.kv_heads // found.rows)
+        variants.append({
+            **asdict(found), "step_ms": statistics.median(times_ms), "is_equal": torch.equal(logits, steps[0][1]),
+            "blocks_executed": parts * seen, "blocks_skipped": parts * (held - seen),
+        })  # fmt: skip
+    best = min((each for each in variants if each["is_equal"]), key=lambda each: float(each["step_ms"]))
+    over_best = variants[0]["step_ms"] / best["step_ms"]
+    shape = {"batch": sequences, "prefix": prefix}
+    return {**shape, "default": variants[0], "best": best, "default_over_best": over_best, "variants": variants}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("step", __doc__)
@@ -69,20 +125,29 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
     command.add_argument("--top-k", type=int, nargs="+", default=[10])
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
+    command.add_argument("--sweep", action="store_true", help="time other tiles of attention")
+    command.add_argument("--target-weights", choices=TARGET_WEIGHTS, default="bf16")
     args = command.parse_args(argv)
     device = command.gpu()
     bandwidth = copy_bytes_per_s(device)
-    model = RandomModel(args.dims, device, backend=args.target)
+    model = RandomModel(args.dims, device, backend=args.target, weights=args.target_weights)
     rows = min(args.draft_vocab, model.dims.vocab)
     # The largest first, and none of more nodes than its top_k can give.
-    asked = itertools.product(sorted(args.nodes, reverse=True), args.top_k)
+    asked = itertools.product([16] if args.sweep else sorted(args.nodes, reverse=True), args.top_k)
     trees = [TreeConfig(5, k, min(nodes, TreeConfig(5, k, 2).num_candidates + 1)) for nodes, k in asked]
     trees = list(dict.fromkeys(trees))
-    compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in args.batch], device)
+    batches = [batch for batch, _ in SWEPT] if args.sweep else args.batch
+    compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in batches], device)
     result: dict[str, Any] = {
-        "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
-        "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
+        "dims": args.dims, "target": args.target, "target_weights": args.target_weights, "draft_vocab": rows,
+        "weight_bytes": model.weight_bytes, "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
     }  # fmt: skip
+    if args.sweep:
+        for batch, prefix in SWEPT:
+            result["rows"].append(sweep(model, trees[0], rows, batch, prefix))
+            show({name: value for name, value in result["rows"][-1].items() if name != "variants"})
+            write(result, args.out)
+        sys.exit(any(row["default_over_best"] > MOST_OVER_BEST for row in result["rows"]))
     for batch in args.batch:
         # Several of the longest sequences would not fit.
         prefixes = args.prefixes if batch == 1 else args.prefixes[:1]

@@ -13,16 +13,20 @@ each part of a step, and ends with exit status 1 unless between the first and th
 
 ``--phases`` runs steps without graphs, in ranges named by phase and operation (``EAGLE_SLIM_RANGES``, for NVTX too);
 there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline. With
-``EAGLE_SLIM_STAMPS=1`` in the environment the persistent drafter's parts are timed and drawn, too.
+``EAGLE_SLIM_STAMPS=1`` in the environment the persistent drafter's parts are timed and drawn, too. ``--counters`` has
+Nsight Compute (``ncu``) count the bytes that a draft and a pass read from the GPU's memory, and does nothing else.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,8 +39,8 @@ from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, run_steps
-from benchmarks.shared.timing import machine
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, filled_phases, run_steps
+from benchmarks.shared.timing import barriers_of, copy_bytes_per_s, machine
 
 PARTS = {
     "draft": ("draft_kernel",),
@@ -54,26 +58,15 @@ PARTS = {
 """Kernels of each part of a step, by the end of their names."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree")
 STEP = "eagle-slim step"
+METRICS = ("dram__bytes_read.sum", "gpu__time_duration.sum")
 Event = dict[str, Any]
-
-
-def barriers_of(split: Mapping[str, int], depth: int) -> list[str]:
-    """Name what ends at each barrier of a draft by an EAGLE-3 head, whose projections are ``split``."""
-
-    def product(name: str, part: str) -> list[str]:
-        # The parts of sums wait for each other.
-        return [part] * (2 if split[name] > 1 else 1)
-
-    fc = [*product("fc", "fc"), "fc"]
-    layer = [*product("qkv", "QKV"), "attention", "attention", *product("o", "output"), "MLP", *product("down", "MLP")]
-    level = [*layer, "LM head, top-k", "choose nodes"]
-    # The last level chooses the tree after its last barrier.
-    return ["inputs", *fc, *(level * (depth + 1))[:-1]]
 
 
 def draft_spans(split: Mapping[str, int], depth: int, stamps: Sequence[int], draft: Event) -> list[Event]:
     """Cut a draft's event into those of its parts; ``stamps`` ns: of its end, then of its barriers."""
     names = [*barriers_of(split, depth), "tree"]
+    assert all(stamps[: len(names)]), f"not all of {len(names) - 1} barriers were passed"
+    assert not any(stamps[len(names) :]), f"more than {len(names) - 1} barriers were passed"
     begin, end = float(draft["ts"]), float(draft["ts"]) + float(draft["dur"])
     stops = [end - (stamps[0] - stamp) / 1e3 for stamp in [*stamps[1 : len(names)], stamps[0]]]
     starts = [begin, *stops[:-1]]
@@ -129,10 +122,9 @@ def last_step(events: Sequence[Event]) -> list[Event]:
     return kernels[drafts[-2] : drafts[-1]] if len(drafts) > 1 else kernels
 
 
-def times_of(events: Sequence[Event]) -> dict[str, float]:
+def times_of(kernels: Sequence[Event]) -> dict[str, float]:
     """Sum a step's microseconds by part, "other" and "nothing" (idle time); kernels that overlap count once."""
-    kernels = last_step(events)
-    times, end = dict.fromkeys([*PARTS, "other", "nothing"], 0.0), None
+    times, end = defaultdict[str, float](float), None
     for kernel in kernels:
         begin, stop = float(kernel["ts"]), float(kernel["ts"]) + float(kernel["dur"])
         if end is not None:
@@ -182,11 +174,7 @@ def draw(kernels: Sequence[Event], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     start = float(kernels[0]["ts"])
-    found = list(dict.fromkeys(part_of(kernel["name"]) for kernel in kernels))
-    parts = [
-        *(part for part in found if part not in PARTS and part != "other"),
-        *(p for p in [*PARTS, "other"] if p in found),
-    ]
+    parts = list(dict.fromkeys(part_of(kernel["name"]) for kernel in kernels))
     figure = Figure(figsize=(10, 1.0 + 0.25 * len(parts)), layout="constrained")
     axes = figure.subplots()
     for row, part in enumerate(parts):
@@ -198,6 +186,55 @@ def draw(kernels: Sequence[Event], path: Path, title: str) -> None:
     axes.set_xlabel("ms")
     axes.set_title(title)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def new_decoder(dims: str, draft_vocab: int, prefix: int, batch: int, nodes: int, steps: int) -> Decoder:
+    """Build a random model and its decoder, with room for ``steps`` after ``prefix`` tokens; kernels are compiled."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    model, tree = RandomModel(dims, device), TreeConfig(5, 10, nodes)
+    rows = min(draft_vocab, model.dims.vocab)
+    compile_ahead(dims, [(tree, batch, rows)], device)
+    room = prefix + (steps + 4) * tree.new_tokens_width + nodes
+    return model.decoder(model.new_cache(batch, room), tree, rows)
+
+
+@torch.inference_mode()
+def run_counted(dims: str, draft_vocab: int, prefix: int, batch: int, nodes: int) -> None:
+    """Run a draft and a pass between the marks that Nsight Compute heeds, once each has run without."""
+    for phase in filled_phases(new_decoder(dims, draft_vocab, prefix, batch, nodes, 4), batch, prefix):
+        phase.run()
+        if phase.name in ("draft", "verify"):
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            phase.run()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+def count_bytes(*given: object) -> dict[str, dict[str, float]]:
+    """Have ncu run `run_counted` with what is ``given``; returns `counters_of` it."""
+    child = [sys.executable, "-c", f"from benchmarks.trace import run_counted; run_counted{given}"]
+    options = ["--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"]
+    command = ["ncu", *options, "--target-processes", "application-only", "--metrics", ",".join(METRICS), *child]
+    # Without graphs, so that ncu sees launches.
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "EAGLE_SLIM_RANGES": "1"}
+    )
+    return counters_of(done.stdout.splitlines())
+
+
+def counters_of(lines: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Sum ncu's CSV over the kernels of the draft and of the pass: their number, bytes read, us, and TB/s."""
+    sums = {"draft": Counter[str](), "pass": Counter[str]()}
+    for row in csv.DictReader(line for line in lines if line.startswith('"')):
+        own = sums["draft" if part_of(row["Kernel Name"].partition("(")[0]) == "draft" else "pass"]
+        own[row["Metric Name"]] += float(row["Metric Value"].replace(",", ""))  # type: ignore[assignment]
+        own["kernels"] += row["Metric Name"] == METRICS[0]
+    return {
+        name: {"kernels": own["kernels"], "bytes_read": own[METRICS[0]], "us": own[METRICS[1]] / 1e3,
+               "TB_per_s": own[METRICS[0]] / own[METRICS[1]] / 1e3}
+        for name, own in sums.items()
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -212,31 +249,34 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--trace", type=Path, help="write PyTorch's trace here")
     command.add_argument("--figure", type=Path, help="draw one step here: .svg, .png or .pdf")
     command.add_argument("--phases", action="store_true", help="without graphs, in ranges named by operation")
+    command.add_argument("--counters", action="store_true", help="have ncu count bytes, and nothing else")
     args = command.parse_args(argv)
     device = command.gpu()
+    shape = (args.dims, args.draft_vocab, args.prefix, args.batch, args.nodes)
+    ran = {name: getattr(args, name) for name in ("dims", "draft_vocab", "prefix", "batch", "nodes", "steps", "phases")}
+    if args.counters:
+        counted = count_bytes(*shape)
+        copied = copy_bytes_per_s(device) / 1e12
+        show(counted)
+        write({"machine": machine(device), **ran, "copy_TB_per_s": copied, "counters": counted}, args.out)
+        return
     if args.phases:
         os.environ["EAGLE_SLIM_RANGES"] = "1"
-    model, tree = RandomModel(args.dims, device), TreeConfig(5, 10, args.nodes)
-    rows = min(args.draft_vocab, model.dims.vocab)
-    compile_ahead(args.dims, [(tree, args.batch, rows)], device)
-    room = args.prefix + (args.steps + 4) * tree.new_tokens_width + args.nodes
-    decoder = model.decoder(model.new_cache(args.batch, room), tree, rows)
+    decoder = new_decoder(*shape, args.steps)
     with tempfile.TemporaryDirectory() as folder:
         events, num_allocated = traced(
             decoder, args.batch, args.prefix, args.steps, args.trace or Path(folder) / "trace.json"
         )
-    times, faults = times_of(events), faults_of(events, num_allocated)
-    show({"us": "of one step", **times})
-    kernels, draft_us = last_step(events), dict[str, float]()
+    kernels, faults = last_step(events), faults_of(events, num_allocated)
     if STAMPS.value:
         assert isinstance(decoder.drafter, BufferedDrafter)
         words, params = decoder.drafter.bufs.workspace["barrier"], decoder.drafter.bufs.params
         assert params is not None
-        spans = draft_spans(params.layout.split, tree.depth, words[FIRST_STAMP:].view(torch.int64).tolist(), kernels[0])
+        stamps, depth = words[FIRST_STAMP:].view(torch.int64).tolist(), decoder.drafter.tree.depth
+        spans = draft_spans(params.layout.split, depth, stamps, kernels[0])
         kernels = [*spans, *kernels[1:]]
-        for span in spans:
-            draft_us[span["name"]] = draft_us.get(span["name"], 0.0) + span["dur"]
-        show({"us": "of its draft", **draft_us})
+    times = times_of(kernels)
+    show({"us": "of one step", **times})
     if args.figure is not None:
         found = machine(device)
         title = f"One step, {args.dims}, {args.nodes} nodes after {args.prefix} tokens, {found['device']}"
@@ -245,11 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     for fault in faults:
         print(f"fault: {fault}", flush=True)
     is_good = args.phases or not faults
-    ran = {name: getattr(args, name) for name in ("dims", "draft_vocab", "prefix", "batch", "nodes", "steps", "phases")}
-    write(
-        {"machine": machine(device), **ran, "us": times, "draft_us": draft_us, "faults": faults, "is_good": is_good},
-        args.out,
-    )
+    write({"machine": machine(device), **ran, "us": times, "faults": faults, "is_good": is_good}, args.out)
     print("nothing waits, copies or allocates but for the records" if not faults else f"{len(faults)} faults")
     sys.exit(0 if is_good else 1)
 

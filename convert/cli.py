@@ -13,7 +13,7 @@ from eagle_slim.vocab_tools.common_cli import (
     force_option,
     json_option,
     note,
-    parse_weights,
+    parse_shares,
     run_cli,
     version_option,
     warn,
@@ -67,6 +67,8 @@ Examples:
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
+@click.option("--floor", "floors", multiple=True, metavar="NAME=SHARE",
+              help="Share of a source's held-out tokens that each size must cover: `zh=0.97`.")  # fmt: skip
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
 @click.option("--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order, without a corpus.")
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
@@ -113,7 +115,8 @@ def convert(
         token_map=options.pop("token_map"),
         corpus=tuple(map(parse_source, options.pop("datasets"))),
         order=options.pop("order"),
-        weights=parse_weights(options.pop("weights")) or None,
+        weights=parse_shares("--weights", options.pop("weights")) or None,
+        floors=parse_shares("--floor", options.pop("floors")) or None,
         force_added=options.pop("force_added"),
         force_ids=options.pop("force_ids"),
     )

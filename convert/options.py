@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.ranking import check_coverage
+from eagle_slim.vocab_tools.ranking import check_share
 
 from .artifact.manifest import Flavour
 from .heads.open import D2tForm
@@ -69,8 +69,10 @@ class ConvertOptions:
         for size in self.sizes:
             if size not in (None, "full") and (type(size) is not int or size < 1):
                 raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}.")
+        if self.vocabulary.floors and (self.coverage is not None or "full" in self.sizes):
+            raise UsageError("--floor needs a size of --draft-vocab, whose ids are chosen to hold it.")
         if self.coverage is not None:
-            check_coverage(self.coverage)
+            check_share("--coverage", self.coverage)
         if self.out == "":
             raise UsageError("--out: the name is empty. Name the folder to write.")
         clean_subfolder(self.subfolder)

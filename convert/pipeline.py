@@ -333,7 +333,7 @@ def _manifest(
         if measured is not None:
             report, note = measured
             warnings += report.warnings
-            coverage = {**report.to_json(), "shown": list(report.shown), "note": note}
+            coverage = {**report.to_json(), "note": note}
     # The target of an artifact was at hand when the artifact was made, or this stands among its warnings.
     if inputs.target is None and (ranked is None or NOT_COMPARED in ranked.warnings):
         warnings.append(NOT_COMPARED)

@@ -16,7 +16,7 @@ from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import check_named
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking import check_floors, rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
@@ -51,6 +51,7 @@ class VocabRequest:
         corpus: text to count now.
         order: "ids" for the order of the ids, without any corpus.
         weights: share of each source by name.
+        floors: share of a source's held-out tokens that every size must cover, by name.
         force_added: "all" forces every added token.
         force_ids: further ids to force.
     """
@@ -60,6 +61,7 @@ class VocabRequest:
     corpus: tuple[CorpusSource, ...] = ()
     order: Literal["ids"] | None = None
     weights: Mapping[str, float] | None = None
+    floors: Mapping[str, float] | None = None
     force_added: Literal["chat", "all"] = "chat"
     force_ids: tuple[int, ...] = ()
 
@@ -75,8 +77,9 @@ class VocabRequest:
         used = [name for name, value in given.items() if value is not None and value != ()]
         if len(used) > 1:
             raise UsageError(f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.")
-        if self.weights and (self.token_map is not None or self.order is not None):
-            raise UsageError("--weights gives sources of counts a share, and a token map or --order ids has no counts.")
+        if (self.weights or self.floors) and (self.token_map is not None or self.order is not None):
+            option = "--weights" if self.weights else "--floor"
+            raise UsageError(f"{option} is about sources of counts, and a token map or --order ids has no counts.")
 
     @property
     def is_default(self) -> bool:
@@ -108,7 +111,9 @@ class Ranking:
             vocab = self._cut(self.counts, len(sized), None)
             found = {"size_from_coverage": sized.provenance["size_from_coverage"]}
             return replace(vocab, provenance={**vocab.provenance, **found})
-        vocab = self._cut(self.counts, size, coverage)
+        # Floors are measured on what the ranking did not see.
+        seen = self.counts if self.measured is None or not self.request.floors else self.measured[0]
+        vocab = self._cut(seen, size, coverage)
         trained = self.head.trained_ids
         if size is not None and trained is not None and len(vocab) < size == len(trained):
             # The whole of a trained vocabulary, ids without a token included: the head is only normalised.
@@ -128,6 +133,7 @@ class Ranking:
             "tokenizer": self.tokenizer, "forced": forced, "target_vocab": vocab, "candidates": trained
         }  # fmt: skip
         if counts is not None:
+            common["floors"] = self.request.floors if size is not None else None
             return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
         if coverage is not None:
             raise UsageError("--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab.")
@@ -151,7 +157,8 @@ class Ranking:
         if self.measured is None:
             return None
         counts, note = self.measured
-        ranked = self._cut(counts, None, None)
+        # A ranking with floors is of one size.
+        ranked = self._cut(counts, len(vocab) if self.request.floors else None, None)
         size = min(len(vocab), len(ranked))
         shown = sorted({size, *(step for step in _SHOWN_SIZES if max(ranked.num_forced, 1) <= step <= len(ranked))})
         report = measure_coverage(
@@ -180,8 +187,9 @@ def make_ranking(
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
-        if request.weights:
-            raise UsageError("--weights is for counts, and an artifact is cut by its own ranks.\nGive --counts.")
+        if request.weights or request.floors:
+            option = "--weights" if request.weights else "--floor"
+            raise UsageError(f"{option} is for counts, and an artifact is cut by its own ranks.\nGive --counts.")
         say("vocabulary: the rank order in the head's own manifest")
         if tokenizer is None:
             assert manifest.rank_order_ids is not None
@@ -212,7 +220,8 @@ def make_ranking(
             sources = (_DEFAULT_CORPUS,)
             say(f"vocabulary: no corpus was named; counting {_DEFAULT_CORPUS_NOTE}")
         mixed_weights({source.name: source.weight for source in sources}, request.weights)
-        by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None), tokenizer)
+        check_floors(request.floors or {}, [source.name for source in sources])
+        by_id = Ranking(head, replace(request, corpus=(), order="ids", weights=None, floors=None), tokenizer)
         for size in sizes:
             by_id.cut(size)
         counts = count(sources, tokenizer)

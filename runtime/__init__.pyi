@@ -5,10 +5,10 @@ from .api.stats import GenerationStats as GenerationStats
 from .drafter.buffers import Buffers as Buffers
 from .drafter.dimensions import DrafterConfig as DrafterConfig
 from .drafter.drafter import Drafter as Drafter
+from .drafter.drafter import check_finished as check_finished
 from .drafter.follow import FollowRows as FollowRows
 from .drafter.launch import DraftFunction as DraftFunction
 from .drafter.launch import allocate_buffers as allocate_buffers
-from .drafter.launch import check_finished as check_finished
 from .drafter.launch import launch_drafter as launch_drafter
 from .drafter.launch import prefill_drafter as prefill_drafter
 from .drafter.launch import set_tail as set_tail

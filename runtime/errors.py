@@ -9,7 +9,7 @@ from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
 from eagle_slim.vocab_tools.errors import UsageError as UsageError
 
 _LONGEST = 100
-OTHER_NAMES = 'docs/upstream.md has a table of names used elsewhere and of ours ("Names used elsewhere").'
+OTHER_NAMES = "docs/upstream.md, Names used elsewhere, says what other drafters' names are called here."
 
 
 class NothingToFollowError(UsageError):

@@ -26,12 +26,12 @@ from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
 
 from . import loading
 from .api.options import read_call, read_count, read_flag, read_tokenizer
 from .api.output import DictOutput, GenerationOutput, RowsOutput, join_sequences
 from .api.prompts import Messages, Prompts, encode_conversation
-from .api.request import Streamer
 from .drafter.drafter import (
     NAMES,
     Drafter,
@@ -314,9 +314,9 @@ class SpeculativeModel:
         return self.drafter.weights.draft_vocab
 
     def generate(
-        self, input_ids: Prompts | None = None, *, streamer: Streamer | None = None, max_slots: int = DEFAULT_MAX_SLOTS,
-        speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
-        partial_verification: str | None = None, **options: Any,
+        self, input_ids: Prompts | None = None, *, streamer: BaseStreamer | None = None,
+        max_slots: int = DEFAULT_MAX_SLOTS, speculative: bool = True, reuse_prefix: bool = False,
+        time_phases: bool = False, partial_verification: str | None = None, **options: Any,
     ) -> GenerationOutput:  # fmt: skip
         """Continue one prompt or many. Calls from several threads take turns.
 

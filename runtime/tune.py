@@ -8,8 +8,7 @@ the fp32 reference, then timed as CUDA-graph replays interleaved with those of t
 the cache (``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), which holds several GPUs'. Heads and drafts that
 were launched most come first. Weights are random: speed does not depend on values.
 
-A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
-the first one-slot configuration tuned for the head, else the derived one.
+A head has one stored layout for all slots, trees and vocabularies: the cache's, or else the derived one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -30,14 +29,12 @@ from .drafter.dimensions import DrafterConfig
 from .drafter.kernels.weight_stream import Tile
 from .drafter.launch import allocate_buffers, launch_drafter
 from .drafter.launch_params import (
-    PROJECTIONS,
     Chip,
     LaunchParams,
     StoredLayout,
     chip_of,
     choose_launch,
     chunk_inputs,
-    fit_split,
     stage_bytes,
 )
 from .drafter.packing import PackedHead, Weights, pack_head
@@ -90,52 +87,33 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
     found: dict[str, LaunchParams | None] = {
         "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
+        "other keys per tile": replace(params, block_keys=32 if params.block_keys == 64 else 64),
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
-        "32 keys per tile": replace(params, block_keys=32) if params.block_keys != 32 else None,
         "two stages less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 2))),
         "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
         "parts of 128 keys": replace(params, part_keys=128),
-        "half block_n": with_tiles(lambda tile: Tile(max(64, tile.block_n // 2), tile.block_k, tile.stages)),
-        "double block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k * 2, max(2, tile.stages // 2))),
     }
     return {name: variant for name, variant in found.items() if variant is not None}
 
 
-def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Return parameters over layouts with other groups of programs."""
-    own = params.layout
-    splits = {
-        f"at most {most} to a group": {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
-        for most in (2, 1)
-    }
-    splits["qkv alone"] = {**own.split, "qkv": 1}
-    found = {name: choose_launch(cfg, chip, replace(own, split=split)) for name, split in splits.items()}
-    return {name: variant for name, variant in found.items() if variant.layout != own}
-
-
 def trials_of(
-    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout, most: int | None = None
 ) -> tuple[LaunchParams, dict[str, LaunchParams]]:
-    """Return the derived parameters, and variants by name over the packed ``layout``, or over several for None.
-
-    ``most``: return only so many variants.
-    """
+    """Return the derived parameters over a layout, and variants by name, ``most`` of them."""
     derived = choose_launch(cfg, chip, layout)
-    tried = {} if layout is not None else layout_variants(derived, cfg, chip)
-    return derived, dict(islice((tried | variants(derived, cfg, chip)).items(), most))
+    return derived, dict(islice(variants(derived, cfg, chip).items(), most))
 
 
 def tune(
-    cfg: DrafterConfig, chip: Chip, measure: Measure, left: Callable[[], float], layout: StoredLayout | None = None,
-    most: int | None = None,
+    cfg: DrafterConfig, derived: LaunchParams, tried: Mapping[str, LaunchParams], measure: Measure,
+    left: Callable[[], float],
 ) -> tuple[LaunchParams, list[Trial]]:  # fmt: skip
-    """Choose parameters for one configuration: the derived ones or a variant.
+    """Choose parameters for one configuration: the derived ones, or one of those to be ``tried``.
 
-    Stops with the best so far when no time (seconds) is ``left``. ``layout``, ``most``: as in `trials_of`.
+    Stops with the best so far when no time (seconds) is ``left``.
     """
-    derived, tried = trials_of(cfg, chip, layout, most)
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -207,7 +185,7 @@ class GraphTimer:
 def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterConfig]]:
     """Read the drafts recorded on ``chip``, one for each key, those of a head together and the most launched first.
 
-    But a head's first has one slot, and sets its layout. Raises `UsageError` for a file without any of this GPU.
+    Raises `UsageError` for a file without any of this GPU.
     """
     recorded = read_shapes(path)
     own = [(cfg, launches) for (name, cfg), launches in recorded.items() if name == chip.name]
@@ -221,9 +199,9 @@ def recorded_configurations(path: Path, chip: Chip) -> list[tuple[Dims, DrafterC
         of_key[cache_key(cfg, chip)] += launches
         of_head[layout_key(cfg, chip)] += launches
 
-    def order(item: tuple[DrafterConfig, int]) -> tuple[int, str, bool, int, int]:
+    def order(item: tuple[DrafterConfig, int]) -> tuple[int, str, int, int]:
         (cfg, launches), head = item, layout_key(item[0], chip)
-        return -of_head[head], head, cfg.num_slots > 1, -of_key[cache_key(cfg, chip)], -launches
+        return -of_head[head], head, -of_key[cache_key(cfg, chip)], -launches
 
     wanted: dict[str, tuple[Dims, DrafterConfig]] = {}
     for cfg, _ in sorted(own, key=order):
@@ -278,28 +256,23 @@ def run(args: argparse.Namespace) -> None:
     def left() -> float:
         return float(args.budget - (time.perf_counter() - started))
 
-    def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
-        """Return a configuration's fixed layout; None where it may set one."""
-        may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
-        return None if may_set else cache.layout(cfg, chip)
-
-    drafts = recorded_configurations(args.from_shapes, chip)
-    todo = [each for each in drafts if args.again or cache_key(each[1], chip) not in cache.launches]
+    todo = [
+        (dims, cfg, *trials_of(cfg, chip, cache.layout(cfg, chip), args.variants))
+        for dims, cfg in recorded_configurations(args.from_shapes, chip)
+        if args.again or cache_key(cfg, chip) not in cache.launches
+    ]
     print(f"{len(todo)} drafts to tune for {chip.name}", flush=True)
-    jobs = []
-    for dims, cfg in todo:
-        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
-        jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
+    jobs = [Job(dims, cfg, each) for dims, cfg, derived, tried in todo for each in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, chip.capability, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0
     timer: GraphTimer | None = None
-    for dims, cfg in todo:
+    for dims, cfg, derived, tried in todo:
         if left() < 0:
             break
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
+        best, trials = tune(cfg, derived, tried, timer, left)
         print_trials(cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()

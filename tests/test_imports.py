@@ -37,7 +37,8 @@ FLOORS = {
         ray_workers
         counting vocabulary
         count_cli
-        ranking token_maps
+        floors token_maps
+        ranking
         coverage
         show
         cli

@@ -24,8 +24,6 @@ def blocks() -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_readme(tmp_path: Path) -> None:
-    for name in ("convert", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
     printed = []
     for language, text in blocks():
         program = {"bash": ["bash", "-e", "-u", "-o", "pipefail", "-c"], "python": [sys.executable, "-c"]}[language]
@@ -41,17 +39,13 @@ def test_readme(tmp_path: Path) -> None:
     assert told is not None
     for line in told[1].splitlines():
         assert line in shell.stdout + shell.stderr
-    # What is recommended depends on the processor.
-    assert re.search("^greedy: ", shell.stdout, re.MULTILINE)
     # Sampled in bfloat16: the page's figures are those of one processor.
     assert float(python.stdout.splitlines()[-1].split()[0]) > 1.3
-    assert {path.name for path in (tmp_path / "compare").iterdir()} == {"compare.html", "compare.json"}
-    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines()}
-    assert {path.name for path in tmp_path.iterdir()} - ignored == {"convert", "examples"}
+    assert [path.name for path in tmp_path.iterdir()] == ["slim"]
 
 
 def test_readme_is_read_in_two_minutes() -> None:
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
 
 
 def anchors(path: Path) -> set[str]:

@@ -14,7 +14,7 @@ from .common_cli import (
     force_option,
     json_option,
     note,
-    parse_weights,
+    parse_shares,
     run_cli,
     version_option,
     warn,
@@ -38,6 +38,10 @@ _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="F
 _weight_option = click.option(
     "--weights", "-w", multiple=True, metavar="NAME=SHARE",
     help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
+)  # fmt: skip
+_floor_option = click.option(
+    "--floor", "floors", multiple=True, metavar="NAME=SHARE",
+    help="Share of a source's held-out tokens to cover, as in `--floor zh=0.97`; repeatable.",
 )  # fmt: skip
 _target_vocab_option = click.option(
     "--target-vocab", type=click.IntRange(1), metavar="V",
@@ -75,7 +79,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     """Merge counts files; parts of one source are added, and weights are recorded."""
     from .counts import TokenCounts, merge_counts
 
-    merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
+    merged = merge_counts([TokenCounts.load(file) for file in counts], parse_shares("--weights", weights) or None)
     path = refuse_existing(out, force)
     merged.save(path)
     if as_json:
@@ -103,6 +107,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
+@_floor_option
 @_out_option
 @force_option
 @json_option
@@ -110,6 +115,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .forced import forced_ids
     from .ranking import rank_vocabulary
+    from .vocabulary import FLOORS
 
     path = refuse_existing(out, force)
     tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
@@ -122,13 +128,15 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         forced_ids(tokenizer, options["force_added"], options["force_id"]),
         target_vocab,
         None if candidates is None else _import(candidates, target_vocab),
-        parse_weights(options["weights"]),
+        parse_shares("--weights", options["weights"]),
+        parse_shares("--floor", options["floors"]),
     )
     ranked.save(path)
     warn(ranked.warnings)
-    found = ranked.provenance.get("size_from_coverage")
+    found, held = ranked.provenance.get("size_from_coverage"), ranked.provenance.get(FLOORS)
     if as_json:
         account = {"warnings": list(ranked.warnings)} | ({} if found is None else {"size_from_coverage": found})
+        account |= {} if held is None else {FLOORS: held}
         emit_json({"out": str(path), **_summary(ranked), **account})
         return
     if found is not None:
@@ -136,6 +144,9 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
             f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
         )
+    for floor in () if held is None else held["held"]:
+        covered = f"{floor['reached']:.2%} of the {floor['measured_on']} tokens covered"
+        click.echo(f"{printable(floor['source'])}: {covered}, floor {floor['asked']:.2%}")
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
     click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
@@ -147,14 +158,22 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 @_counts_argument
 @click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
 @_weight_option
+@_floor_option
 @json_option
 def coverage(
-    vocabulary: str, counts: tuple[str, ...], sizes: tuple[int, ...] | None, weights: tuple[str, ...], as_json: bool
-) -> None:
-    """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
+    vocabulary: str, counts: tuple[str, ...], sizes: tuple[int, ...] | None, weights: tuple[str, ...],
+    floors: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """Measure the share of held-out text that VOCAB covers, the least covered source first.
+
+    VOCAB may be any tool's list. Beside it stand as many of the first ids in id order, and as many ranked here by the
+    counted text of COUNTS.
+    """
     from .coverage import measure_coverage
 
-    report = measure_coverage(_import(vocabulary, None), _load_counts(counts), sizes, parse_weights(weights))
+    held, loaded, shares = _import(vocabulary, None), _load_counts(counts), parse_shares("--weights", weights)
+    beside, asked = _ranked_beside(held, loaded, shares), parse_shares("--floor", floors)
+    report = measure_coverage(held, loaded, sizes, shares, beside=beside, floors=asked)
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
@@ -209,7 +228,6 @@ def import_command(
 
     With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
     """
-    from .forced import forced_ids
     from .token_maps import import_token_map
     from .vocabulary import TARGET_VOCAB_FROM
 
@@ -217,8 +235,7 @@ def import_command(
     tokenizer = None
     if options["tokenizer"] is not None:
         tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
-    forced = None if tokenizer is None else forced_ids(tokenizer)
-    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer, forced)
+    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer)
     read.save(path)
     warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
@@ -236,8 +253,8 @@ def import_command(
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--for", "loader", type=click.Choice(LOADERS),
-    help="Who will read the file. Default: by its ending, sglang, head (d2t and t2d) or eagle-slim.",
+    "--for", "loader", type=click.Choice(LOADERS), required=True,
+    help="Who will read the file; head: d2t and t2d, for heads and trainers.",
 )  # fmt: skip
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
@@ -246,21 +263,21 @@ def import_command(
 @force_option
 @json_option
 def export(
-    vocabulary: str, out: str, loader: Loader | None, size: int | None, target: str | None, offline: bool,
+    vocabulary: str, out: str, loader: Loader, size: int | None, target: str | None, offline: bool,
     target_vocab: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write VOCAB as the loader of an engine takes it, and tell the limits that it keeps to itself."""
     from .target import read_target
-    from .token_maps import export_token_map, loader_of
-    from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
+    from .token_maps import export_token_map
+    from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, lost_floors, uncounted_warning
 
     path = refuse_existing(out, force)
-    loader = loader or loader_of(path)
     facts = None if target is None else read_target(target, offline)
     held = _import(vocabulary, target_vocab or (None if facts is None else facts.vocab_size))
     if size is not None:
         if held.provenance.get("method") == "token map":
             warn(doubts_of_rank(held.target_ids, size))
+        warn(lost_floors(held, size))
         held = held.prefix(size)
         warn(uncounted_warning(held))
     told = export_token_map(held, path, loader, facts)
@@ -285,6 +302,15 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
 
     loaded = [TokenCounts.load(file) for file in files]
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+
+
+def _ranked_beside(held: DraftVocab, counts: TokenCounts, weights: dict[str, float]) -> DraftVocab:
+    """Rank by counts as a list would be ranked here: with the forced ids of the list, over the same rows."""
+    from .ranking import rank_vocabulary
+
+    target_vocab = max(held.target_vocab, counts.vocab_size)
+    forced = held.target_ids[: held.num_forced if held.ranked else 0].tolist()
+    return rank_vocabulary(counts, forced=forced, target_vocab=target_vocab, weights=weights)
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:

@@ -62,19 +62,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
 
 
-def parse_weights(values: Iterable[str]) -> dict[str, float]:
-    """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
-    weights: dict[str, float] = {}
+def parse_shares(option: str, values: Iterable[str]) -> dict[str, float]:
+    """Read the values of --weights or --floor: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
+    shares: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
         name, _, share = value.rpartition("=")
         try:
             number = float(share)
         except ValueError:
             number = math.nan
-        if not name or name in weights or math.isnan(number):
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3, each name once.")
-        weights[name] = number
-    return weights
+        if not name or name in shares or math.isnan(number):
+            raise UsageError(f"{option} {value!r}: expected NAME=SHARE, such as chat=0.5, each name once.")
+        shares[name] = number
+    return shares
 
 
 def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:

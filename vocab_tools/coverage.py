@@ -7,7 +7,7 @@ needs no corpus: the same forced ids, then the first ids in id order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .counts import SourceCounts, TokenCounts
 from .errors import TokenizerError, UsageError, VocabularyError, printable
-from .ranking import Part, source_shares
+from .ranking import Part, check_floors, source_shares
 from .vocabulary import DraftVocab
 
 MEAN = "all sources"
@@ -23,7 +23,6 @@ MEAN = "all sources"
 
 # Half the width, in standard errors, of an interval that holds 95% of a normal distribution.
 _NORMAL_QUANTILE = 1.959964
-_CURVE_POINTS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +38,8 @@ class SourceCoverage:
         coverage: share of the tokens covered, float64 [sizes].
         error: standard error of the coverage over documents, float64 [sizes]; None with fewer than two documents.
         baseline: coverage of the first ids, float64 [sizes].
+        beside: coverage of the vocabulary that it is compared with, float64 [sizes], or None.
+        floor: share that was asked for, or None.
     """
 
     name: str
@@ -49,6 +50,8 @@ class SourceCoverage:
     coverage: NDArray[np.float64]
     error: NDArray[np.float64] | None
     baseline: NDArray[np.float64]
+    beside: NDArray[np.float64] | None = None
+    floor: float | None = None
 
     @property
     def interval(self) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
@@ -67,8 +70,8 @@ class CoverageReport:
         draft_vocab: size that is to be used, one of `sizes`.
         target_vocab: size of the target's vocabulary.
         sizes: ascending; every one at least the number of forced ids.
-        shown: the sizes that the table shows; the others make a smooth curve.
-        sources: one entry per source, then "all sources" when there are several.
+        sources: one entry per source, the least covered at `draft_vocab` first, then "all sources" when there are
+            several.
         uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
             text.
         warnings: sources on which the ranking loses to the baseline, and sources measured on counted text.
@@ -77,7 +80,6 @@ class CoverageReport:
     draft_vocab: int
     target_vocab: int
     sizes: tuple[int, ...]
-    shown: tuple[int, ...]
     sources: tuple[SourceCoverage, ...]
     uncounted: int
     warnings: tuple[str, ...]
@@ -92,6 +94,10 @@ class CoverageReport:
                 "documents": source.documents, "tokens": source.tokens, "coverage": _rounded(source.coverage),
                 "low": _rounded(low), "high": _rounded(high), "baseline_first_ids": _rounded(source.baseline),
             })  # fmt: skip
+            if source.beside is not None:
+                sources[-1]["beside"] = _rounded(source.beside)
+            if source.floor is not None:
+                sources[-1] |= {"floor": source.floor, "holds": (source.coverage >= source.floor).tolist()}
         return {
             "draft_vocab": self.draft_vocab, "target_vocab": self.target_vocab, "confidence": 0.95,
             "uncounted": self.uncounted, "sizes": list(self.sizes), "sources": sources, "warnings": list(self.warnings),
@@ -99,17 +105,30 @@ class CoverageReport:
 
     def table(self) -> str:
         """Return a plain text table: one row per source and size, in percent."""
-        rows = [("source", "text", "size", "covered", "95% interval", "first ids")]
+        has_beside = self.sources[0].beside is not None
+        has_floors = any(source.floor is not None for source in self.sources)
+        titles = ("source", "text", "size", "covered", "95% interval", "first ids")
+        rows = [titles + ("ranked here",) * has_beside + ("floor",) * has_floors]
         for source in self.sources:
             name, text = printable(source.name), f"{source.part}, {source.tokens:,} tokens"
-            for size in self.shown:
-                position = self.sizes.index(size)
+            for position, size in enumerate(self.sizes):
                 covered, first = source.coverage[position], source.baseline[position]
                 low, high = source.interval or (None, None)
                 interval = "-" if low is None or high is None else f"{low[position]:.2%} – {high[position]:.2%}"
-                rows.append((name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}"))
+                cells = [name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}"]
+                if source.beside is not None:
+                    cells.append(f"{source.beside[position]:.2%}")
+                if has_floors:
+                    cells.append(_verdict(source.floor, covered))
+                rows.append(tuple(cells))
                 name = text = ""
         return aligned(rows, num_left=2)
+
+
+def _verdict(floor: float | None, covered: float) -> str:
+    if floor is None:
+        return "-"
+    return f"{floor:.2%} holds" if covered >= floor else f"{floor:.2%} short by {floor - covered:.2%}"
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int) -> str:
@@ -130,20 +149,24 @@ def measure_coverage(
     weights: Mapping[str, float] | None = None,
     draft_vocab: int | None = None,
     candidates: NDArray[np.int64] | None = None,
+    beside: DraftVocab | None = None,
+    floors: Mapping[str, float] | None = None,
 ) -> CoverageReport:
     """Measure what share of each source a vocabulary covers.
 
     Args:
         counts: sources without a held-out part are measured on the counted text, with a warning.
-        sizes: draft-vocabulary sizes to measure; default a grid up to the vocabulary's own size.
+        sizes: draft-vocabulary sizes to measure; default powers of two up to the vocabulary's own size.
         weights: share of each source in the mean, by name.
-        draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: all of `vocab`.
+        draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: the largest.
         candidates: ids that a vocabulary could hold, such as those a head was trained on; the baseline takes the first
             of them. Default all.
+        beside: another vocabulary, of at least the same sizes, to measure on the same text.
+        floors: share of a source's tokens that must be covered, by name; the report says which are.
 
     Raises:
         TokenizerError: vocabulary and counts belong to different tokenizers.
-        UsageError: a size outside what the vocabulary ranks.
+        UsageError: a size outside what the vocabulary ranks, or a floor of an unknown source.
         VocabularyError: a source without tokens.
     """
     known = vocab.provenance.get("tokenizer_hash")
@@ -152,17 +175,22 @@ def measure_coverage(
             f"The vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
             "Count with the vocabulary's tokenizer."
         )
-    shown, grid = _sizes(vocab, sizes)
+    grid = _sizes(vocab, sizes)
     length = max(vocab.target_vocab, counts.vocab_size)
     first_ids = np.arange(vocab.target_vocab) if candidates is None else np.sort(candidates)
     forced = vocab.target_ids[: vocab.num_forced if vocab.ranked else 0]
     first_ids = np.concatenate([forced, first_ids[~np.isin(first_ids, forced)]])
-    buckets = np.stack([_buckets(order, grid, length) for order in (vocab.target_ids, first_ids)])
-    draft_vocab = vocab.size if draft_vocab is None else draft_vocab
+    orders = [vocab.target_ids, first_ids, *([] if beside is None else [beside.target_ids])]
+    buckets = np.stack([_buckets(order, grid, length) for order in orders])
+    draft_vocab = grid[-1] if draft_vocab is None else draft_vocab
     shares = source_shares(counts, weights).tolist()
+    check_floors(floors or {}, [source.name for source in counts.sources])
     measured = [
         _measure_source(source, share, buckets, len(grid)) for source, share in zip(counts.sources, shares, strict=True)
     ]
+    at = grid.index(draft_vocab)
+    measured = [replace(entry, floor=(floors or {}).get(entry.name)) for entry in measured]
+    measured.sort(key=lambda entry: float(entry.coverage[at]))
     if len(measured) > 1:
         measured.append(_weighted_mean(measured))
     chosen = vocab.target_ids[vocab.num_forced : draft_vocab]
@@ -171,15 +199,14 @@ def measure_coverage(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
-        shown=shown,
         sources=tuple(measured),
         uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
-        warnings=tuple(_warnings(measured, grid.index(draft_vocab), draft_vocab)),
+        warnings=tuple(_warnings(measured, at, draft_vocab)),
     )
 
 
-def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes to show and all sizes to measure, both ascending, the vocabulary's own among them."""
+def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the sizes to measure, ascending; without any, powers of two from 1,024 on and the vocabulary's own."""
     smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
     if sizes is None:
         sizes = [size for size in (1 << exponent for exponent in range(10, 21)) if smallest <= size < vocab.size]
@@ -187,12 +214,7 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
     wrong = [size for size in sizes if not smallest <= size <= vocab.size]
     if wrong:
         raise UsageError(f"--sizes {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.")
-    shown = {int(size) for size in sizes}
-    start = min(max(smallest, 256), vocab.size)
-    curve = np.unique(np.geomspace(start, vocab.size, _CURVE_POINTS).round().astype(int)).tolist()
-    # geomspace may round its last point below the size it was given.
-    inside = {size for size in curve if smallest <= size <= vocab.size}
-    return tuple(sorted(shown)), tuple(sorted(inside | shown | {vocab.size}))
+    return tuple(sorted({int(size) for size in sizes}))
 
 
 def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDArray[np.int64]:
@@ -205,7 +227,7 @@ def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDA
 def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int64], num_sizes: int) -> SourceCoverage:
     """Measure one source on its held-out documents, or else on its counts as if they were one document.
 
-    `buckets` [2, ids] are those of the ranking and of the baseline.
+    `buckets` [orders, ids] are those of the ranking, of the baseline, and of a vocabulary beside it.
     """
     held_out = source.held_out
     part: Part = "counted" if held_out is None or not held_out.num_tokens else "held-out"
@@ -222,10 +244,10 @@ def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int6
     if tokens == 0:
         raise VocabularyError(f"source {source.name!r}: there are no tokens to measure coverage on.")
     # Of each document, how many tokens each size is the first to cover; the last place is for those none does.
-    hits = np.zeros((2, len(lengths), num_sizes + 1))
+    hits = np.zeros((len(buckets), len(lengths), num_sizes + 1))
     for document_hits, bucket_of_id in zip(hits, buckets, strict=True):
         np.add.at(document_hits, (owner, bucket_of_id[token_ids]), times)
-    covered, first = hits.cumsum(axis=2)[:, :, :num_sizes]
+    covered, first, *other = hits.cumsum(axis=2)[:, :, :num_sizes]
     return SourceCoverage(
         name=source.name,
         weight=share,
@@ -235,6 +257,7 @@ def _measure_source(source: SourceCounts, share: float, buckets: NDArray[np.int6
         coverage=covered.sum(axis=0) / tokens,
         error=_standard_error(covered, lengths),
         baseline=first.sum(axis=0) / tokens,
+        beside=other[0].sum(axis=0) / tokens if other else None,
     )
 
 
@@ -257,6 +280,7 @@ def _standard_error(covered: NDArray[np.float64], lengths: NDArray[np.int64]) ->
 def _weighted_mean(measured: Sequence[SourceCoverage]) -> SourceCoverage:
     weights = np.array([entry.weight for entry in measured])
     errors = [entry.error for entry in measured if entry.error is not None]
+    others = [entry.beside for entry in measured if entry.beside is not None]
     return SourceCoverage(
         name=MEAN,
         weight=1.0,
@@ -266,6 +290,7 @@ def _weighted_mean(measured: Sequence[SourceCoverage]) -> SourceCoverage:
         coverage=weights @ np.stack([entry.coverage for entry in measured]),
         error=np.sqrt(weights**2 @ np.stack(errors) ** 2) if len(errors) == len(measured) else None,
         baseline=weights @ np.stack([entry.baseline for entry in measured]),
+        beside=weights @ np.stack(others) if others else None,
     )
 
 

@@ -3,6 +3,9 @@
 Forced ids come first, by count descending and then by id; after them all other ids by weighted count descending, ties
 by id. One order serves every size, so vocabularies are nested. Counts (id: count) 0: 5, 1: 9, 2: 9, 3: 0, 4: 7 with
 forced id 3 rank as 3, 1, 2, 4, 0.
+
+Floors, shares of single sources that a size must cover, take rarer ids of these sources in place of the last others
+(`floors.py`); the ids that stay are ranked in the same way.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .counts import TokenCounts
+from .counts import SourceCounts, TokenCounts
 from .errors import UsageError, VocabularyError
+from .floors import FloorProblem
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import (
     COUNTED_IDS,
+    FLOORS,
+    ROUND_TO,
     TARGET_VOCAB_FROM,
     DraftVocab,
     check_ids,
@@ -43,6 +49,7 @@ def rank_vocabulary(
     target_vocab: int | None = None,
     candidates: ArrayLike | DraftVocab | None = None,
     weights: Mapping[str, float] | None = None,
+    floors: Mapping[str, float] | None = None,
 ) -> DraftVocab:
     """Rank the vocabulary by counted text and cut it to a size.
 
@@ -58,14 +65,20 @@ def rank_vocabulary(
         candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
             and never added; N may equal their number.
         weights: share of each source by name, overriding the counts' own weights.
+        floors: share of a source's held-out tokens (of the counted ones where nothing was held out), by name, that the
+            `size` ids must cover. They are chosen to cover the most of all sources, weighted, beside these.
 
     Raises:
-        UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches.
+        UsageError: size and coverage together, an N that does not fit, a coverage that no allowed size reaches, floors
+            without a size, or that this size cannot hold: with the size that would do.
         TokenizerError: the counts or the candidates were made with another tokenizer.
         VocabularyError: candidate ids break a rule.
     """
     if size is not None and coverage is not None:
         raise UsageError("A size and --coverage exclude each other: give only one of them.")
+    if floors and size is None:
+        raise UsageError("--floor needs a size (--size, --draft-vocab), whose ids are chosen to hold it.")
+    check_floors(floors or {}, [source.name for source in counts.sources])
     provenance: dict[str, Any] = {"method": "counts", "sources": counts.account(weights)}
     if target_vocab is None:
         target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
@@ -81,14 +94,19 @@ def rank_vocabulary(
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
+    optimistic = []
     if coverage is not None:
         size, account = _size_for_coverage(counts, weights, order, coverage, pool)
         provenance["size_from_coverage"] = account
         if account["measured_on"] == "counted":
-            warnings.append(
-                "the size for --coverage was found on the counted text itself, because nothing was held out: other "
-                "text will be covered less. Count with a held-out part"
-            )
+            optimistic.append("the size for --coverage was found")
+    if floors and size is not None:
+        pool.check_size(size)
+        order, provenance[FLOORS] = _hold_floors(counts, floors, score, order, size, pool)
+        on_counted = [entry["source"] for entry in provenance[FLOORS]["held"] if entry["measured_on"] == "counted"]
+        optimistic.extend(f"the floor of {name} was measured" for name in on_counted)
+    advice = "because nothing was held out: other text will be covered less. Count with a held-out part"
+    warnings.extend(f"{what} on the counted text itself, {advice}" for what in optimistic)
     provenance[COUNTED_IDS] = int((score[order[len(pool.forced) : size]] > 0).sum())
     vocab = pool.cut(order, size, provenance)
     # All ids together are ranked to be cut later: only a size that was asked for is warned about.
@@ -145,10 +163,18 @@ def rank_by_order(
     return pool.cut(ranked, size, {**found, **(provenance or {})})
 
 
-def check_coverage(coverage: float) -> None:
-    """Raise UsageError for a number that is not a share of tokens."""
-    if not 0 < coverage <= 1:
-        raise UsageError(f"--coverage {coverage} is not a share of tokens: give a number above 0 and at most 1.")
+def check_share(option: str, share: float) -> None:
+    """Raise UsageError for the number of an option that is not a share of tokens."""
+    if not 0 < share <= 1:
+        raise UsageError(f"{option} {share} is not a share of tokens: give a number above 0 and at most 1.")
+
+
+def check_floors(floors: Mapping[str, float], names: Sequence[str]) -> None:
+    """Raise UsageError for a floor that is not a share of tokens, or is of none of the sources of these names."""
+    for name, floor in floors.items():
+        if name not in names:
+            raise UsageError(f"--floor {name}: there is no such source; there are: {', '.join(names)}.")
+        check_share(f"--floor {name}", floor)
 
 
 def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
@@ -271,11 +297,10 @@ def _size_for_coverage(
     The counted text is taken where a source with a weight above 0 held nothing out. Sources without a token are left
     out, as in `TokenCounts.weighted`.
     """
-    check_coverage(coverage)
+    check_share("--coverage", coverage)
     shares = source_shares(counts, weights)
-    held_out = [source.held_out.token_ids if source.held_out else np.zeros(0, np.int32) for source in counts.sources]
     length = max(pool.target_vocab, counts.vocab_size)
-    parts, part = [np.bincount(token_ids, minlength=length) for token_ids in held_out], "held-out"
+    parts, part = [_held_out_counts(source, length) for source in counts.sources], "held-out"
     if any(share > 0 and not tokens.any() for share, tokens in zip(shares, parts, strict=True)):
         parts = [np.pad(source.counts, (0, length - counts.vocab_size)) for source in counts.sources]
         part = "counted"
@@ -296,6 +321,71 @@ def _size_for_coverage(
     size = min(round_up(smallest), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
     return size, account
+
+
+def _held_out_counts(source: SourceCounts, length: int) -> NDArray[np.int64]:
+    token_ids = source.held_out.token_ids if source.held_out else np.zeros(0, np.int32)
+    return np.bincount(token_ids, minlength=length)
+
+
+def _hold_floors(
+    counts: TokenCounts,
+    floors: Mapping[str, float],
+    score: NDArray[np.float64],
+    order: NDArray[np.int64],
+    size: int,
+    pool: _Pool,
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Return an order whose first `size` ids hold the floors, and the account of it.
+
+    Where the first `size` ids of the order hold them already, it stays as it is.
+    """
+    named = {source.name: source for source in counts.sources}
+    texts = np.stack([np.pad(named[name].counts, (0, len(score) - counts.vocab_size)) for name in floors])
+    held_out = np.stack([_held_out_counts(named[name], len(score)) for name in floors])
+    if not texts.any(axis=1).all():
+        raise VocabularyError(
+            f"--floor: one source of {', '.join(floors)} holds no token. Count some of its text first."
+        )
+    parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
+    measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
+    problem = FloorProblem(
+        score=(score / max(float(score.sum()), 1.0))[pool.ids],
+        is_forced=np.isin(pool.ids, pool.forced),
+        counted=(texts / texts.sum(axis=1, keepdims=True))[:, pool.ids],
+        measured=(measured / measured.sum(axis=1, keepdims=True))[:, pool.ids],
+        floors=np.array(list(floors.values())),
+    )
+    chosen, bound = np.isin(pool.ids, order[:size]), None
+    if not problem.holds(chosen):
+        found = problem.choose(size)
+        if found is None:
+            without = zip(floors.items(), problem.reached(chosen), strict=True)
+            falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
+            enough = _size_for_floors(problem, size, pool.largest_size)
+            advice = f"{enough} would do" if enough else f"no size does, up to {pool.largest_size}: ask for less"
+            raise UsageError(
+                f"--floor: {size} ids cannot hold all of these floors; {advice}. Ranked without floors, {size} cover "
+                f"{falls}."
+            )
+        chosen, bound = found
+        order = order[np.argsort(~np.isin(order, pool.ids[chosen]), kind="stable")]
+    held = [
+        {"source": name, "asked": floor, "reached": reached, "measured_on": part}
+        for (name, floor), reached, part in zip(floors.items(), problem.reached(chosen).tolist(), parts, strict=True)
+    ]
+    return order, {"size": size, "held": held, "weighted": float(problem.score[chosen].sum()), "weighted_bound": bound}
+
+
+def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | None:
+    """Return the next multiple that holds floors which `size` ids do not, None where not even the largest does."""
+    fewest = problem.smallest_size()
+    if fewest is None:
+        return None
+    first = round_up(max(fewest, size + 1))
+    # Nearly always the first one does.
+    sizes = [*(first + ROUND_TO * ((1 << power) - 1) for power in range(16)), largest]
+    return next((enough for enough in sizes if enough <= largest and problem.choose(enough) is not None), None)
 
 
 def _follow(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +10,12 @@ from .errors import SourceError
 from .files import expand_home, read_object
 from .hub import find_snapshot
 
-_CONFIG = "config.json"
-_GENERATION = "generation_config.json"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """What matters of a target to a list of its ids.
-
-    Attributes:
-        label: folder or Hub repository, as the user named it.
-        vocab_size: rows of the LM head, None where the configuration does not tell.
-        tied: whether the LM head is the input embedding; None where the configuration does not tell.
-        eos_ids: ids that end a text, ascending.
-    """
+    """Rows of a target's LM head, whether they are its input embedding (None: not said), and ids that end a text."""
 
     label: str
     vocab_size: int | None
@@ -32,21 +24,20 @@ class TargetConfig:
 
 
 def read_target(source: str, offline: bool = False) -> TargetConfig:
-    """Read config.json and generation_config.json of a target in a folder or on the Hub.
-
-    Raises:
-        SourceError: there is no such folder or repository, or no readable config.json in it.
-    """
+    """Read config.json and generation_config.json of a target in a folder or on the Hub; raises SourceError."""
     folder = expand_home(source)
     if not folder.is_dir():
-        folder = find_snapshot(source, None, offline, _wanted).folder
+        wanted = (_CONFIG, _GENERATION)
+        folder = find_snapshot(
+            source, None, offline, lambda names, _: [name for name in names if name in wanted]
+        ).folder
     config = read_object(folder / _CONFIG, SourceError)
     generation = read_object(folder / _GENERATION, SourceError) if (folder / _GENERATION).is_file() else {}
-    parts = [*parts_of(config), generation]
     eos_ids: set[int] = set()
-    for value in (part.get("eos_token_id") for part in parts):
+    for part in (*_parts(config), generation):
+        value = part.get("eos_token_id")
         eos_ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    sizes = [part["vocab_size"] for part in parts if type(part.get("vocab_size")) is int]
+    sizes = [part["vocab_size"] for part in _parts(config) if "vocab_size" in part]
     return TargetConfig(source, sizes[0] if sizes else None, says_tied(config), tuple(sorted(eos_ids)))
 
 
@@ -55,14 +46,10 @@ def says_tied(config: Mapping[str, Any]) -> bool | None:
 
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
-    said = {part["tie_word_embeddings"] for part in parts_of(config) if type(part.get("tie_word_embeddings")) is bool}
+    said = {part["tie_word_embeddings"] for part in _parts(config) if type(part.get("tie_word_embeddings")) is bool}
     return said.pop() if len(said) == 1 else None
 
 
-def parts_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the objects of a config.json that describe the language model: itself, and its text_config."""
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what describes the language model: the configuration, and its text_config."""
     return [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-
-
-def _wanted(names: Sequence[str], where: str) -> list[str]:
-    return [name for name in names if name in (_CONFIG, _GENERATION)]

@@ -1,18 +1,9 @@
 """Token maps: the target id of each draft row, in the forms of published heads and of other tools' files.
 
-    loader      file                content                                         read by
-    sglang      NAME.pt             list[int], rank order                           SGLang `--speculative-token-map`
-    fr-spec     freq_N.pt           the same, of exactly N ids                      FR-Spec `--V N`
-    vllm        NAME.json, NAME.pt  list[int], ascending                            vLLM's proposed `draft_token_map`
-    vllm-mtp    NAME.txt, NAME.npy  a line per id or int64 [ids], ascending         patches, `VLLM_MTP_DRAFT_VOCAB`
-    mtplx       NAME.json           {"ids": list[int]}, rank order                  MTPLX `MTPLX_FRSPEC_VOCAB`
-    tensorfold  NAME.txt            a line per id, rank order                       TensorFold
-    head        NAME.safetensors    tensors d2t and, mostly, t2d; others ignored    heads, SafeAILab's form
-    eagle-slim  NAME.json           our own form, with provenance                   eagle-slim
-
-Versions of the loaders are in docs/vocabulary.md. Read alone: ids as text in other layouts (NAME.csv, comments behind
-`#`), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt` file, a tensor of ids in a `.pt` file or a
-bare d2t in one whose name begins with d2t, the folder of a head, and an artifact, whose manifest has the rank order.
+docs/vocabulary.md lists the loaders with their versions. Read alone: ids as text in other layouts (NAME.csv, comments
+behind `#`), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt` file, a tensor of ids in a `.pt`
+file or a bare d2t in one whose name begins with d2t, the folder of a head, and an artifact, whose manifest has the rank
+order.
 
 d2t and t2d come in two published forms. Offset form (SafeAILab, vLLM, SGLang): `target_id = row + d2t[row]`. Absolute
 form: `target_id = d2t[row]`, which no engine reads, though files with it exist. Ids (1, 4, 5) in a vocabulary of 6:
@@ -33,7 +24,7 @@ import json
 import pickle
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import UsageError, VocabularyError, errors_of
 from .files import check_named, read_json, read_text, regular_file, write_file
-from .forced import ForcedIds
+from .forced import forced_ids
 from .target import TargetConfig
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import (
@@ -60,52 +51,29 @@ D2TForm = Literal["offset", "absolute"]
 Loader = Literal["sglang", "fr-spec", "vllm", "vllm-mtp", "mtplx", "tensorfold", "head", "eagle-slim"]
 
 _PICKLES = (".pt", ".pth", ".bin")
-
-
-@dataclass(frozen=True)
-class _Format:
-    """What a loader takes: endings of the file, whether ids are in rank order, and limits that it does not report."""
-
-    endings: tuple[str, ...]
-    is_ranked: bool = False
-    limits: tuple[str, ...] = ()
-
-
-_FORMATS: dict[Loader, _Format] = {
-    "sglang": _Format(
-        _PICKLES,
-        True,
-        (
-            "the list is for --speculative-algorithm EAGLE or NEXTN: with EAGLE3 it is ignored, as the head has a map",
-            "serve with one rank (--tp 1): of several, each looks the ids up among its own rows of the LM head",
-        ),
-    ),
-    "fr-spec": _Format(_PICKLES, True, ("start it with --V and the number in the file's name, beside the head",)),
-    "vllm": _Format(
-        (".json", *_PICKLES),
-        False,
-        ("no released vLLM has draft_token_map (up to 0.33.0): it is proposed in the pull requests 59740 and 60226",),
-    ),
-    "vllm-mtp": _Format(
-        (".txt", ".npy"),
-        False,
-        (
-            "VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy",
-            "serve with one rank, except with MiaAI-Lab's recipe for two machines",
-        ),
-    ),
-    "mtplx": _Format((".json",), True, ("MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",)),
-    "tensorfold": _Format(
-        (".txt",), True, ("of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",)
-    ),
-    "head": _Format((".safetensors",)),
-    "eagle-slim": _Format((".json",)),
+_ENDINGS: dict[Loader, tuple[str, ...]] = {
+    "sglang": _PICKLES,
+    "fr-spec": _PICKLES,
+    "vllm": (".json", *_PICKLES),
+    "vllm-mtp": (".txt", ".npy"),
+    "mtplx": (".json",),
+    "tensorfold": (".txt",),
+    "head": (".safetensors",),
+    "eagle-slim": (".json",),
 }
-LOADERS = tuple(_FORMATS)
-_TIED = (
-    "the target's LM head must not be tied to its embedding: SGLang then keeps all rows, yet looks their numbers up in "
-    "the list, and no draft is right"
-)
+LOADERS = tuple(_ENDINGS)
+_IN_RANK_ORDER = ("sglang", "fr-spec", "mtplx", "tensorfold")
+_LIMITS: dict[Loader, str] = {
+    "sglang": "the list is for --speculative-algorithm EAGLE and NEXTN (with EAGLE3 it is ignored) and for one rank "
+    "(--tp 1): of several, each looks the ids up among its own rows of the LM head",
+    "fr-spec": "start it with the number in the file's name as --V, and the file beside the head",
+    "vllm": "no released vLLM (up to 0.33.0) has draft_token_map: pull requests 59740 and 60226 propose it",
+    "vllm-mtp": "VLLM_MTP_DRAFT_VOCAB is a patch of vLLM: MiaAI-Lab's recipes read .txt, qwen3.8-Flash-DGX reads .npy; "
+    "one rank only, except with MiaAI-Lab's recipe for two machines",
+    "mtplx": "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",
+    "tensorfold": "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",
+}
+_TIED = "if the LM head is tied to the embedding, SGLang keeps all its rows, yet looks their numbers up in the list"
 _MANIFEST_NAME = "eagle_slim.json"
 
 
@@ -190,7 +158,6 @@ def import_token_map(
     target_vocab: int | None = None,
     d2t_form: D2TForm | None = None,
     tokenizer: LoadedTokenizer | None = None,
-    forced: ForcedIds | None = None,
 ) -> DraftVocab:
     """Read a token map of any format at the top of this module; its content shows which.
 
@@ -198,8 +165,7 @@ def import_token_map(
         path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
         target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
         d2t_form: how d2t is to be read when the file does not show it (see `ids_from_d2t`).
-        tokenizer: of the target; warnings then tell ids that belong to no token.
-        forced: warnings tell which of these ids are left out.
+        tokenizer: of the target; warnings then tell ids that belong to no token, and forced ones that are left out.
 
     Returns:
         The vocabulary, in the file's order for a list of ids and for rows that do not ascend. Of ids that a list
@@ -226,33 +192,30 @@ def import_token_map(
             else:
                 rows = whole_numbers(source["d2t"], "d2t")
                 read = _from_d2t(rows, source.get("t2d"), target_vocab, d2t_form, provenance)
-    found = _doubts_of_ids(read, tokenizer, forced)
-    made_with = {} if tokenizer is None else {"tokenizer_hash": tokenizer.tokenizer_hash}
-    return replace(read, provenance={**read.provenance, **made_with, "warnings": [*read.warnings, *found]})
+    return read if tokenizer is None else _checked(read, tokenizer)
 
 
-def _doubts_of_ids(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, forced: ForcedIds | None) -> list[str]:
-    """Tell ids that no token has, and forced ids that are missing."""
-    found = []
-    if tokenizer is not None:
-        known = vocab.provenance.get("tokenizer_hash")
-        if known is not None:
-            check_tokenizer(tokenizer, known, "the vocabulary")
-        beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
-        if len(beyond):
-            found.append(
-                f"{len(beyond)} ids belong to no token of {tokenizer.source}, whose last is "
-                f"{tokenizer.vocab_size - 1} (padding rows, or another model's list): {some_ids(beyond)}"
-            )
-    if forced is not None:
-        missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)]
-        if len(missing):
-            why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8].tolist())
-            found.append(
-                f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
-                f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
-            )
-    return found
+def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
+    """Warn about ids that no token has, and about forced ids that are left out."""
+    known, found = vocab.provenance.get("tokenizer_hash"), list(vocab.warnings)
+    if known is not None:
+        check_tokenizer(tokenizer, known, "the vocabulary")
+    beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
+    if len(beyond):
+        found.append(
+            f"{len(beyond)} ids belong to no token of {tokenizer.source}, whose last is {tokenizer.vocab_size - 1} "
+            f"(padding rows, or another model's list): {some_ids(beyond)}"
+        )
+    forced = forced_ids(tokenizer)
+    missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)].tolist()
+    if missing:
+        why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8])
+        found.append(
+            f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
+            f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
+        )
+    account = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
+    return replace(vocab, provenance=account)
 
 
 def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
@@ -273,22 +236,13 @@ def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict
 
 
 def _without_repeats(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """Keep the first place of every id, with a warning about the others.
-
-    FR-Spec's script makes one or two: for a tokenizer that adds a BOS, it takes [BOS, EOS] for the EOS and appends both
-    to a list that may hold them already.
-    """
+    """Keep the first place of every id, with a warning; FR-Spec's script repeats one for tokenizers that add a BOS."""
     _, first = np.unique(ids, return_index=True)
-    repeated = np.setdiff1d(np.arange(len(ids)), first)
-    if not len(repeated):
+    again = np.delete(ids, first)
+    if not len(again):
         return ids, []
-    by_script = len(repeated) <= 2 and repeated[0] >= len(ids) - 2 and len(ids) - 2 in repeated
-    origin = ", as FR-Spec's script writes it for tokenizers that add a BOS" if by_script else ""
-    warning = (
-        f"the token map has {len(ids)} entries, and again id {some_ids(ids[repeated])}{origin}; the first place "
-        f"counts, which leaves {len(first)} ids"
-    )
-    return np.delete(ids, repeated), [warning]
+    places = f"{len(ids)} entries, and again id {some_ids(again)}"
+    return ids[np.sort(first)], [f"the token map has {places}; the first place counts, which leaves {len(first)} ids"]
 
 
 def _from_d2t(
@@ -448,11 +402,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def export_token_map(
-    vocab: DraftVocab, path: str | Path, loader: Loader | None = None, target: TargetConfig | None = None
+    vocab: DraftVocab, path: str | Path, loader: Loader, target: TargetConfig | None = None
 ) -> list[str]:
     """Write a vocabulary as a loader takes it; the bytes depend on the ids only, not on the file's name.
-
-    The loader is by default "eagle-slim" for .json, "head" for .safetensors, "sglang" for .pt.
 
     Args:
         target: what the target's configuration says, to be checked against.
@@ -466,23 +418,20 @@ def export_token_map(
         OSError: the file cannot be written.
     """
     path = Path(path)
-    loader = loader or loader_of(path)
-    form = _FORMATS[loader]
-    if path.suffix not in form.endings:
-        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(form.endings)}.")
+    if path.suffix not in _ENDINGS[loader]:
+        raise UsageError(f"{path}: a file --for {loader} ends in {' or '.join(_ENDINGS[loader])}.")
     if loader == "fr-spec" and path.stem != f"freq_{vocab.size}":
         raise UsageError(f"{path}: --for fr-spec the name is freq_{vocab.size}.pt: FR-Spec finds the file by --V.")
-    if form.is_ranked and not vocab.ranked:
+    if loader in _IN_RANK_ORDER and not vocab.ranked:
         raise UsageError(
             f"--for {loader} ids are listed in rank order, but these come from a map in ascending order, which has "
             "none. Rank them with counts first (`eagle-vocab rank --candidates`)."
         )
-    told = list(form.limits)
-    if loader == "sglang" and (target is None or target.tied is None):
-        asked = "name it with --target" if target is None else f"{target.label} does not say"
-        told.append(f"{_TIED} ({asked})")
-    if loader == "sglang" and target is not None and target.tied:
-        raise UsageError(f"--target {target.label} ties its LM head, and --for sglang {_TIED}. Draft with all rows.")
+    told = [_LIMITS[loader]] if loader in _LIMITS else []
+    if loader == "sglang" and (target is None or target.tied is not False):
+        if target is not None and target.tied:
+            raise UsageError(f"--target {target.label} ties its LM head: {_TIED}. Serve it without a list.")
+        told.append(f"{_TIED}; --target checks it{'' if target is None else f', and {target.label} does not say'}")
     if target is not None:
         missing = np.setdiff1d(np.array(target.eos_ids, np.int64), vocab.target_ids)
         added = "; vLLM adds them to its rows" if loader == "vllm" else ""
@@ -490,30 +439,17 @@ def export_token_map(
             told.append(f"ids that end a text of {target.label} are not in the list: {some_ids(missing)}{added}")
     if loader == "eagle-slim":
         vocab.save(path)
-    else:
-        told += padding_warning(vocab.size)
-        write_file(
-            path, _encode(vocab.target_ids if form.is_ranked else vocab.ascending_ids, vocab, loader, path.suffix)
-        )
-    return told
+        return told
+    ids = vocab.target_ids if loader in _IN_RANK_ORDER else vocab.ascending_ids
+    write_file(path, _encode(ids, vocab.target_vocab, loader, path.suffix))
+    return told + padding_warning(vocab.size)
 
 
-def loader_of(path: str | Path) -> Loader:
-    """Return the loader that a file's ending stands for; UsageError for none."""
-    found: dict[str, Loader] = {".json": "eagle-slim", ".safetensors": "head", **dict.fromkeys(_PICKLES, "sglang")}
-    suffix = Path(path).suffix
-    if suffix not in found:
-        raise UsageError(
-            f"{path}: this name does not tell who will read it. Give one of {', '.join(LOADERS)} with --for."
-        )
-    return found[suffix]
-
-
-def _encode(ids: NDArray[np.int64], vocab: DraftVocab, loader: Loader, suffix: str) -> bytes:
+def _encode(ids: NDArray[np.int64], target_vocab: int, loader: Loader, suffix: str) -> bytes:
     if loader == "head":
         from safetensors.numpy import save
 
-        maps = {"d2t": d2t_from_ids(ids), "t2d": t2d_from_ids(ids, vocab.target_vocab)}
+        maps = {"d2t": d2t_from_ids(ids), "t2d": t2d_from_ids(ids, target_vocab)}
         return bytes(save(maps, metadata={"format": "pt"}))
     if suffix == ".txt":
         return "".join(f"{token_id}\n" for token_id in ids.tolist()).encode()

@@ -20,6 +20,9 @@ TARGET_VOCAB_FROM = "target_vocab_from"
 COUNTED_IDS = "counted_ids"
 """Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
 
+FLOORS = "floors"
+"""Provenance key of a ranking with floors: the size that holds them, and what it covers."""
+
 ROUND_TO = 64
 """Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
 
@@ -194,6 +197,14 @@ def uncounted_warning(vocab: DraftVocab) -> list[str]:
         f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
         f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
     ]
+
+
+def lost_floors(vocab: DraftVocab, size: int) -> list[str]:
+    """Warn if fewer ids are taken than hold the floors of a ranking."""
+    held = vocab.provenance.get(FLOORS)
+    if held is None or size >= held["size"]:
+        return []
+    return [f"the floors hold with {held['size']} ids, and {size} are taken: rank with --size {size} to hold them"]
 
 
 def doubts_of_order(ids: NDArray[np.int64]) -> list[str]:

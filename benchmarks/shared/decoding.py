@@ -30,6 +30,7 @@ from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
 from eagle_slim.runtime.step.shapes import ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
+from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels import attention
 from eagle_slim.runtime.target.kernels.attention import AttentionTiles, tree_attention
@@ -43,6 +44,8 @@ from benchmarks.shared.timing import time_queued_us
 
 LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36}
 TIED = ("smollm2-135m", "llama-3.2-1b")
+TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
+"""Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
 PEAKED = 20.0
 """Gain of a random LM head whose distributions are as peaked as a trained one's: trees then reach their depth."""
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True, has_top_p=True)
@@ -51,8 +54,11 @@ SPARE_LENGTH = 0.02
 COMPILE_S = 180
 
 
-def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build a random Llama or Qwen3 of these dimensions on the device."""
+def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16") -> nn.Module:
+    """Build a random Llama or Qwen3 of these dimensions on the device.
+
+    ``weights``: one of `TARGET_WEIGHTS`. The matrices of layers in FP8 are made one at a time.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -61,22 +67,47 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
         num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=131072,
         tie_word_embeddings=name in TIED,
     )  # fmt: skip
+    with device if weights == "bf16" else torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if weights != "bf16":
+        _fill_in_fp8(model, dtype, device, is_by_blocks=weights == "fp8-blocks")
+    random_model: nn.Module = model
+    return random_model
+
+
+def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blocks: bool) -> None:
+    """Give a model on the meta device random weights, those of its layers' matrices in FP8."""
+    for layer in model.model.layers:
+        for path, linear in [(path, each) for path, each in layer.named_modules() if isinstance(each, nn.Linear)]:
+            weight = quantise_rows(torch.empty(linear.weight.shape, dtype=dtype, device=device).normal_(std=0.02))
+            if is_by_blocks:
+                groups = -(-linear.in_features // SCALE_BLOCK)
+                weight = Fp8Weight(weight.words, weight.scales.repeat(1, groups))
+            parent, _, name = path.rpartition(".")
+            setattr(layer.get_submodule(parent), name, Fp8Linear(weight))
+    for path, parameter in list(model.named_parameters()):
+        parent, _, name = path.rpartition(".")
+        values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
+        values += parameter.dim() == 1  # a norm's
+        setattr(model.get_submodule(parent), name, nn.Parameter(values, requires_grad=False))
+    model.tie_weights()
     with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return model
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
 class RandomModel:
     """A random target and a random head over its whole vocabulary; decoders over them share every weight.
 
-    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs.
+    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs. ``weights``: one of
+    `TARGET_WEIGHTS`.
     """
 
     def __init__(
-        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused"
-    ) -> None:
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused",
+        weights: str = "bf16",
+    ) -> None:  # fmt: skip
         self.dims = MODELS[name]
-        model = random_target(name, self.dims, dtype, device)
+        model = random_target(name, self.dims, dtype, device, weights)
         target = TargetModel(model, default_taps(LAYERS[name]), backend)
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None

@@ -23,16 +23,17 @@ TOLERANCE = 1.02
 
 
 @torch.inference_mode()
-def measure_quality(model: SpeculativeModel, text: Sequence[int], num_tokens: int = NUM_TOKENS,
+def measure_quality(model: SpeculativeModel, text: Sequence[int], whole: Any, num_tokens: int = NUM_TOKENS,
                     window: int = WINDOW) -> dict[str, Any]:  # fmt: skip
     """Measure each forward's mean KL divergence and share of equal argmax over ``num_tokens`` or more of ``text``.
 
+    ``whole``: a model whose weights are those of the float32 forward: the target's own, or what it was quantised from.
     ``is_good``: neither of ours is worse than transformers' by more than `TOLERANCE`. Raises ValueError for too little
     text, and where pieces begin alike.
     """
     own: Any = model.target.model
-    precise = type(own)(copy.deepcopy(own.config)).float().to(model.device).eval()
-    precise.load_state_dict({name: tensor.float() for name, tensor in own.state_dict().items()})
+    precise = type(whole)(copy.deepcopy(whole.config)).float().to(model.device).eval()
+    precise.load_state_dict({name: tensor.float() for name, tensor in whole.state_dict().items()})
     scored = window - OPENING
     count = -(-num_tokens // scored)
     pieces = [list(text[place : place + window]) for place in range(0, len(text) - window + 1, window)][:count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -61,3 +61,17 @@ def commit() -> str:
     describe = f"git -C '{Path(__file__).resolve().parent}' describe --always --dirty=+ --abbrev=12 '--exclude=*'"
     status, answer = subprocess.getstatusoutput(describe)
     return os.environ.get("EAGLE_SLIM_COMMIT") or ("unknown" if status else answer)
+
+
+def barriers_of(split: Mapping[str, int], depth: int) -> list[str]:
+    """Name what ends at each barrier of a draft by an EAGLE-3 head, whose projections are ``split``."""
+
+    def product(name: str, part: str) -> list[str]:
+        # The parts of sums wait for each other.
+        return [part] * (2 if split[name] > 1 else 1)
+
+    fc = [*product("fc", "fc"), "fc"]
+    layer = [*product("qkv", "QKV"), "attention", "attention", *product("o", "output"), "MLP", *product("down", "MLP")]
+    level = [*layer, "LM head, top-k", "choose nodes"]
+    # The last level chooses the tree after its last barrier.
+    return ["inputs", *fc, *(level * (depth + 1))[:-1]]

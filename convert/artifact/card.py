@@ -76,8 +76,8 @@ def _coverage(coverage: Mapping[str, Any] | None) -> str:
     text = f"## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose{note}.\n\n"
     rows = []
     for source in coverage["sources"]:
-        for size in coverage["shown"]:
-            at, low, high = coverage["sizes"].index(size), source["low"], source["high"]
+        for at, size in enumerate(coverage["sizes"]):
+            low, high = source["low"], source["high"]
             rows.append(
                 (
                     f"{source['name']} ({source['part']})",

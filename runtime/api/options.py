@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = (
     "transformers_version", "return_legacy_cache", "prefill_chunk_size", "target_lookbehind", "is_assistant", "cache_",
     "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile",
 )  # fmt: skip
-"""Beginnings of names that change no token."""
+"""Beginnings of the names of fields that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
 _ON_GREEDY = (
     "min_length", "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id",
@@ -52,7 +52,7 @@ _ON_GREEDY = (
 """Fields of the target's own configuration that would change greedy decoding."""
 _PROCESSORS = " What changes logits can be given as a logits_processor."
 _WITHOUT_WARNING = {"temperature": (0.0, 1.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
-"""Values beside greedy decoding of which transformers does not warn."""
+"""Values that transformers takes without a warning in greedy decoding."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def read_tokenizer(given: Any) -> Any:
 
 
 def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
-    """Read how to sample from joined options (`join_options`); of contradicting ``keywords`` ``do_sample`` counts.
+    """Read how to sample from joined options (`join_options`); where ``keywords`` disagree, ``do_sample`` wins.
 
     Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
     from PyTorch's generator, which `torch.manual_seed` sets. Greedy decoding ignores what only sampling reads, with a
@@ -241,7 +241,7 @@ def _read_seeds(seed: Any, num_prompts: int) -> tuple[int, ...] | None:
 
 
 def _read_deadline(max_time: Any) -> float | None:
-    """Return when ``max_time`` seconds from now are over, as `time.monotonic` counts."""
+    """Return the time of `time.monotonic` at which ``max_time`` seconds have passed."""
     if max_time is None:
         return None
     if isinstance(max_time, bool) or not isinstance(max_time, Real) or not float(max_time) > 0:
@@ -276,7 +276,7 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
 
 
 def _read_ids(*found: Any) -> list[int]:
-    """Return the first of what is not None, one id or many (a list, a set, a tensor), as a list; [] without any."""
+    """Return the first argument that is not None, an id or a list, set or tensor of them, as a list; else []."""
     ids: Any = next((each for each in found if each is not None), [])
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     return [read_token_id(token) for token in (values if isinstance(values, Iterable) else [values])]

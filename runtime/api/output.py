@@ -90,7 +90,7 @@ def join_sequences(
 
 
 def first_difference(found: Sequence[int], own: Sequence[int]) -> int | None:
-    """Place of the first token that differs, or that only one of both has; None where they are equal."""
+    """Return the place of the first token that differs, or that only one has; None where they are equal."""
     if list(found) == list(own):
         return None
     return next((i for i, (a, b) in enumerate(zip(found, own, strict=False)) if a != b), min(len(found), len(own)))

@@ -1,4 +1,4 @@
-"""Reading prompts: text, token ids in any container, tokenizer output, and conversations, all into token ids."""
+"""Read prompts into token ids: text, ids in any container, tokenizer output, and conversations."""
 
 from __future__ import annotations
 

@@ -6,26 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.weights import HeadWeights
 from .sampling import Processors
 from .stats import GenerationStats
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
-
-
-class Streamer(Protocol):
-    """What transformers calls a streamer: it gets the prompt, then new tokens, then the end."""
-
-    def put(self, value: Tensor) -> None:
-        """Take token ids, int64 [1, seq] for the prompt and [new] afterwards, on the CPU."""
-
-    def end(self) -> None:
-        """End of stream."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +52,16 @@ class Request:
     decode: Callable[[Sequence[int]], str] | None = None
     process: Processors | None = None
     criteria: Sequence[Callable[[Tensor, Any], Any]] = ()
-    """Asked after every token, with prompt and answer (int64 [1, seq] on ``device``) and None; True ends the answer."""
+    """Called after every token with prompt and answer (int64 [1, seq] on ``device``) and None; True ends the answer."""
     deadline: float | None = None
     """A time of `time.monotonic`, looked at after every step."""
     device: torch.device | str = "cpu"
     keys: Tensor | None = None
-    """int64 [at least max_new_tokens]: of the noise that chooses each new token; None when greedy."""
-    streamer: Streamer | None = None
+    """int64 [at least max_new_tokens]: noise keys, one for each new token; None when greedy."""
+    streamer: BaseStreamer | None = None
+    """Gets the prompt, int64 [1, seq], then new tokens [new], on the CPU."""
     head: HeadWeights | None = None
-    """What drafts, so that what it cannot propose is counted; None where drafting was not asked for."""
+    """The draft head, to count tokens that it cannot propose; None where drafting was not asked for."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)

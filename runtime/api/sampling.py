@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: the keys of its noise, and the logits processors that options ask for.
+"""Choose a request's tokens: the keys of its noise, and the logits processors that options ask for.
 
 Every request has one stream of keys, drawn from its own generator (seed, and place in the call, or among the answers to
 its prompt where that has a seed of its own). The token at new position i is chosen by the noise that key i gives each
@@ -45,7 +45,7 @@ class Processors:
     """The logits processors of one request, in transformers' order."""
 
     steps: tuple[tuple[str, Any], ...]
-    """Each with the option that asks for it, or the name of its class."""
+    """Each processor after the option that asks for it, or the name of its class."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Processors:
         return tuple(name for name, _ in self.steps)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Apply them: the tokens before a position int64 [1, seq], and its logits float32 [1, vocab].
+        """Apply them to the logits of a position, float32 [1, vocab], after the tokens before it, int64 [1, seq].
 
         Raises `UsageError` for one that does not return scores of that shape.
         """

@@ -42,11 +42,11 @@ class GenerationStats:
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
     num_cut_tokens: int = 0
-    """Tokens that were accepted beyond an answer's end. They are in no accepted length: else a size that needs one pass
-    more for the same answer could seem to accept more."""
+    """Tokens accepted beyond an answer's end. They are in no accepted length, so that a size that needs one pass more
+    for the same answer does not seem to accept more."""
     missed_ids: dict[int, int] = field(default_factory=dict)
-    """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold. Of all
-    new tokens, the first of an answer too; with ``speculative=False`` none are counted."""
+    """Counts of generated target ids that the draft vocabulary, joined ids included, did not hold. Of all new tokens,
+    the first of an answer too; empty with ``speculative=False``."""
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
@@ -59,7 +59,7 @@ class GenerationStats:
     num_partial_passes: int = 0
     """Target passes over a part of the cache (`PartialVerification`), summed over sequences; in no accepted length."""
     num_rolled_back_tokens: int = 0
-    """Tokens that partial passes accepted and full ones did not."""
+    """Tokens that partial passes accepted and full passes rejected."""
     cache_bytes: int = 0
     """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
     graph_bytes: int = 0
@@ -71,10 +71,10 @@ class GenerationStats:
     path: str = ""
     """Human-readable description of what ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
-    """Why every token is the one that decoding its prompt alone and plainly gives, in float32 but for ties within its
-    last bits; None where nothing promises that."""
+    """Why every token is that of plain decoding of its prompt alone, in float32 but for ties within its last bits; None
+    where nothing promises that."""
     is_exact: bool = False
-    """Whether that holds of every token, so that one that differs is a defect."""
+    """Whether that holds without exception: a token that differs is then a defect."""
 
     @property
     def num_passes(self) -> int:
@@ -83,7 +83,7 @@ class GenerationStats:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Tokens of the answers that passes gave: all but the first of each, which its prompt's forward gave."""
+        """Tokens that passes gave: all but the first of each answer, which its prompt's forward gave."""
         return sum(length * count for length, count in self.accepted_lengths.items())
 
     @property

@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def is_server(self) -> bool:
-        """Whether it is a running server, of which only the label is known."""
+        """Whether it is a running server; only its label is known."""
         return isinstance(self.model, Server)
 
     @property

@@ -3,8 +3,8 @@
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
 for all. Their order is drawn anew for each prompt and balanced (`balanced_orders`): no candidate gains by its place or
 by the one before it. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the same
-seed), and identical ones are counted: all of them in float32. Where `GenerationStats.exactness` promises it for other
-types, a difference is an error. Times are of this device alone.
+seed), and identical ones are counted. Where `GenerationStats.is_exact`, a difference is an error. Times are of this
+device alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def compare(
 
 
 def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
-    """Yield orders of ``count`` things without end: rows of Williams' design, shuffled, with its things drawn anew.
+    """Yield orders of ``count`` things without end: the rows of Williams' designs, each shuffled over a new draw.
 
     Once all its rows are used, each thing stood equally often in each place, and directly after each other thing.
     Williams (1949), "Experimental designs balanced for the estimation of residual effects of treatments". For four

@@ -29,7 +29,7 @@ from .buffers import INPUTS, Buffers, cache_shape
 from .dimensions import DrafterConfig, check_kernel_activation, check_kernel_limits
 from .kernels.grid_barrier import ERROR
 from .kernels.persistent import is_interpreted
-from .launch import BACKENDS, DraftFunction, allocate_buffers, run_draft, timed_out, write_pairs
+from .launch import BACKENDS, DraftFunction, allocate_buffers, run_draft, write_pairs
 from .packing import SharedPacking, Weights
 from .rope import rotary_embedding
 from .weights import HeadWeights
@@ -200,6 +200,23 @@ def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
     """Return the smallest bound of trees of one ``top_k``: one compiled kernel drafts them all."""
     trees = [*trees]
     return TreeConfig(max(tree.depth for tree in trees), trees[0].top_k, max(tree.total_tokens for tree in trees))
+
+
+def check_finished(bufs: Buffers) -> None:
+    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
+    if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
+        raise timed_out(bufs)
+
+
+def timed_out(bufs: Buffers) -> DrafterError:
+    """Make a grid barrier that timed out usable again, and return the error to raise."""
+    for name in ("barrier", "node_arrivals"):
+        if name in bufs.workspace:
+            bufs.workspace[name].zero_()
+    return DrafterError(
+        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
+        "draft is undefined. Is another process using the GPU's SMs exclusively?"
+    )
 
 
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:

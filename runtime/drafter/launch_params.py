@@ -21,8 +21,6 @@ from .kernels.weight_stream import Tile
 
 PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""
-MAX_SPLIT = 4
-"""Most programs to a group: the terms of `projections.sum_parts`."""
 HEAD_ROWS = 256
 """LM-head rows of a program that are stored together: the most that are multiplied at a time."""
 USUAL_NODES = 10
@@ -119,9 +117,24 @@ def out_features(cfg: DrafterConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
+FREE_ROWS = 64
+"""Rows that an H100 multiplies while it reads the weights: fewer would only cut new tokens into more passes."""
+
+
+def padded_slots(cfg: DrafterConfig) -> int:
+    """Round the number of slots up to a power of two."""
+    return 1 << (cfg.num_slots - 1).bit_length()
+
+
 def block_rows(cfg: DrafterConfig) -> int:
-    """Rows of activations in one tile: 16 per slot, a power of two."""
-    return MAX_NEW_TOKENS * (1 << (cfg.num_slots - 1).bit_length())
+    """Rows of activations in one tile, a power of two: those of a level, and up to 16 per slot while they are free.
+
+    Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
+    """
+    most, nodes = MAX_NEW_TOKENS * padded_slots(cfg), padded_slots(cfg) << (cfg.top_k - 1).bit_length()
+    if cfg.kind == "eagle" and cfg.weight_dtype != cfg.dtype:
+        return most
+    return min(most, max(nodes, FREE_ROWS))
 
 
 def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
@@ -201,20 +214,20 @@ WORTH_SPLITTING = 8 << 20
 """Bytes of an operand that all programs together read of it, from which groups save more than their barrier costs."""
 
 
-def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = MAX_SPLIT) -> int:
-    """Programs to a group, at most ``most``, whose rows fit one tile of 128; 1 where operands are small.
+def fit_split(cfg: DrafterConfig, name: str, chip: Chip) -> int:
+    """Programs to a group, 4 at most (`projections.sum_parts`), whose rows fit one tile of 128; 1 for small operands.
 
     One answer for all numbers of slots and all trees: what is best for one sequence.
     """
     if chip.num_sms == 1:
-        return min(2, most)
+        return 2
     operand = USUAL_NODES * in_features(cfg)[name] * cfg.dtype.itemsize
     if operand * chip.num_sms < WORTH_SPLITTING:
         return 1
     for split in (4, 2):
         rows = group_rows(cfg, name, split, chip.num_sms)
         fits = rows <= min(128, _most_rows(replace(cfg, num_slots=1), name))
-        if fits and split <= most and chip.num_sms % split == 0:
+        if fits and chip.num_sms % split == 0:
             return split
     return 1
 

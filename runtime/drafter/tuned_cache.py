@@ -1,8 +1,9 @@
 """Tuned layouts and launch parameters of the persistent drafter: a cache in one JSON file.
 
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
-use and slots; what it does not hold, `launch_params` derives. Neither the tree nor the length of the KV cache is a key.
-Both give the same results, only at different speed. ``python -m eagle_slim.runtime.tune`` fills it.
+use and the rows of a product (`launch_params.block_rows`); what it does not hold, `launch_params` derives. Neither the
+rest of the tree nor the length of the KV cache is a key. Both give the same results, only at different speed.
+``python -m eagle_slim.runtime.tune`` fills it.
 
 In the environment::
 
@@ -100,14 +101,8 @@ class TunedCache:
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
-        """Keep a layout and parameters in memory; `save` writes them.
-
-        Another layout than before drops what was tuned over the one before.
-        """
-        key = layout_key(cfg, chip)
-        if self.layouts.get(key, params.layout) != params.layout:
-            self.launches = {name: value for name, value in self.launches.items() if _layout_of(name) != key}
-        self.layouts[key] = params.layout
+        """Keep parameters over `layout`, and it, in memory; `save` writes them."""
+        self.layouts[layout_key(cfg, chip)] = params.layout
         self.launches[cache_key(cfg, chip)] = params
 
     def save(self) -> None:

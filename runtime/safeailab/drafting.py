@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import Buffers
-from ..drafter.drafter import Drafter
-from ..drafter.launch import check_finished, prefill_drafter
+from ..drafter.drafter import Drafter, check_finished
+from ..drafter.launch import prefill_drafter
 from ..errors import DrafterError, UsageError
 from ..ops import current, side_stream
 from ..settings import TreeConfig

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import Buffers
-from ..drafter.launch import timed_out
+from ..drafter.drafter import timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig

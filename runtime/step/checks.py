@@ -92,8 +92,8 @@ class Checks:
     def _require(self, phase: str, slots: Tensor, *rules: Any) -> None:
         """Keep the first fault of ``rules``, and let no slot run any more if there is one.
 
-        A rule: what, what is expected, found [n, ...], where it holds, names of found's axes but the first. ``slots``
-        [n]: whose row it is, -1 for rows that no rule holds for.
+        A rule: the value's name, the expected value in words, ``found`` [n, ...], a mask of where it is right, names of
+        all axes but the first. ``slots`` [n]: the slot of each row, -1 for rows that are not checked.
         """
         for what, expected, found, holds, *labels in rules:
             rule = (phase, what, expected, tuple(found.shape[1:]), tuple(labels))
@@ -132,7 +132,7 @@ def checks_wanted() -> bool:
 
 
 def _grown(mask: Tensor, parent: Tensor) -> Tensor:
-    """Return the mask that follows from the parents: a node sees itself and, but for the root, all its parent sees."""
+    """Return the mask that the parents give: a node sees itself and all that its parent sees."""
     inherited = mask.gather(1, parent[..., None].expand(-1, -1, mask.shape[1]))
     inherited[:, 0] = False
     return inherited | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)

@@ -129,9 +129,9 @@ class GraphPool:
 class HeldRow:
     """Keys and values of one token in all layers, as a slot holds them before the token is run again.
 
-    Other bits then show that the weights were changed in a way that nothing else tells (through ``.data``, by a fused
-    optimiser). ``is_exact``: the same weights give the same bits, however a prompt is cut into forwards; else they give
-    nearly the same numbers. Nothing here waits for the device.
+    A difference shows that the weights were changed unseen (through ``.data``, by a fused optimiser). ``is_exact``: the
+    same weights give the same bits, however a prompt is cut into forwards; else nearly the same numbers. Nothing here
+    waits for the device.
     """
 
     def __init__(self, cache: KVCache, slot: int, row: int, is_exact: bool) -> None:
@@ -140,11 +140,11 @@ class HeldRow:
         self._is_exact = is_exact
 
     def has_changed(self) -> Tensor:
-        """Whether the row is another now, as bool []; the run of its token comes before."""
+        """Whether the row differs once its token was run again: bool []."""
         return torch.stack([self._differs(*pair) for pair in zip(self._rows, self._before, strict=True)]).any()
 
     def _differs(self, now: Tensor, before: Tensor) -> Tensor:
-        """Bool []; both [layers, kv_heads, head_dim]."""
+        """Compare rows [layers, kv_heads, head_dim]: bool []."""
         if self._is_exact:
             return (now.contiguous().view(torch.uint8) != before.view(torch.uint8)).any()
         # Roundings of all layers before: 1.4e-3 of the largest number in float32, 0.35 in bfloat16.
@@ -327,14 +327,14 @@ class Decoder:
     def timed_step(
         self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
     ) -> Iterator[Phase]:
-        """Give the phases of one step, each to be run by the caller in order; arguments as in `step`."""
+        """Yield the phases of one step, for the caller to run in order; arguments as in `step`."""
         places = self.places_for(num_active)
         self._make_room(rules, tree)
         for phase in self.phases(places, rules, tree, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
     def is_ready(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
-        """Whether such a step need not be captured first."""
+        """Whether a step can run without being captured first; arguments as in `step`."""
         is_whole = self.has_graphs and not self.waits and not self.draft_waits
         return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
 

@@ -200,7 +200,7 @@ class Decoders:
     def _time_shapes(
         self, decoder: Decoder, num_slots: int, length: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules
     ) -> None:
-        """Time a step of each shape over sequences of ``length`` tokens that are made up, for each number of them."""
+        """Time a step of each shape over made-up sequences of ``length`` tokens, for each bucket of them."""
         for places in BUCKETS[: BUCKETS.index(bucket_of(num_slots)) + 1]:
             decoder.fill_(min(places, num_slots), length)
             for tree in shapes_for(places, trees):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api.request import Request, RequestOutput, collect
 from ..api.stats import GenerationStats, PhaseTimer
-from ..drafter.launch import timed_out
+from ..drafter.drafter import timed_out
 from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
@@ -40,9 +40,9 @@ class _Record:
     is_step: bool
     tree: TreeConfig | None
     context: float
-    """Tokens of a sequence in the mean, where shapes are chosen."""
+    """Mean tokens of a sequence, where shapes are chosen."""
     num_pauses: int
-    """Of the decoder, up to here."""
+    """Pauses of the decoder up to this launch."""
 
 
 class GenerationLoop:
@@ -146,7 +146,7 @@ class GenerationLoop:
         decoder.enter(len(prompt) - first, self.rules, self.host, held)
 
     def _enter_again(self, record: _Record) -> None:
-        """Run a prompt from its beginning: the rows that it took over are of other weights, as all others are."""
+        """Run prompts from their beginning, and forget all kept rows: the weights have changed since."""
         self.decoders.forget()
         for slot, state in record.sequences.items():
             for later in self.flying:
@@ -182,7 +182,7 @@ class GenerationLoop:
         self._keep_record(decoder.state.record, dict(self.running), is_step=True, tree=tree)
 
     def _choose_tree(self) -> TreeConfig | None:
-        """Choose the next step's shape; one that no step of as many sequences had yet is timed first."""
+        """Choose the next step's shape; time it first if it is new for this number of sequences."""
         tree = self.decoder.tree
         if self.chooser is None:
             return tree
@@ -202,7 +202,7 @@ class GenerationLoop:
         return tree
 
     def _mean_context(self) -> float:
-        """Tokens of a running sequence in the mean, as far as the host knows them."""
+        """Return the mean tokens of a running sequence, as far as the host knows them."""
         lengths = [len(state.prompt_ids) + len(state.token_ids) for state in self.running.values()]
         return sum(lengths) / len(lengths)
 
@@ -274,7 +274,7 @@ class GenerationLoop:
             del self.running[slot]
 
     def _learn(self, chooser: ShapeChooser, record: _Record, rows: list[list[int]]) -> None:
-        """Take what one step accepted, and its time, from the end of the step before."""
+        """Learn from what one step accepted, and from its time since the end of the step before."""
         width = self.decoder.state.new_tokens.shape[1]
         # The root, which is always accepted, has a rank too.
         first = RECORD_HEAD + width + 1

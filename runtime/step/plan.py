@@ -85,7 +85,7 @@ class Plan:
     shapes: tuple[TreeConfig | None, ...]
     """Trees that its steps may have, the first step's first; None decodes plainly."""
     reason: str
-    """Why these."""
+    """Why these shapes."""
     max_slots: int
     """Most sequences side by side."""
     time_phases: bool
@@ -97,7 +97,7 @@ class Plan:
     full_reason: str
     """Why every pass is full where running ahead was asked for."""
     is_exact: bool
-    """Whether nothing but the target's own rounding could tell drafted tokens from plain ones."""
+    """Whether drafted tokens can differ from plain ones by the target's rounding alone."""
 
     @property
     def tree(self) -> TreeConfig | None:

@@ -33,17 +33,17 @@ SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 MOST_ROWS = 256
 """Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
 _FIRST_RATE = 0.6
-"""p_1 before anything was seen: a guess, which a few steps correct."""
+"""Guess of p_1, which a few steps correct."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
-"""Widths before anything was seen: guesses, too."""
+"""Guesses of the widths."""
 _MODEL_WEIGHT, _CALL_WEIGHT = 4.0, 32.0
-"""Observations that count as much as what was taken to be true before them."""
+"""Weights of the priors, in observations."""
 _SHAPE_WEIGHT, _HOPE = 64.0, 1.2
-"""Drafted tokens that count as much as expecting a shape's own; what is hoped beyond, so that it is tried again."""
+"""Weight of a shape's prior, in drafted tokens, and a bonus that shrinks with its tries, so that it is tried again."""
 _MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
-"""Observations after which an old one counts a third, of the model and of a call."""
+"""Observations after which an old one counts a third (exponential forgetting), of the model and of a call."""
 _SWITCH = 1.02
-"""Gain from which the shape changes, so that it does not flap."""
+"""Least gain for which the shape changes, so that it does not flap."""
 _EVERY = 4
 """Steps between two choices."""
 _PROBE_SHARE = 0.007
@@ -51,7 +51,7 @@ _PROBE_SHARE = 0.007
 
 
 class _Rate:
-    """A rate of success that forgets."""
+    """A success rate with exponential forgetting."""
 
     def __init__(self, memory: float) -> None:
         self._keep, self.hits, self.tries = 1 - 1 / memory, 0.0, 0.0
@@ -67,7 +67,7 @@ class _Rate:
 
 @dataclass
 class _Fit:
-    """How a shape's steps depart from the model's rates."""
+    """How far a shape's steps depart from the model's rates."""
 
     others: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
     """Other children accepted, of levels whose best child was not."""

@@ -9,7 +9,6 @@ and LM head are in the model's type, and so is every linear layer that a publish
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def load_fp8(folder: Path, config: Any, form: Fp8Form, dtype: torch.dtype, devic
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if loader.has_fp8:
+    if loader.linears:
         unused = f", {loader.num_unused} scales of activations and cache not used" if loader.num_unused else ""
         model.fp8_note = f"weights in FP8 {form}, activations in {str(dtype).removeprefix('torch.')}{unused}"
     loaded: nn.Module = model.eval()
@@ -107,8 +106,8 @@ class _Loader:
     ) -> None:
         self.model, self.checkpoint, self.form, self.dtype, self.device = model, checkpoint, form, dtype, device
         self.num_unused, self._is_published = 0, form.method is not None
-        self._linears: dict[str, Fp8Linear] = {}
-        """Layers in FP8 by the names of their weights and scales."""
+        self.linears: dict[str, Fp8Linear] = {}
+        """Layers in FP8, by the names of their weights and scales."""
         self._rest = dict(model.named_parameters())
         for index, layer in enumerate(model.model.layers):
             for names in _PACKED:
@@ -116,7 +115,7 @@ class _Loader:
 
     def load(self) -> None:
         """Check all names, shapes and types, then read one tensor after another."""
-        expected = {*self._rest, *self._linears}
+        expected = {*self._rest, *self.linears}
         if missing := sorted(expected.difference(self.checkpoint.names)):
             raise self._wrong(missing[0], f"is missing ({len(missing)} of {len(expected)} tensors are)")
         for name in self.checkpoint.names:
@@ -131,11 +130,6 @@ class _Loader:
                 # Opened for each tensor: what is mapped counts as memory of the process until the file is closed.
                 with safe_open(self.checkpoint.file_of(name).path, framework="pt") as file:
                     self._place(name, file.get_tensor(name).to(self.device, copy=True))
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether any matrix is in FP8."""
-        return bool(self._linears)
 
     def _replace(self, layer: Any, prefix: str, names: tuple[str, ...]) -> None:
         """Put layers in FP8 in the place of those that are to be; their matrices lie in one storage, row after row."""
@@ -160,7 +154,7 @@ class _Loader:
             setattr(layer.get_submodule(parent), attribute, replaced)
             del self._rest[f"{path}.weight"]
             tensors = [f"{path}.weight", *([self._scale_of(path)] if self._is_published else [])]
-            self._linears |= dict.fromkeys(tensors, replaced)
+            self.linears |= dict.fromkeys(tensors, replaced)
 
     def _is_fp8(self, name: str) -> bool:
         """Whether a matrix is to be in FP8: each of a model in a float type, and what a published one has so."""
@@ -185,23 +179,20 @@ class _Loader:
         """Hold a tensor's shape and type against those expected."""
         info = self.checkpoint.info(name)
         dtypes: tuple[str, ...] = FLOATS
-        shape = self._rest[name].shape if name in self._rest else self._linears[name].weight.shape
+        shape = self._rest[name].shape if name in self._rest else self.linears[name].weight.shape
         shapes: list[tuple[int, ...]] = [tuple(shape)]
-        if name in self._linears and not name.endswith(".weight"):
-            shapes = list(self._scale_shapes(*shape))
-        elif name in self._linears and self._is_published:
+        if name in self.linears and not name.endswith(".weight"):
+            out, columns = shape
+            blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
+            allowed: dict[str, list[tuple[int, ...]]] = {
+                "block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]
+            }  # fmt: skip
+            shapes = allowed[self.form.strategy]
+        elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)
         if info.dtype not in dtypes or info.shape not in shapes:
             words = " or ".join(str(list(shape)) for shape in shapes)
             raise self._wrong(name, f"is {info.dtype} {list(info.shape)}, expected {' or '.join(dtypes)} {words}")
-
-    def _scale_shapes(self, out: int, columns: int) -> Iterator[tuple[int, ...]]:
-        if self.form.strategy == "block":
-            yield ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
-        elif self.form.strategy == "channel":
-            yield from ((out, 1), (out,))
-        else:
-            yield from ((), (1,))
 
     def _place(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into its module: as it is, in the model's type, or quantised."""
@@ -210,7 +201,7 @@ class _Loader:
             kept = nn.Parameter(self._finite(name, tensor.to(self.dtype)), requires_grad=False)
             self.model.get_submodule(path).register_parameter(attribute, kept)
             return
-        linear = self._linears[name]
+        linear = self.linears[name]
         if not name.endswith(".weight"):
             scales = self._finite(name, tensor.float())
             if self.form.strategy == "block":

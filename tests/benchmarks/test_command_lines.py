@@ -8,7 +8,6 @@ import pytest
 import torch
 
 MISTAKES = {
-    "attention": (["--rows", "b2"], ["--rounds", "0"]),
     "draft": (["--rows", "gpt"], ["--rows", "("]),
     "engines": (["--out", "/"],),
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--out", "/"]),

@@ -73,18 +73,19 @@ def test_a_wrong_token_is_found_and_told(fuzz: exact.Fuzz, monkeypatch: pytest.M
 
 def test_quality_of_float32_is_perfect(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     text = np.random.default_rng(1).integers(3, 340, 200).tolist()
-    found = quality.measure_quality(model, text, num_tokens=60, window=32)
+    whole = model.target.model
+    found = quality.measure_quality(model, text, whole, num_tokens=60, window=32)
     assert found["tokens"] == 72
     for row in found["quality"].values():
         assert row["kl_divergence"] == pytest.approx(0, abs=1e-8)
         assert row["equal_argmax"] == 1
     prompt_logits = quality.prompt_logits
     monkeypatch.setattr(quality, "prompt_logits", lambda *args: 1.1 * prompt_logits(*args))
-    found = quality.measure_quality(model, text, num_tokens=60, window=32)
+    found = quality.measure_quality(model, text, whole, num_tokens=60, window=32)
     assert not found["is_good"]
     assert found["quality"]["prompt"]["kl_divergence"] > 1e-3
     with pytest.raises(ValueError, match="pieces of 32 tokens"):
-        quality.measure_quality(model, text, num_tokens=600, window=32)
+        quality.measure_quality(model, text, whole, num_tokens=600, window=32)
 
 
 def test_text_and_trees() -> None:

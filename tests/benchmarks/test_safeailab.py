@@ -6,9 +6,11 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from eagle_slim.runtime.settings import TreeConfig
 from support import upstream_stand_in
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM, build, prompt
@@ -57,6 +59,22 @@ def test_variants(
     assert "\nwhole: [" in capsys.readouterr().out
     assert arguments("--compare").compare == arguments().compare == ("drafter", "whole")
     assert safeailab.generate(model, prompts[:1], arguments("--max-length", "9"))["num_passes"] == 1
+
+
+def test_parts_of_the_kernels_draft_by_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Barriers of a draft of one level, a millisecond apart: inputs, fc twice, QKV, attention twice, output, MLP twice
+    # (down), LM head; the first stamp is of the end.
+    stamps = torch.tensor([20, *range(3, 13), 0]) * 1_000_000
+    barrier = torch.cat((torch.zeros(safeailab.FIRST_STAMP, dtype=torch.int32), stamps.view(torch.int32)))
+    split = dict.fromkeys(("fc", "qkv", "o", "down"), 1)
+    bufs = SimpleNamespace(
+        params=SimpleNamespace(layout=SimpleNamespace(split=split)), workspace={"barrier": barrier}
+    )  # fmt: skip
+    layer = SimpleNamespace(bufs=bufs, kind="eagle3", tree=TreeConfig(0, 2, 3))
+    assert safeailab.stamped_parts(layer) == {}
+    monkeypatch.setattr(safeailab, "STAMPS", SimpleNamespace(value=True))
+    parts = {"draft_attention_ms": 4, "draft_mlp_ms": 2, "draft_lm_head_ms": 1}
+    assert safeailab.stamped_parts(layer) == parts
 
 
 def test_the_first_difference() -> None:

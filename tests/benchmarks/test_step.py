@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.fused import FusedTarget
 
 from benchmarks import step
-from benchmarks.shared.decoding import RandomModel, phase_times
+from benchmarks.shared.decoding import RandomModel, phase_times, prompt_logits, random_target
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-blocks"])
+def test_random_targets_in_fp8(random_model: RandomModel, weights: str) -> None:
+    """Our forward against transformers' own, whose layers multiply by the dequantised matrices."""
+    model: Any = random_target("tiny", random_model.dims, torch.float32, torch.device("cpu"), weights)
+    assert model.model.layers[0].mlp.up_proj.weight.words.dtype == torch.int32
+    ids = [5, 80, 2, 7]
+    wanted = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(prompt_logits(FusedTarget(model, None), ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +40,24 @@ def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> Non
         assert row["floor_ms"] == pytest.approx(least_bytes / 1e9 * 1e3)
         assert row["step_ms"] > 0
         assert ("verify_ms" in row) == (row["nodes"] != 4)
+
+
+def test_a_sweep_of_attentions_tiles(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU tiles change nothing: the tiny model has two key heads, each shared by two heads; 1,000 is 15 blocks."""
+    slow = iter([*range(40, 0, -1)])
+    monkeypatch.setattr(step, "time_queued_us", lambda *_: next(slow) * 1e3)
+    row = step.sweep(random_model, TreeConfig(2, 4, 20), 60, 3, 1000, rounds=1, times=1)
+    default, variants = row["default"], row["variants"]
+    grid = {(each["programs"], each["rows"], each["num_stages"], each["tail_warps"]) for each in variants}
+    assert len(variants) == len(grid) == 18 * 2 + (default["tail_warps"] not in (2, 4) or default["num_stages"] > 4)
+    assert all(each["is_equal"] for each in variants)
+    # 40 query rows of a key head are two blocks of 32, or one of 64; the tail of the deepest node begins at 960.
+    assert {each["rows"]: each["blocks_executed"] for each in variants} == {32: 3 * 2 * 2 * 15, 64: 3 * 2 * 1 * 15}
+    assert {each["blocks_skipped"] for each in variants if each["rows"] == 64} == {3 * 2 * (17 - 15)}
+    assert row["best"] == variants[-1]
+    assert row["default_over_best"] == pytest.approx(default["step_ms"] / variants[-1]["step_ms"])
+    monkeypatch.setattr(step, "time_queued_us", lambda *_: 1e3)
+    differs = iter([True] * 2 + [False] * 60)
+    monkeypatch.setattr(step.torch, "equal", lambda *_: next(differs))
+    row = step.sweep(random_model, TreeConfig(2, 4, 20), 60, 3, 1000, rounds=1, times=1)
+    assert row["best"] in row["variants"][:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from eagle_slim.runtime.target.kernels import products
 
 from benchmarks import trace
 from benchmarks.shared.decoding import RandomModel
+from benchmarks.shared.timing import barriers_of
 
 ALONE = dict.fromkeys(("fc", "qkv", "o", "down"), 1)
 
@@ -37,31 +37,41 @@ def steps(count: int = 4) -> list[dict[str, Any]]:
 
 
 def test_times_of_a_step() -> None:
-    times = trace.times_of(steps())
+    times = trace.times_of(trace.last_step(steps()))
     # Attention begins 2 us before qkv ends, and counts from there; nothing runs from 32 to 35, 48 to 50, and 51 on.
-    assert {name: time for name, time in times.items() if time} == {
+    assert times == {
         "draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5,
     }  # fmt: skip
 
 
 def test_barriers_of_a_draft() -> None:
     """With projections in groups 11 a level, alone 8 (docs/kernels.md)."""
-    assert len(trace.barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
-    assert len(trace.barriers_of(ALONE, 5)) == 50
+    assert len(barriers_of({"fc": 4, "qkv": 2, "o": 4, "down": 4}, 5)) == 69
+    assert len(barriers_of(ALONE, 5)) == 50
 
 
 def test_parts_of_a_draft() -> None:
     """A draft of 30 us: its first barrier is passed after 11, 17 more follow after one each, and the tree takes 2."""
     stamps = [20_000, *range(1_000, 19_000, 1_000), 0, 0]
     spans = trace.draft_spans(ALONE, 1, stamps, event("kernel", "draft_kernel", 100, 30))
-    times = Counter[str]()
-    for span in spans:
-        times[trace.part_of(span["name"])] += span["dur"]
-    assert times == {
+    assert trace.times_of(spans) == {
         "draft: inputs": 11, "draft: fc": 2, "draft: QKV": 2, "draft: attention": 4, "draft: output": 2,
-        "draft: MLP": 4, "draft: LM head, top-k": 2, "draft: choose nodes": 1, "draft: tree": 2,
+        "draft: MLP": 4, "draft: LM head, top-k": 2, "draft: choose nodes": 1, "draft: tree": 2, "nothing": 0,
     }  # fmt: skip
     assert (spans[0]["ts"], spans[-1]["ts"]) == (100, 128)
+
+
+def test_counters_are_summed_over_the_kernels_of_draft_and_pass() -> None:
+    header = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    kernels = [("draft_kernel", "3,000,000", "2,000"), ("_tree_rows_kernel", "10", "500"), ("main_kernel", "90", "500")]
+    lines = ["==PROF== Connected", header]
+    for place, (name, size, time) in enumerate(kernels):
+        lines.append(f'"{place}","{name}(const int *, float)","dram__bytes_read.sum","byte","{size}"')
+        lines.append(f'"{place}","{name}(const int *, float)","gpu__time_duration.sum","ns","{time}"')
+    assert trace.counters_of(lines) == {
+        "draft": {"kernels": 1, "bytes_read": 3e6, "us": 2.0, "TB_per_s": 1.5},
+        "pass": {"kernels": 2, "bytes_read": 100, "us": 1.0, "TB_per_s": 1e-4},
+    }
 
 
 def test_a_clean_trace_has_no_faults() -> None:

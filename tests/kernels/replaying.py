@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import Weights, check_finished, launch_drafter, set_tail
+from eagle_slim.runtime.drafter.drafter import check_finished
+from eagle_slim.runtime.drafter.launch import Weights, launch_drafter, set_tail
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,

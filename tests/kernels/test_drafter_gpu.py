@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.drafter import check_finished
 from eagle_slim.runtime.drafter.kernels.persistent import draft_kernel
-from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
 from eagle_slim.runtime.drafter.packing import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head, random_step
@@ -76,12 +77,12 @@ def test_eagle_2_and_odd_sizes() -> None:
 
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-@pytest.mark.parametrize("slots", [4, 16])
-def test_batches(slots: int, kind: str, weight_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("slots", "tree"), [(4, (3, 10, 60)), (16, (3, 10, 60)), (16, (6, 1, 8)), (9, (3, 3, 20))])
+def test_batches(slots: int, tree: tuple[int, int, int], kind: str, weight_dtype: torch.dtype | None) -> None:
     head = small_head(kind, dtype=torch.bfloat16, **MEDIUM)
     prefixes, num_new = [7 + 61 * slot for slot in range(slots)], [1 + (5 * slot) % 16 for slot in range(slots)]
     active = [slot for slot in reversed(range(slots)) if slot % 5 != 2]
-    assert_agrees(draft(head, (3, 10, 60), prefixes, num_new, active, weight_dtype))
+    assert_agrees(draft(head, tree, prefixes, num_new, active, weight_dtype))
 
 
 WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)

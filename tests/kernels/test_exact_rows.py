@@ -15,6 +15,7 @@ import pytest
 import torch
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.target.fp8 import Fp8Linear, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.attention_kernels import REACH
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
@@ -85,9 +86,16 @@ def assert_same(found: Tensor, wanted: Tensor, case: object) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=str(case))
 
 
-def decode(kind: str, dtype: torch.dtype, device: str, length: int, begin: int = 0, **sizes: Any) -> Text:
+def decode(
+    kind: str, dtype: torch.dtype, device: str, length: int, begin: int = 0, is_fp8: bool = False, **sizes: Any
+) -> Text:
     """Decode random tokens plainly, one at a time; the first ``begin`` at once."""
-    model = tiny_target(kind, **SMALL | sizes).to(device=device, dtype=dtype)
+    model: Any = tiny_target(kind, **SMALL | sizes).to(device=device, dtype=dtype)
+    for layer in model.model.layers if is_fp8 else ():
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in list(block.named_children()):
+                if name.endswith("_proj"):
+                    setattr(block, name, Fp8Linear(quantise_rows(linear.weight.detach()), linear.bias))
     target = FusedTarget(model, None, Ops(use_kernels=True))
     capacity = length + 192
     target.reserve_positions(capacity)
@@ -166,6 +174,9 @@ def test_small(device: str, kind: str) -> None:
     ("kind", "dtype", "length", "sizes"),
     [
         ("llama", torch.bfloat16, 700, LARGE),
+        ("llama", torch.bfloat16, 700, LARGE | {"is_fp8": True}),
+        ("qwen2", torch.bfloat16, 300, {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+                                        "is_fp8": True}),
         ("llama", torch.float16, 300, LARGE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
         ("llama", torch.bfloat16, 700, {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
                                         "num_key_value_heads": 3, "num_hidden_layers": 4}),

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from eagle_slim.runtime.drafter.drafter import check_finished
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, grid_barrier, leave_grid
-from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.errors import DrafterError
 from kernels.replaying import assert_equal_trees, draft, run
 from support.drafting import random_head

@@ -15,7 +15,6 @@ from eagle_slim.runtime.drafter import tuned_cache
 from eagle_slim.runtime.drafter.launch_params import (
     INTERPRETER,
     LaunchParams,
-    StoredLayout,
     choose_launch,
     choose_layout,
 )
@@ -33,16 +32,14 @@ TINY = Dims(32, 32, 2, 1, 16, 100)
 CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
 
 
-def choose(
-    times: Callable[[LaunchParams], float], seconds: float = 1e9, layout: StoredLayout | None = None
-) -> tuple[LaunchParams, list[tune.Trial]]:
+def choose(times: Callable[[LaunchParams], float], seconds: float = 1e9) -> tuple[LaunchParams, list[tune.Trial]]:
     clock = [seconds]
 
     def measure(_cfg: object, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
         clock[0] -= 1
         return times(derived), times(variant)
 
-    return tune.tune(CFG, CHIP, measure, lambda: clock[0], layout)
+    return tune.tune(CFG, *tune.trials_of(CFG, CHIP, choose_layout(CFG, CHIP)), measure, lambda: clock[0])
 
 
 def test_the_fastest_variant_is_chosen() -> None:
@@ -54,10 +51,10 @@ def test_the_fastest_variant_is_chosen() -> None:
     best, trials = choose(times)
     assert best == replace(derived, part_keys=128)
     assert max(trial.gain for trial in trials) == pytest.approx(0.03)
-    first, tried = tune.trials_of(CFG, CHIP)
+    first, tried = tune.trials_of(CFG, CHIP, derived.layout)
     assert first == derived
     assert len(tried) == len(trials) - 1
-    assert list(tune.trials_of(CFG, CHIP, most=2)[1]) == list(tried)[:2]
+    assert list(tune.trials_of(CFG, CHIP, derived.layout, most=2)[1]) == list(tried)[:2]
 
 
 def test_noise_changes_nothing() -> None:
@@ -91,21 +88,8 @@ def test_it_stops_in_time() -> None:
     assert 2 <= len(trials) <= 5
 
 
-def test_a_layout_is_tuned_unless_it_is_given() -> None:
-    derived = choose_launch(CFG, CHIP)
-
-    def times(params: LaunchParams) -> float:
-        return 1000 - 50 * (params.layout != derived.layout) - 30 * (params.part_keys == 128)
-
-    best, trials = choose(times)
-    assert best.layout != derived.layout
-    fixed, fewer = choose(times, layout=choose_layout(CFG, CHIP))
-    assert fixed == replace(derived, part_keys=128)
-    assert len(fewer) < len(trials)
-
-
 def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 90 launches before those of 20; of these one slot, which sets the layout, and then the most launched."""
+    """Those of 90 launches before those of 20, the most launched of a head first."""
     path = tmp_path / "shapes.json"
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
@@ -120,10 +104,10 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     tuned_cache.record_launches()
     found = tune.recorded_configurations(path, CHIP)
     assert [(dims, cfg.num_slots, cfg.draft_vocab) for dims, cfg in found] == [
-        (Dims.of(small), 2, 4096), (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 1, 4096), (Dims.of(CFG), 4, 32000),
-        (Dims.of(CFG), 2, 32000),
+        (Dims.of(small), 2, 4096), (Dims.of(CFG), 4, 32000), (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 2, 32000),
+        (Dims.of(CFG), 1, 4096),
     ]  # fmt: skip
-    for recorded, (_, cfg) in zip((small, CFG), found, strict=False):
+    for recorded, (_, cfg) in zip((small, four), found, strict=False):
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree
     with raises_with(UsageError, "7 of other GPUs"):

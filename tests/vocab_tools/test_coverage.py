@@ -56,10 +56,11 @@ def test_sources_and_their_weighted_mean() -> None:
         None,
     )
     report = measure_coverage(vocab([0, 1]), counts)
-    assert [entry.name for entry in report.sources] == ["chat", "code", MEAN]
-    expected = [4 / 5, 1 / 4, 0.75 * 4 / 5 + 0.25 * 1 / 4]
+    # The least covered first.
+    assert [entry.name for entry in report.sources] == ["code", "chat", MEAN]
+    expected = [1 / 4, 4 / 5, 0.75 * 4 / 5 + 0.25 * 1 / 4]
     assert [entry.coverage[-1] for entry in report.sources] == pytest.approx(expected)
-    chat, code, mean = (entry.error for entry in report.sources)
+    code, chat, mean = (entry.error for entry in report.sources)
     assert chat is not None
     assert code is not None
     assert mean == pytest.approx(np.sqrt((0.75 * chat) ** 2 + (0.25 * code) ** 2))
@@ -106,10 +107,7 @@ def test_ids_that_the_text_never_holds_are_told() -> None:
 def test_sizes() -> None:
     ranked = rank_vocabulary(token_counts(list(range(9000, 0, -1)), [[1, 2, 3]]), size=8000, forced=[5, 6])
     report = measure_coverage(ranked, token_counts([1] * 9000, [[1, 2, 3], [4]]))
-    assert report.shown == (1024, 2048, 4096, 8000)
-    assert set(report.shown) <= set(report.sizes)
-    assert report.sizes[0] >= 256
-    assert list(report.sizes) == sorted(set(report.sizes))
+    assert report.sizes == (1024, 2048, 4096, 8000)
     with raises(UsageError, option="--sizes"):
         measure_coverage(ranked, token_counts([1] * 9000, [[1]]), sizes=[1])
     unranked = DraftVocab(np.arange(10), 0, 20, ranked=False)
@@ -126,6 +124,28 @@ def test_json_and_table() -> None:
     lines = report.table().splitlines()
     assert lines[0].split() == ["source", "text", "size", "covered", "95%", "interval", "first", "ids"]
     assert "83.33%" in lines[2]
+
+
+def test_floors_and_a_vocabulary_beside() -> None:
+    counts = TokenCounts(
+        (source([1] * 10, [[0, 0, 1, 9]], name="chat", weight=3), source([1] * 10, [[9, 9], [0, 9]], name="code")), None
+    )
+    floors = {"code": 0.5, "chat": 0.7}
+    report = measure_coverage(vocab([0, 1, 9]), counts, [2, 3], floors=floors, beside=vocab([9, 8, 0]), draft_vocab=2)
+    code, chat, mean = report.sources
+    assert (code.name, code.floor, chat.name, chat.floor, mean.floor) == ("code", 0.5, "chat", 0.7, None)
+    beside = [entry.beside.tolist() for entry in report.sources if entry.beside is not None]
+    assert beside == [[0.75, 1.0], [0.25, 0.75], pytest.approx([0.375, 0.8125])]
+    told = report.to_json()["sources"]
+    assert [entry.get("holds") for entry in told] == [[False, True], [True, True], None]
+    assert told[0]["beside"] == [0.75, 1.0]
+    lines = report.table().splitlines()
+    assert lines[0].split()[-3:] == ["ranked", "here", "floor"]
+    assert lines[1].endswith("75.00%  50.00% short by 25.00%")
+    assert lines[3].split()[-3:] == ["25.00%", "70.00%", "holds"]
+    assert lines[5].endswith("-")
+    with raises(UsageError, option="--floor"):
+        measure_coverage(vocab([0, 1]), counts, floors={"prose": 0.5})
 
 
 def test_counts_of_another_tokenizer_and_sources_without_a_token_are_refused() -> None:

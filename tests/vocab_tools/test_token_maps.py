@@ -144,8 +144,10 @@ def mtplx(path: Path) -> list[int]:
 
 
 def tensorfold(path: Path) -> list[int]:
-    """draft_token_ids, families/qwen4_exp/cuda/weight_types.py of TensorFold at 362618e, which sorts."""
-    return np.unique(np.loadtxt(path, dtype=np.int64).reshape(-1)).tolist()
+    """read_ids, patch 0420 of glm53-tensorfold-spark at 5624dfc; draft_token_ids of TensorFold at 362618e sorts."""
+    ranked = [int(part) for line in path.read_text().splitlines() for part in line.partition("#")[0].split()]
+    assert np.unique(np.loadtxt(path, dtype=np.int64).reshape(-1)).tolist() == sorted(ranked)
+    return ranked
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def tensorfold(path: Path) -> list[int]:
         ("vllm", vllm, [2, 3, 7, 11]),
         ("vllm-mtp", vllm_mtp, [2, 3, 7, 11]),
         ("mtplx", mtplx, [7, 2, 11]),
-        ("tensorfold", tensorfold, [2, 3, 7, 11]),
+        ("tensorfold", tensorfold, [7, 2, 11, 3]),
     ],
 )
 def test_as_its_loader_reads_it(tmp_path: Path, loader: Loader, read: Any, expected: list[int]) -> None:
@@ -168,26 +170,17 @@ def test_as_its_loader_reads_it(tmp_path: Path, loader: Loader, read: Any, expec
         assert read(path) == expected
 
 
-def test_glm_of_tensorfold_reads_lines_in_rank_order(tmp_path: Path) -> None:
-    export_token_map(make(), tmp_path / "draft.txt", "tensorfold")
-    assert (tmp_path / "draft.txt").read_text() == "7\n2\n11\n3\n"
-    # Its own files have comments, and several ids to a line (patch 0420 of glm53-tensorfold-spark, read_ids).
-    (tmp_path / "own.txt").write_text("# a ranking\n7 2  # common\n\n11 3\n")
-    assert import_token_map(tmp_path / "own.txt", 12).target_ids.tolist() == [7, 2, 11, 3]
-
-
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_list_that_is_not_right_is_told(tmp_path: Path, loader: Loader) -> None:
     """One id too many, too few, twice, or out of order, in the file of each loader."""
     tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
-    forced = forced_ids(tokenizer)
-    whole = [*forced.ids.tolist(), 270]
+    whole = [*forced_ids(tokenizer).ids.tolist(), 270]
 
     def warnings_of(ids: list[int], name: str) -> str:
         path = tmp_path / name.format(size=len(ids))
         export_token_map(DraftVocab(np.array(ids), 0, 310), path, loader)
         try:
-            return " ".join(import_token_map(path, 310, None, tokenizer, forced).warnings)
+            return " ".join(import_token_map(path, 310, tokenizer=tokenizer).warnings)
         finally:
             path.unlink()
 
@@ -220,7 +213,7 @@ def test_an_own_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> No
 
 
 def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
-    export_token_map(make(), tmp_path / "map.safetensors")
+    export_token_map(make(), tmp_path / "map.safetensors", "head")
     tensors = load_file(tmp_path / "map.safetensors")
     assert (tensors["d2t"].tolist(), tensors["d2t"].dtype) == ([2, 2, 5, 8], np.int64)
     assert (tensors["t2d"].tolist(), tensors["t2d"].dtype) == ([i in (2, 3, 7, 11) for i in range(12)], np.bool_)
@@ -249,7 +242,12 @@ def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path)
 
 
 def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
-    for name, text in (("a.txt", "7 2\n11,3\n"), ("a.csv", "7\n2\n11\n3"), ("a.json", '{"token_ids": [7, 2, 11, 3]}')):
+    texts = {
+        "a.txt": "# ranked\n7 2\n\n11,3  # rare\n",
+        "a.csv": "7\n2\n11\n3",
+        "a.json": '{"token_ids": [7, 2, 11, 3]}',
+    }
+    for name, text in texts.items():
         # With the mark that editors of Windows put first, too.
         for encoding in ("utf-8", "utf-8-sig"):
             (tmp_path / name).write_text(text, encoding=encoding)
@@ -257,27 +255,15 @@ def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
             assert (found.target_ids.tolist(), found.ranked) == ([7, 2, 11, 3], True)
 
 
-@pytest.mark.parametrize(
-    ("ranked", "again"),
-    [([1, 9, 3, 7], [1]), ([9, 3, 1, 7], [1]), ([1, 9, 2, 7], [1, 2])],
-    ids=["first", "later", "both"],
-)
-def test_maps_of_fr_specs_script_for_tokenizers_that_add_a_bos(
-    tmp_path: Path, ranked: list[int], again: list[int]
-) -> None:
-    bos, eos = 1, 2
-    # For r = 5: the first r - 1 ids, then tokenizer.encode(eos), which a BOS begins.
-    torch.save([*ranked, bos, eos], tmp_path / "freq_5.pt")
+def test_fr_specs_script_repeats_ids_for_a_tokenizer_that_adds_a_bos(tmp_path: Path) -> None:
+    # For r = 5: the first r - 1 ids, then BOS 1 and EOS 2.
+    torch.save([1, 9, 2, 7, 1, 2], tmp_path / "freq_5.pt")
     found = import_token_map(tmp_path / "freq_5.pt", 12)
-    assert found.target_ids.tolist() == [*ranked, *({eos} - set(ranked))]
-    assert all(str(token_id) in found.warnings[-1] for token_id in again)
-    assert rank_by_order(found, forced=[], target_vocab=12).warnings[0] == found.warnings[0]
-    with pytest.raises(UsageError, match=rf"only {found.size} .*FR-Spec's script"):
-        rank_by_order(found, found.size + 1, forced=[], target_vocab=12)
-    torch.save([*ranked, 7, 10], tmp_path / "other.pt")
-    assert import_token_map(tmp_path / "other.pt", 12).size == 5
-    torch.save([*ranked, 9, bos, eos], tmp_path / "damaged.pt")
-    assert not any("FR-Spec's" in warning for warning in import_token_map(tmp_path / "damaged.pt", 12).warnings)
+    assert found.target_ids.tolist() == [1, 9, 2, 7]
+    assert ["5 ids and holds 6" in found.warnings[0], "again id 1, 2;" in found.warnings[1]] == [True, True]
+    assert rank_by_order(found, forced=[], target_vocab=12).warnings[:2] == found.warnings
+    with pytest.raises(UsageError, match=r"only 4 .*again id 1, 2"):
+        rank_by_order(found, 5, forced=[], target_vocab=12)
 
 
 def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
@@ -310,13 +296,13 @@ def test_a_head_with_a_map_is_read_in_place(tmp_path: Path) -> None:
 
 
 def test_target_vocab_comes_from_the_mask_or_the_largest_id(tmp_path: Path) -> None:
-    export_token_map(make(), tmp_path / "m.safetensors")
+    export_token_map(make(), tmp_path / "m.safetensors", "head")
     assert import_token_map(tmp_path / "m.safetensors").target_vocab == 12
-    export_token_map(make(), tmp_path / "freq.pt")
+    export_token_map(make(), tmp_path / "freq.pt", "sglang")
     guessed = import_token_map(tmp_path / "freq.pt")
     assert guessed.target_vocab == 12
     assert guessed.provenance["target_vocab_from"] == "largest id"
-    export_token_map(make(), tmp_path / "v.json")
+    export_token_map(make(), tmp_path / "v.json", "eagle-slim")
     with pytest.raises(VocabularyError, match=r"v.json.*12.*1300"):
         import_token_map(tmp_path / "v.json", 1300)
 
@@ -371,10 +357,8 @@ def test_bad_files(tmp_path: Path, name: str, content: object) -> None:
 
 def test_export_refusals(tmp_path: Path) -> None:
     unranked = DraftVocab(np.array([2, 3]), 0, 12, ranked=False)
-    refused: list[tuple[DraftVocab, str, Loader | None]] = [
+    refused: list[tuple[DraftVocab, str, Loader]] = [
         (make(), "a.json", "sglang"),
-        (make(), "a.dat", None),
-        (make(), "a.txt", None),
         (make(), "freq_5.pt", "fr-spec"),
         (unranked, "freq_2.pt", "fr-spec"),
         (unranked, "a.json", "mtplx"),
@@ -382,7 +366,7 @@ def test_export_refusals(tmp_path: Path) -> None:
     for vocab, name, loader in refused:
         with raises(UsageError, option="--for"):
             export_token_map(vocab, tmp_path / name, loader)
-    export_token_map(unranked, tmp_path / "ok.safetensors")
+    export_token_map(unranked, tmp_path / "ok.safetensors", "head")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ok.safetensors"]
 
 
@@ -413,14 +397,14 @@ def test_limits_of_a_loader_are_told_and_a_target_that_it_cannot_serve_is_refuse
     with raises(SourceError):
         read_target(str(tmp_path))
     with raises(UsageError, option="--target"):
-        export_token_map(make(), tmp_path / "a.pt", target=target(tie_word_embeddings=True))
+        export_token_map(make(), tmp_path / "a.pt", "sglang", target(tie_word_embeddings=True))
     assert not (tmp_path / "a.pt").exists()
     for config, warned in (({"tie_word_embeddings": False}, False), ({}, True)):
-        told = " ".join(export_token_map(make(), tmp_path / "a.pt", target=target(**config)))
-        assert ("tied to its embedding" in told) == warned
+        told = " ".join(export_token_map(make(), tmp_path / "a.pt", "sglang", target(**config)))
+        assert ("tied to the embedding" in told) == warned
         assert "end a text" in told
         assert "--tp 1" in told
         assert "multiple of 64" in told
-    assert any("--target" in line for line in export_token_map(make(), tmp_path / "a.pt"))
+    assert any("--target" in line for line in export_token_map(make(), tmp_path / "a.pt", "sglang"))
     assert "vLLM adds them" in " ".join(export_token_map(make(), tmp_path / "v.json", "vllm", target()))
-    assert export_token_map(make(), tmp_path / "own.json") == []
+    assert export_token_map(make(), tmp_path / "own.json", "eagle-slim") == []

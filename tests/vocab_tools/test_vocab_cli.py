@@ -78,9 +78,9 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     shown = run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--counts", tmp_path / "mix")
     assert "256 of them single bytes" in shown.out
     assert run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--json").json["size"] == 320
-    assert run("export", tmp_path / "v.json", tmp_path / "freq_300.pt", "-n", 300).code == 0
+    assert run("export", tmp_path / "v.json", tmp_path / "freq_300.pt", "--for", "fr-spec", "-n", 300).code == 0
     assert torch.load(tmp_path / "freq_300.pt", weights_only=True) == held.target_ids[:300].tolist()
-    assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors").code == 0
+    assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors", "--for", "head").code == 0
     assert load_file(tmp_path / "m.safetensors")["t2d"].sum() == 320
     assert run("export", tmp_path / "v.json", tmp_path / "m.txt").code == 2
     exported = run("export", tmp_path / "v.json", tmp_path / "m.txt", "--for", "vllm-mtp", "--json")
@@ -106,8 +106,9 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
 
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
-    assert "padding rows" in run("export", tmp_path / "v.json", tmp_path / "guessed.safetensors").err
-    told = run("export", tmp_path / "v.json", tmp_path / "told.safetensors", "--target-vocab", 384)
+    export = ("export", tmp_path / "v.json", "--for", "head")
+    assert "padding rows" in run(*export, tmp_path / "guessed.safetensors").err
+    told = run(*export, tmp_path / "told.safetensors", "--target-vocab", 384)
     assert "padding rows" not in told.err
     assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
 
@@ -117,7 +118,23 @@ def test_coverage_prints_a_table_or_json(run, files: Path, tmp_path: Path) -> No
     arguments = ("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts")
     measured = run(*arguments, "--sizes", "300,340")
     assert (measured.code, measured.out.split()[0]) == (0, "source")
-    assert [source["name"] for source in run(*arguments, "--json").json["sources"]] == ["chat", "code", "all sources"]
+    found = run(*arguments, "--floor", "chat=0.5,code=1.0", "--json").json["sources"]
+    assert sorted(source["coverage"][-1] for source in found[:2]) == [source["coverage"][-1] for source in found[:2]]
+    assert {source["name"]: source.get("floor") for source in found} == {"chat": 0.5, "code": 1.0, "all sources": None}
+    assert all(len(source["beside"]) == len(source["coverage"]) for source in found)
+
+
+def test_rank_with_floors(run, files: Path, tmp_path: Path) -> None:
+    arguments = ("rank", files / "chat.counts", files / "code.counts", "--tokenizer", files / "tok", "-n", 320)
+    held = run(*arguments, "--floor", "chat=0.9", "--floor", "code=0.9", "--json", "-o", tmp_path / "v.json")
+    assert [entry["source"] for entry in held.json["floors"]["held"]] == ["chat", "code"]
+    assert all(entry["reached"] >= 0.9 for entry in held.json["floors"]["held"])
+    told = run(*arguments, "--floor", "chat=0.9", "-o", tmp_path / "v.json", "--force")
+    assert told.out.startswith("chat: ")
+    assert (
+        "rank with --size 300"
+        in run("export", tmp_path / "v.json", tmp_path / "f.pt", "--for", "sglang", "-n", 300).err
+    )
 
 
 def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path) -> None:
@@ -139,6 +156,8 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "at least 259"),
         (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--floor", "zh"], "--floor 'zh'"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--floor", "zh=0.9", "-n", "300"], "--floor zh"),
         (["rank", "CHAT", "--tokenizer", "OTHER"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),

@@ -25,8 +25,9 @@ from ...settings import TreeConfig
 from ...tree import Candidates, DraftTree, build_tree, level_offset, ranked_topk
 from ..buffers import BLANK, Buffers
 from ..dimensions import DrafterConfig
+from ..drafter import check_finished
 from ..kernels.packing import quantize_rows
-from ..launch import check_finished, launch_drafter
+from ..launch import launch_drafter
 from ..packing import Weights
 from ..reference import ReferenceDraft
 from ..weights import HeadWeights

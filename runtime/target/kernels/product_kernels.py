@@ -172,13 +172,6 @@ _WIDEN_FP16 = tl.constexpr(_WIDEN.format(right=1, left=7, mask="0x3f803f80", pow
 
 
 @triton.jit
-def _elements(SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Elements of w in a row of a step, and the column at which each begins."""
-    element = tl.arange(0, TILES.block_k // SHAPE.packed)
-    return element, element * SHAPE.packed
-
-
-@triton.jit
 def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr):
     return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0)
 
@@ -238,13 +231,14 @@ def _sum_part(
 ):  # fmt: skip
     """Add a part's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
     k = tl.arange(0, TILES.block_k)
-    element, column = _elements(SHAPE, TILES)
+    element = tl.arange(0, TILES.block_k // SHAPE.packed)
     start = part * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
     w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + element[None, :]
     x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
     for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
-        w = _weights(w_at + at // SHAPE.packed, n_inside, at + column, stop, SHAPE)
+        first = at // SHAPE.packed
+        w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE)
         x = _columns(x_at + at, inside, at + k, stop)
         acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
     return acc
@@ -390,12 +384,10 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
         wait_for_previous(OVERLAP)
         return n
     else:
-        start = part * SHAPE.split_size
-        element, column = _elements(SHAPE, TILES)
-        k = start + column
-        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
-        w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed)
-        w = _weights(w_at + (start // SHAPE.packed + element)[None, :], n_inside, k, stop, SHAPE)
+        k = part * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
+        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
+        w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
+        w = _weights(w_at, n_inside, k, stop, SHAPE)
         if OVERLAP:
             _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)

@@ -166,8 +166,8 @@ def _fp8_tiles(shape: ProductShape, rows: int, is_pair: bool, is_small: bool) ->
         return ProductTiles(64, SCALE_BLOCK, 16, 4, 5 if is_pair and shape.splits == 1 else 4, ahead=512)
     if rows <= 32:
         return ProductTiles(64, SCALE_BLOCK, 32, 4, 4, ahead=256)
-    if rows <= 64 or shape.groups > 1:
-        # Scales of columns keep steps long and two sums at once, for which registers of more rows do not suffice.
+    if rows <= 64 or shape.groups > 1 or shape.splits > 1:
+        # Of more rows two sums at once, of a step or a part and all before it, do not fit into the registers.
         return ProductTiles(128, SCALE_BLOCK, 64, 8, 3, ahead=256 if rows <= 64 else 0)
     return ProductTiles(128, 64, 128, 8, 3)
 

@@ -24,6 +24,7 @@ from eagle_slim.convert import (
 )
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.options import ConvertOptions
+from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
@@ -48,6 +49,7 @@ from support.heads import (
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
+from support.token_counts import source as source_counts
 from support.token_counts import token_counts
 
 
@@ -272,6 +274,7 @@ def test_norms_over_the_taps_are_carried(tmp_path):
         ({"draft_vocab": 300}, {"token_map": None, "order": "ids"}, "--tokenizer"),
         ({}, {"force_added": "all"}, "--tokenizer"),
         ({}, {"weights": {"chat": 2.0}}, "--weights"),
+        ({}, {"floors": {"chat": 0.9}}, "--floor"),
         ({}, {"token_map": None, "counts": ("a",), "order": "ids"}, "exclude each other"),
         ({}, {"counts": ("",)}, "file is empty"),
         ({}, {"token_map": ""}, "file is empty"),
@@ -482,6 +485,9 @@ def test_sizes_that_do_not_fit(tmp_path, target):
         ({"coverage": 1.5}, "is not a share of tokens"),
         ({"coverage": float("nan")}, "is not a share of tokens"),
         ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), weights={"nope": 3.0})}, "nope"),
+        ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), floors={"nope": 0.9})}, "nope"),
+        ({"draft_vocab": "full", "vocabulary": VocabRequest(corpus=(source,), floors={"chat": 0.9})}, "--floor"),
+        ({"coverage": 0.9, "vocabulary": VocabRequest(corpus=(source,), floors={"chat": 0.9})}, "--floor"),
         ({"draft_vocab": 300, "vocabulary": VocabRequest(corpus=(source,), weights={"chat": 0.0})}, "weight 0"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -504,8 +510,9 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with pytest.raises(UsageError, match=r"200.*259"):
         convert(first.folder, draft_vocab=200, out=tmp_path / "less")
-    with raises(UsageError, option="--weights"):
-        convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(weights={"chat": 2.0}), out=tmp_path / "no")
+    for option, request in (("--weights", {"weights": {"chat": 2.0}}), ("--floor", {"floors": {"chat": 0.9}})):
+        with raises(UsageError, option=option):
+            convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(**request), out=tmp_path / "no")
     other = shutil.copytree(target, tmp_path / "other")
     write_folder(other, byte_level_bpe(TOKENS - 9))
     for vocabulary in (VocabRequest(), BY_ID, VocabRequest(counts=(token_counts([3] * 300),))):
@@ -668,6 +675,26 @@ def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, target):
     assert Artifact.load(tmp_path / "o").manifest.num_uncounted == missing
     check = verify_artifact(tmp_path / "o")["ranks"]
     assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
+
+
+def test_floors_are_held_at_each_size(run, tmp_path, target):
+    """The commonest ids of one source, and too few of another's: its floor takes some in."""
+    made_by = load_tokenizer(str(target)).tokenizer_hash
+    many = source_counts([9 if t < 330 else 0 for t in range(TOKENS)], [[*range(330)]], name="en", weight=9)
+    few = source_counts([1 if t >= 340 else 0 for t in range(TOKENS)], [[*range(340, 360)]], name="zh")
+    TokenCounts((many, few), made_by).save(tmp_path / "two.safetensors")
+    arguments = (write_eagle3(tmp_path / "head"), "--target", target, "--counts", "two.safetensors", "--out", "o")
+    code, _, err = run(
+        convert_command, *arguments, "--draft-vocab", "280,290", "--floor", "zh=0.5", "--floor", "en=0.6"
+    )
+    assert code == 0, err
+    for folder in sorted((tmp_path / "o").iterdir()):
+        manifest = Artifact.load(folder).manifest
+        assert sum(token >= 340 for token in manifest.rank_order_ids) >= 10
+        assert [entry["source"] for entry in manifest.vocabulary["floors"]["held"]] == ["zh", "en"]
+        assert {entry["source"]: entry["covered"] for entry in manifest.coverage_summary}["zh"] >= 0.5
+    code, _, err = run(convert_command, *arguments[:-1], "no", "--draft-vocab", "262", "--floor", "zh=0.9")
+    assert (code, "would do" in err) == (2, True)
 
 
 def test_what_several_engines_make_of_a_head_is_said_once(tmp_path):

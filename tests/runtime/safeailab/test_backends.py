@@ -174,8 +174,12 @@ def test_features_alone_draft_a_tree(drafts: list[None]) -> None:
 
 
 def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
+    table = page.split("### Names used elsewhere")[1].split("\n#")[0]
+    assert all(f"`{name}`" in table for name in ("head_dim", "fallback"))
     for owner, names in NAMES_ELSEWHERE.items():
         for name in names.split():
+            assert f"`{name}`" in table
             with raises(UsageError, option=name) as caught:
                 owner(**{name: 1})
             assert "docs/upstream.md" in str(caught.value)

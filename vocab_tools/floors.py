@@ -1,0 +1,136 @@
+"""Choose the ids that hold floors, shares that a vocabulary must cover of each of some sources, at the best coverage.
+
+With x_i = 1 for the ids chosen, s_i the weighted share of id i and p_ki its share of source k's counted text:
+
+    maximise Σ_i s_i x_i   with   Σ_i p_ki x_i ≥ g_k   and   Σ_i x_i = N
+
+HiGHS solves it for 0 ≤ x_i ≤ 1 (`scipy.optimize.linprog`). In a corner of that polytope no more ids are fractional than
+there are conditions, so rounding them costs almost nothing, and the multipliers λ_k of the conditions give a bound on
+any choice: the N largest of s_i + Σ_k λ_k p_ki, less Σ_k λ_k g_k.
+
+Ids are chosen by counted text alone. A floor f_k is a share of the text that is measured, held-out where there is some:
+g_k begins there, and rises by what the choice falls short until it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import VocabularyError
+
+_MAX_ROUNDS = 30
+# What is needed rises by a tenth more than the shortfall, and by two tokens in a million, so that few rounds do.
+_RISE, _STEP = 1.1, 2e-6
+_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class FloorProblem:
+    """Ids to choose from, and floors to hold.
+
+    Attributes:
+        score: weighted share of counted text per id, float64 [ids].
+        is_forced: ids that every choice holds, bool [ids].
+        counted: share of each source's counted text per id, float64 [floors, ids].
+        measured: the same of the text on which floors are measured, float64 [floors, ids].
+        floors: float64 [floors].
+    """
+
+    score: NDArray[np.float64]
+    is_forced: NDArray[np.bool_]
+    counted: NDArray[np.float64]
+    measured: NDArray[np.float64]
+    floors: NDArray[np.float64]
+
+    def reached(self, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the share of the measured text that a choice covers of each source, float64 [floors]."""
+        return np.asarray(self.measured[:, chosen].sum(axis=1))
+
+    def holds(self, chosen: NDArray[np.bool_]) -> bool:
+        """Whether a choice, bool [ids], holds all floors; sums of float64 shares are a few ulps off."""
+        return bool((self.reached(chosen) >= self.floors - _TOLERANCE).all())
+
+    def choose(self, size: int) -> tuple[NDArray[np.bool_], float] | None:
+        """Choose `size` ids that hold all floors, bool [ids].
+
+        Returns also the most weighted share that any `size` ids cover which hold the floors on counted text; None where
+        no such choice was found.
+        """
+        needed, bound = self.floors, np.inf
+        for _ in range(_MAX_ROUNDS):
+            solved = self._solve(-self.score, needed, size)
+            if solved is None:
+                return None
+            shares, multipliers = solved
+            worth = self.score + multipliers @ self.counted
+            chosen = self._largest(worth, shares, size)
+            if bound == np.inf:
+                bound = float(worth[chosen].sum() - multipliers @ needed)
+            if self.holds(chosen):
+                return chosen, bound
+            needed = self._raised(needed, chosen)
+        return None
+
+    def smallest_size(self) -> int | None:
+        """Return a number of ids that holds all floors, near the fewest possible; None where all ids do not."""
+        needed = self.floors
+        for _ in range(_MAX_ROUNDS):
+            solved = self._solve(np.ones(len(self.score)), needed, len(self.score))
+            if solved is None:
+                return None
+            chosen = solved[0] > _TOLERANCE
+            if self.holds(chosen):
+                return int(chosen.sum())
+            needed = self._raised(needed, chosen)
+        return None
+
+    def _raised(self, needed: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+        short = self.floors - self.reached(chosen)
+        raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
+        # More than all ids cover is never needed, where a floor is no more.
+        return np.asarray(np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1))))
+
+    def _solve(
+        self, cost: NDArray[np.float64], needed: NDArray[np.float64], size: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return x [ids] of the least cost, and λ [floors]; None where `size` ids do not cover what is needed."""
+        from scipy.optimize import linprog
+
+        used = np.flatnonzero(self.is_forced | (self.score > 0) | self.counted.any(axis=0))
+        found = linprog(
+            cost[used],
+            np.vstack([-self.counted[:, used], np.ones(len(used))]),
+            np.append(-needed, size),
+            bounds=np.column_stack([self.is_forced[used], np.ones(len(used))]),
+        )
+        if found.status == 2:
+            return None
+        if found.status != 0:
+            raise VocabularyError(f"Floors: HiGHS found no solution: {found.message}.")
+        shares = np.zeros(len(self.score))
+        shares[used] = found.x
+        return shares, np.maximum(-found.ineqlin.marginals[:-1], 0.0)
+
+    def _largest(self, worth: NDArray[np.float64], shares: NDArray[np.float64], size: int) -> NDArray[np.bool_]:
+        """Return forced ids and those of the most worth, bool [ids]; of equal worth, those of the larger x.
+
+        Ids whose shares are the same in every source are taken from the lowest on, whichever of them HiGHS took.
+        """
+        ids = np.arange(len(worth))
+        by_share = np.empty(len(worth))
+        by_share[np.lexsort((ids, self._twins))] = shares[np.lexsort((-shares, self._twins))]
+        rounded = np.round(worth / max(worth.max(), _TOLERANCE), 12)
+        order = np.lexsort((ids, -np.round(by_share, 6), -rounded, ~self.is_forced))
+        chosen = np.zeros(len(worth), np.bool_)
+        chosen[order[:size]] = True
+        return chosen
+
+    @cached_property
+    def _twins(self) -> NDArray[np.int64]:
+        """Number of the group of ids with the same shares and forcing, int64 [ids]."""
+        columns = np.vstack([self.is_forced, self.score, self.counted])
+        return np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1)
