@@ -65,11 +65,10 @@ class Server:
     @cached_property
     def model(self) -> str:
         """The first model that it lists; raises `ServerError` where it lists none."""
-        page = self._read("/v1/models")
         try:
-            return str(json.loads(page)["data"][0]["id"])
+            return str(json.loads(self._read("/v1/models"))["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"/v1/models lists no model: {brief(page)}") from error
+            raise ServerError("/v1/models lists no model") from error
 
     def counts(self, before: Mapping[str, float] | None = None, tokens: int = 0) -> dict[str, float]:
         """Return the metrics of the server's Prometheus page, summed over labels; empty where there is no page.
@@ -144,19 +143,20 @@ class Server:
     def _open(self, path: str, data: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         """Send a request and give its response; raises `ServerError` for whatever goes wrong with either."""
         request = urllib.request.Request(self.url + path, data, self._headers)
+        timeout_s = self.timeout_s if data else min(10.0, self.timeout_s)
         try:
-            with _open_url(request, timeout=self.timeout_s) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            with error:
-                failure = ServerError(f"{error.code}: {brief(error.read(500).decode(errors='replace'))}")
-            if error.code == 429:
+            try:
+                with _open_url(request, timeout=timeout_s) as response:
+                    yield response
+            except urllib.error.HTTPError as error:
+                with error:
+                    failure = ServerError(f"{error.code}: {brief(error.read(500).decode(errors='replace'))}")
                 after = error.headers.get("Retry-After", "")
-                failure.wait_s = float(after) if after.isdigit() else 0.0
-            raise failure from error
+                failure.wait_s = None if error.code != 429 else float(after) if after.isdigit() else 0.0
+                raise failure from error
         except (http.client.HTTPException, OSError) as error:
             reason = getattr(error, "reason", error)
-            said = f"silent for {self.timeout_s:g} s" if isinstance(reason, TimeoutError) else f"{reason!r}"
+            said = f"silent for {timeout_s:g} s" if isinstance(reason, TimeoutError) else f"{reason!r}"
             raise ServerError(said) from error
 
 
@@ -173,7 +173,7 @@ def count_passes(
     accepted tokens. SGLang's (0.5.23, `srt/observability/metrics_collector.py`) count passes and generated tokens, of
     which an answer's first comes from its prompt's pass, as llama-server's does (`tools/server/server-common.cpp`).
     """
-    gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    gained = {name: value - before.get(name, 0.0) for name, value in after.items()} if before else {}
     if drafts := gained.get("vllm:spec_decode_num_drafts_total"):
         return drafts, drafts + gained["vllm:spec_decode_num_accepted_tokens_total"]
     if passes := gained.get("sglang:spec_verify_calls_total"):

@@ -54,9 +54,8 @@ def compare_servers(
     is_complete = run.answer_all(progress)
     if not run.answers:
         raise EagleSlimError(f"No server answers: {run.findings[0]}")
-    rows = build_rows(
-        [Candidate(each.label, each.label, each, tree=(0, 0, 0)) for each in servers], options, run.answers
-    )
+    candidates = [Candidate(each.label, each.label, each, tree=(0, 0, 0)) for each in servers]
+    rows = build_rows(candidates, options, run.answers)
     setup = {
         "servers": [f"{each.label} ({each.url})" for each in servers], "num_prompts": len(prompts), "rounds": rounds,
         "max_new_tokens": max_new_tokens, "versions": {"eagle-slim": version("eagle-slim")},
@@ -142,11 +141,9 @@ class _Run:
             own = replies[server.label]
             slots = [slot for slot, reply in enumerate(base) if not (reply.problem or own[slot].problem)]
             differing = [slot for slot in slots if base[slot].text != own[slot].text]
-            # Without ids, one entry for each answer that can be compared.
-            same, ids = len(slots) - len(differing), ((),) * len(slots)
             if not all(reply.problem for reply in own):
-                stats = _stats(own, *passes[server.label])
-                self.answers.append(Answer("greedy", len(group), number, server.label, None, same, ids, stats))
+                names, same = ("greedy", len(group), number, server.label, None), len(slots) - len(differing)
+                self.answers.append(Answer(*names, same, len(slots), _stats(own, *passes[server.label])))
             if differing:
                 again = again or self._ask(self.servers[0], number, with_logprobs=True)
                 own_again = self._ask(server, number, with_logprobs=True)

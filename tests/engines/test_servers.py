@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,42 +26,32 @@ K, NUM_TOKENS, CHANGED_PROMPT, PLACE = 3, 60, 1, 5
 WORDS = [" ".join(f"w{token}" for token in ids) for ids in PROMPTS]
 
 
-@contextmanager
-def changing(url: str, prompt: str, place: int, found: str) -> Iterator[str]:
-    """Serve what another server does, but for a token of the answer to one prompt."""
+class Changing(BaseHTTPRequestHandler):
+    """Passes on what another server answers, but for a token of the answer to `CHANGED_PROMPT`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def forward(self, body: bytes | None = None) -> None:
-            request = urllib.request.Request(url + self.path, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request) as response:
-                self.send_response(200)
-                self.end_headers()
-                number = -1
-                for line in response:
-                    event = json.loads(line[6:]) if body and prompt.encode() in body and b'"content":"' in line else {}
-                    for choice in event.get("choices", ()):
-                        has_text = bool(choice["delta"].get("content"))
-                        number += has_text
-                        if number == place and has_text:
-                            choice["delta"]["content"] = f" {found}"
-                            for each in (choice["logprobs"] or {}).get("content", ()):
-                                each |= {"token": found, "bytes": list(found.encode())}
-                            line = f"data: {json.dumps(event)}\n".encode()
-                    self.wfile.write(line)
+    url, found = "", ""
 
-        def do_GET(self) -> None:
-            self.forward()
+    def do_GET(self) -> None:
+        self.do_POST()
 
-        def do_POST(self) -> None:
-            self.forward(self.rfile.read(int(self.headers["Content-Length"])))
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0)) or None
+        is_changed = body is not None and WORDS[CHANGED_PROMPT].encode() in body
+        with urllib.request.urlopen(urllib.request.Request(self.url + self.path, body, dict(self.headers))) as response:
+            self.send_response(200)
+            self.end_headers()
+            lines = [line for line in response if line.strip()]
+        if is_changed:
+            texts = [number for number, line in enumerate(lines) if re.search(rb'"content":"[^"]', line)]
+            event = json.loads(lines[texts[PLACE]][6:])
+            event["choices"][0]["delta"]["content"] = f" {self.found}"
+            for each in (event["choices"][0]["logprobs"] or {}).get("content", ()):
+                each |= {"token": self.found, "bytes": list(self.found.encode())}
+            lines[texts[PLACE]] = f"data: {json.dumps(event)}\n".encode()
+        self.wfile.writelines(lines)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +81,14 @@ def test_two_servers_and_one_that_differs_at_one_token(served: dict[str, str], t
     (tmp_path / "prompts.txt").write_text("\n".join(WORDS))
     own, likely = Server("plain", served["plain"]).ask(WORDS[CHANGED_PROMPT], PLACE + 1, True).choices[PLACE]
     other = sorted(likely, key=likely.__getitem__)[-2]
-    with changing(served["plain"], WORDS[CHANGED_PROMPT], PLACE, other.decode().strip()) as changed:
+    Changing.url, Changing.found = served["plain"], other.decode().strip()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Changing) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        changed = f"http://127.0.0.1:{http.server_port}"
         arguments = [f"plain={served['plain']}", f"head={served['head']}", f"changed={changed}", "--concurrency", "1,4"]
         arguments += ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", str(NUM_TOKENS), "--json"]
         found = json.loads(command("eagle-servers", *arguments).stdout)
+        http.shutdown()
     for plain, head, differing in (found["rows"][:3], found["rows"][3:]):
         assert [row["num_answers"] for row in (plain, head, differing)] == [4, 4, 4]
         assert [row["num_identical"] for row in (plain, head, differing)] == [4, 4, 3]
