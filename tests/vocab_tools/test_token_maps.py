@@ -225,9 +225,6 @@ def test_d2t_in_a_torch_file(tmp_path: Path) -> None:
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
     assert import_token_map(tmp_path / "d2t.pt", 12).target_ids.tolist() == [2, 3, 7, 11]
-    # Under another name it is a list of ids.
-    torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "map.pt")
-    assert import_token_map(tmp_path / "map.pt", 12).target_ids.tolist() == [2, 5, 8]
 
 
 def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path) -> None:
