@@ -82,7 +82,8 @@ class FloorProblem:
             solved = self._solve(np.ones(len(self.score)), needed, len(self.score))
             if solved is None:
                 return None
-            chosen = solved[0] > _TOLERANCE
+            # An x that HiGHS leaves a little above 0 is 0.
+            chosen = solved[0] > 1e-9
             if self.holds(chosen):
                 return int(chosen.sum())
             needed = self._raised(needed, chosen)

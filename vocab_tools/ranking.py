@@ -383,7 +383,6 @@ def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | No
     if fewest is None:
         return None
     first = round_up(max(fewest, size + 1))
-    # Nearly always the first one does.
     sizes = [*(first + ROUND_TO * ((1 << power) - 1) for power in range(16)), largest]
     return next((enough for enough in sizes if enough <= largest and problem.choose(enough) is not None), None)
 

@@ -144,7 +144,7 @@ def mtplx(path: Path) -> list[int]:
 
 
 def tensorfold(path: Path) -> list[int]:
-    """read_ids, patch 0420 of glm53-tensorfold-spark at 5624dfc; draft_token_ids of TensorFold at 362618e sorts."""
+    """read_ids of glm53-tensorfold-spark 5624dfc (patch 0420), by its tests; draft_token_ids of TensorFold at 362618e sorts."""
     ranked = [int(part) for line in path.read_text().splitlines() for part in line.partition("#")[0].split()]
     assert np.unique(np.loadtxt(path, dtype=np.int64).reshape(-1)).tolist() == sorted(ranked)
     return ranked
@@ -225,9 +225,6 @@ def test_d2t_in_a_torch_file(tmp_path: Path) -> None:
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
     assert import_token_map(tmp_path / "d2t.pt", 12).target_ids.tolist() == [2, 3, 7, 11]
-    # Under another name it is a list of ids.
-    torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "map.pt")
-    assert import_token_map(tmp_path / "map.pt", 12).target_ids.tolist() == [2, 5, 8]
 
 
 def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path) -> None:
