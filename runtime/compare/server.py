@@ -33,7 +33,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, or why there is none; times are of `time.perf_counter`."""
+    """An answer, or why there is none: then ``ended_s`` is 0. Times are of `time.perf_counter`."""
 
     text: str = ""
     """Reasoning and answer."""
@@ -47,7 +47,7 @@ class Reply:
     choices: tuple[tuple[bytes, Mapping[bytes, float]], ...] = ()
     """If asked for: each token, and the log-probabilities of the likeliest tokens at its place."""
     problem: str = ""
-    note: str = ""
+    """What went wrong, if only on the way to the answer."""
 
 
 class Server:
@@ -97,7 +97,7 @@ class Server:
         while True:
             try:
                 reply = self._answer({"model": self.model, **body})
-                return replace(reply, note=f"429, answered after a wait of {waited_s:g} s") if waited_s else reply
+                return replace(reply, problem=f"429, answered after a wait of {waited_s:g} s") if waited_s else reply
             except ServerError as error:
                 wait_s = error.wait_s or pause_s
                 if error.wait_s is None or waited_s + wait_s > _PATIENCE_S:
@@ -133,7 +133,9 @@ class Server:
                     raise ServerError(f"garbage in the stream: {brief(value)}") from error
         if not reply.ended_s:
             raise ServerError(f"the stream broke off after {len(text)} characters")
-        return replace(reply, text=text, first_s=reply.first_s or reply.ended_s, choices=tuple(choices))
+        problem = "" if reply.tokens else "no speed, as the server does not tell how many tokens it generated"
+        first_s = reply.first_s or reply.ended_s
+        return replace(reply, text=text, first_s=first_s, choices=tuple(choices), problem=problem)
 
     def _read(self, path: str) -> str:
         with self._open(path) as response:
