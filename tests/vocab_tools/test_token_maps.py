@@ -144,7 +144,7 @@ def mtplx(path: Path) -> list[int]:
 
 
 def tensorfold(path: Path) -> list[int]:
-    """read_ids of glm53-tensorfold-spark 5624dfc (patch 0420), by its tests; draft_token_ids of TensorFold at 362618e sorts."""
+    """read_ids of glm53-tensorfold-spark 5624dfc (patch 0420), by its tests; at 362618e draft_token_ids sorts."""
     ranked = [int(part) for line in path.read_text().splitlines() for part in line.partition("#")[0].split()]
     assert np.unique(np.loadtxt(path, dtype=np.int64).reshape(-1)).tolist() == sorted(ranked)
     return ranked
