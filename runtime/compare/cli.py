@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -177,8 +176,7 @@ def servers(
     accepted length. The others are compared with the first server. API keys are read from EAGLE_KEY_NAME, the name in
     capitals. Ctrl-C ends the comparison and writes what there is.
     """
-    keys = {name: os.environ.get("EAGLE_KEY_" + re.sub(r"\W", "_", name).upper(), "") for name in urls}
-    asked = [Server(name, url, keys[name], timeout_s) for name, url in urls.items()]
+    asked = [Server(name, url, timeout_s) for name, url in urls.items()]
     prompts = load_prompts(prompt_file, limit)
     if out is not None:
         check_output(out, force, MARKER)

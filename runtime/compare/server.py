@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import time
 import urllib.error
@@ -33,31 +34,32 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, or why there is none: then ``ended_s`` is 0. Times are of `time.perf_counter`."""
+    """An answer, or why there is none; times are of `time.perf_counter`, and ``ended_s`` is 0 without a whole answer.
+
+    ``tokens``: by the server's count, 0 where it does not tell; ``num_accepted``: drafts, by llama-server's timings;
+    ``choices``, if asked for: each token, and the log-probabilities of the likeliest at its place; ``problem``: what
+    went wrong, if only on the way to the answer.
+    """
 
     text: str = ""
-    """Reasoning and answer."""
     tokens: int = 0
-    """Generated tokens as the server counts them; 0 where it does not tell."""
     began_s: float = 0.0
     first_s: float = 0.0
     ended_s: float = 0.0
     num_accepted: int | None = None
-    """Accepted drafts by llama-server's timings; None where they tell of no drafts."""
     choices: tuple[tuple[bytes, Mapping[bytes, float]], ...] = ()
-    """If asked for: each token, and the log-probabilities of the likeliest tokens at its place."""
     problem: str = ""
-    """What went wrong, if only on the way to the answer."""
 
 
 class Server:
-    """A server at ``url``, with or without ``/v1``, which may be silent for ``timeout_s``; ``key``: API key, or "".
+    """A server at ``url``, with or without ``/v1``, that may be silent for ``timeout_s``; API key: EAGLE_KEY_LABEL.
 
     Raises `UsageError` for a URL of another kind.
     """
 
-    def __init__(self, label: str, url: str, key: str = "", timeout_s: float = 120.0) -> None:
+    def __init__(self, label: str, url: str, timeout_s: float = 120.0) -> None:
         self.label, self.url, self.timeout_s = label, url.rstrip("/").removesuffix("/v1"), timeout_s
+        key = os.environ.get("EAGLE_KEY_" + re.sub(r"\W", "_", label).upper())
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         if not re.match(r"https?://[^/]", url):
             raise UsageError(f"{label}={url}: expected a URL such as http://localhost:8000.")
