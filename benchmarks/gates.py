@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.tuned_cache import is_strict
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import DrafterError, UsageError
@@ -93,7 +92,7 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
     for phase in filled_phases(decoder, 1, prefix):
         phase.run()
     attentions = {f"attention at {n}": as_graph(attention_of_layers(decoder, n)) for n in prefixes}
-    assert isinstance(decoder.drafter, BufferedDrafter)
+    assert decoder.drafter is not None
     num_bytes = {
         "draft": draft_bytes(decoder.drafter.cfg, [prefix]),
         "verify": model.weight_bytes + model.kv_bytes(prefix),

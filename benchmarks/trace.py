@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.kernels.grid_barrier import FIRST_STAMP, STAMPS
 from eagle_slim.runtime.ops import named_range, ranges_wanted
 from eagle_slim.runtime.settings import TreeConfig
@@ -269,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     kernels, faults = last_step(events), faults_of(events, num_allocated)
     if STAMPS.value:
-        assert isinstance(decoder.drafter, BufferedDrafter)
+        assert decoder.drafter is not None
         words, params = decoder.drafter.bufs.workspace["barrier"], decoder.drafter.bufs.params
         assert params is not None
         stamps, depth = words[FIRST_STAMP:].view(torch.int64).tolist(), decoder.drafter.tree.depth

@@ -58,5 +58,5 @@ print(f"all of it took {time.monotonic() - started:.0f} s")
 print(f"""
 Try next, after `source .venv/bin/activate`:
   eagle-generate {slim}    # a chat
-  eagle-compare {slim} --prompts examples/prompts.jsonl --limit 5 --sizes full,4096 --modes greedy
+  eagle-compare {slim} --prompts examples/prompts.jsonl --limit 3 --max-new-tokens 30 --modes greedy
   eagle-convert HEAD --target TARGET --draft-vocab 16000 --dry-run    # your own, Hub ids or folders: only reports""")

@@ -10,7 +10,7 @@ import argparse
 
 import numpy as np
 from eagle_slim.vocab_tools import HeldOut, SourceCounts, TokenCounts, measure_coverage, rank_vocabulary
-from eagle_slim.vocab_tools.common_cli import parse_floors
+from eagle_slim.vocab_tools.common_cli import parse_shares
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("counts", help="npz file: counts per id, int64 [vocab], by the name of the domain")
@@ -26,7 +26,7 @@ for name, counted in np.load(args.counts).items():
     sources.append(
         SourceCounts(name, weight, counted - held_out, HeldOut(token_ids, np.array([0, len(token_ids)])), {})
     )
-counts, floors = TokenCounts(tuple(sources), None), parse_floors([args.floor])
+counts, floors = TokenCounts(tuple(sources), None), parse_shares("--floor", [args.floor])
 
 plain = rank_vocabulary(counts, args.size, forced=())
 ranked = rank_vocabulary(counts, args.size, forced=(), floors=floors)

@@ -103,7 +103,7 @@ else:
 
 def test_every_command_starts_there_and_loads_no_heavy_library_to_help(installed: Path) -> None:
     commands = python(installed, "-c", COMMAND).split()
-    assert len(commands) == 6
+    assert len(commands) == 7
     for name in commands:
         shown = python(installed, "-c", COMMAND, name)
         assert "Usage:" in shown

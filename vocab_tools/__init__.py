@@ -8,7 +8,7 @@ One public function per command of `eagle-vocab`; everything here is imported on
     coverage  measure_coverage(vocab, counts) → CoverageReport
     show      show_vocabulary(vocab, tokenizer) → VocabularyListing
     import    import_token_map(path) → DraftVocab
-    export    export_token_map(vocab, path, loader)
+    export    export_token_map(vocab, path, loader, read_target(target))
 """
 
 import lazy_loader

@@ -6,14 +6,15 @@ from .forced import ForcedIds, forced_ids
 from .ranking import rank_by_order, rank_vocabulary
 from .show import VocabularyListing, show_vocabulary
 from .sources import CorpusSource
+from .target import TargetConfig, read_target
 from .token_maps import d2t_from_ids, export_token_map, ids_from_d2t, import_token_map, t2d_from_ids
 from .tokenizer import LoadedTokenizer, load_tokenizer
 from .vocabulary import DraftVocab
 
 __all__ = [
     "CorpusError", "CorpusSource", "CoverageReport", "DraftVocab", "EagleSlimError", "ForcedIds", "HeldOut",
-    "LoadedTokenizer", "SourceCounts", "SourceCoverage", "TokenCounts", "TokenizerError", "UsageError",
+    "LoadedTokenizer", "SourceCounts", "SourceCoverage", "TargetConfig", "TokenCounts", "TokenizerError", "UsageError",
     "VocabularyError", "VocabularyListing", "count_tokens", "d2t_from_ids", "export_token_map", "forced_ids",
     "ids_from_d2t", "import_token_map", "load_tokenizer", "measure_coverage", "merge_counts", "rank_by_order",
-    "rank_vocabulary", "show_vocabulary", "t2d_from_ids",
+    "rank_vocabulary", "read_target", "show_vocabulary", "t2d_from_ids",
 ]  # fmt: skip

@@ -14,8 +14,7 @@ from .common_cli import (
     force_option,
     json_option,
     note,
-    parse_floors,
-    parse_weights,
+    parse_shares,
     run_cli,
     version_option,
     warn,
@@ -80,7 +79,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     """Merge counts files; parts of one source are added, and weights are recorded."""
     from .counts import TokenCounts, merge_counts
 
-    merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
+    merged = merge_counts([TokenCounts.load(file) for file in counts], parse_shares("--weights", weights) or None)
     path = refuse_existing(out, force)
     merged.save(path)
     if as_json:
@@ -129,8 +128,8 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         forced_ids(tokenizer, options["force_added"], options["force_id"]),
         target_vocab,
         None if candidates is None else _import(candidates, target_vocab),
-        parse_weights(options["weights"]),
-        parse_floors(options["floors"]),
+        parse_shares("--weights", options["weights"]),
+        parse_shares("--floor", options["floors"]),
     )
     ranked.save(path)
     warn(ranked.warnings)
@@ -172,10 +171,9 @@ def coverage(
     """
     from .coverage import measure_coverage
 
-    held, loaded, shares = _import(vocabulary, None), _load_counts(counts), parse_weights(weights)
-    report = measure_coverage(
-        held, loaded, sizes, shares, beside=_ranked_beside(held, loaded, shares), floors=parse_floors(floors)
-    )
+    held, loaded, shares = _import(vocabulary, None), _load_counts(counts), parse_shares("--weights", weights)
+    beside, asked = _ranked_beside(held, loaded, shares), parse_shares("--floor", floors)
+    report = measure_coverage(held, loaded, sizes, shares, beside=beside, floors=asked)
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
@@ -230,7 +228,6 @@ def import_command(
 
     With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
     """
-    from .forced import forced_ids
     from .token_maps import import_token_map
     from .vocabulary import TARGET_VOCAB_FROM
 
@@ -238,8 +235,7 @@ def import_command(
     tokenizer = None
     if options["tokenizer"] is not None:
         tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
-    forced = None if tokenizer is None else forced_ids(tokenizer)
-    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer, forced)
+    read = import_token_map(token_map, target_vocab, d2t_form, tokenizer)
     read.save(path)
     warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:

@@ -62,17 +62,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
 
 
-def parse_weights(values: Iterable[str]) -> dict[str, float]:
-    """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
-    return _parse_shares("--weights", "chat=3", values)
-
-
-def parse_floors(values: Iterable[str]) -> dict[str, float]:
-    """Read the values of --floor: `zh=0.97`, or several in one; raises UsageError."""
-    return _parse_shares("--floor", "zh=0.97", values)
-
-
-def _parse_shares(option: str, such_as: str, values: Iterable[str]) -> dict[str, float]:
+def parse_shares(option: str, values: Iterable[str]) -> dict[str, float]:
+    """Read the values of --weights or --floor: `chat=3`, or several in one as in `chat=3,code=2`; raises UsageError."""
     shares: dict[str, float] = {}
     for value in (part.strip() for group in values for part in group.split(",")):
         name, _, share = value.rpartition("=")
@@ -81,7 +72,7 @@ def _parse_shares(option: str, such_as: str, values: Iterable[str]) -> dict[str,
         except ValueError:
             number = math.nan
         if not name or name in shares or math.isnan(number):
-            raise UsageError(f"{option} {value!r}: expected NAME=SHARE, as in {such_as}, each name once.")
+            raise UsageError(f"{option} {value!r}: expected NAME=SHARE, such as chat=0.5, each name once.")
         shares[name] = number
     return shares
 

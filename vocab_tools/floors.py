@@ -48,8 +48,7 @@ class FloorProblem:
 
     def reached(self, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Return the share of the measured text that a choice covers of each source, float64 [floors]."""
-        covered: NDArray[np.float64] = self.measured[:, chosen].sum(axis=1)
-        return covered
+        return np.asarray(self.measured[:, chosen].sum(axis=1))
 
     def holds(self, chosen: NDArray[np.bool_]) -> bool:
         """Whether a choice, bool [ids], holds all floors; sums of float64 shares are a few ulps off."""
@@ -83,7 +82,8 @@ class FloorProblem:
             solved = self._solve(np.ones(len(self.score)), needed, len(self.score))
             if solved is None:
                 return None
-            chosen = solved[0] > _TOLERANCE
+            # An x that HiGHS leaves a little above 0 is 0.
+            chosen = solved[0] > 1e-9
             if self.holds(chosen):
                 return int(chosen.sum())
             needed = self._raised(needed, chosen)
@@ -93,8 +93,7 @@ class FloorProblem:
         short = self.floors - self.reached(chosen)
         raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
         # More than all ids cover is never needed, where a floor is no more.
-        possible: NDArray[np.float64] = np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1)))
-        return possible
+        return np.asarray(np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1))))
 
     def _solve(
         self, cost: NDArray[np.float64], needed: NDArray[np.float64], size: int

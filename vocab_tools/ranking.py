@@ -94,23 +94,19 @@ def rank_vocabulary(
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
+    optimistic = []
     if coverage is not None:
         size, account = _size_for_coverage(counts, weights, order, coverage, pool)
         provenance["size_from_coverage"] = account
         if account["measured_on"] == "counted":
-            warnings.append(
-                "the size for --coverage was found on the counted text itself, because nothing was held out: other "
-                "text will be covered less. Count with a held-out part"
-            )
+            optimistic.append("the size for --coverage was found")
     if floors and size is not None:
         pool.check_size(size)
         order, provenance[FLOORS] = _hold_floors(counts, floors, score, order, size, pool)
         on_counted = [entry["source"] for entry in provenance[FLOORS]["held"] if entry["measured_on"] == "counted"]
-        if on_counted:
-            warnings.append(
-                f"floors of {', '.join(on_counted)} hold on the counted text itself, because nothing was held out: "
-                "other text will be covered less. Count with a held-out part"
-            )
+        optimistic.extend(f"the floor of {name} was measured" for name in on_counted)
+    advice = "because nothing was held out: other text will be covered less. Count with a held-out part"
+    warnings.extend(f"{what} on the counted text itself, {advice}" for what in optimistic)
     provenance[COUNTED_IDS] = int((score[order[len(pool.forced) : size]] > 0).sum())
     vocab = pool.cut(order, size, provenance)
     # All ids together are ranked to be cut later: only a size that was asked for is warned about.
@@ -349,7 +345,7 @@ def _hold_floors(
     held_out = np.stack([_held_out_counts(named[name], len(score)) for name in floors])
     if not texts.any(axis=1).all():
         raise VocabularyError(
-            f"--floor: of {', '.join(floors)} one source holds no token. Count some text of it first."
+            f"--floor: one source of {', '.join(floors)} holds no token. Count some of its text first."
         )
     parts = ["held-out" if tokens.any() else "counted" for tokens in held_out]
     measured = np.where(held_out.any(axis=1, keepdims=True), held_out, texts)
@@ -386,8 +382,9 @@ def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | No
     fewest = problem.smallest_size()
     if fewest is None:
         return None
-    sizes = [*range(round_up(max(fewest, size + 1)), largest, ROUND_TO), largest]
-    return next((enough for enough in sizes if problem.choose(enough) is not None), None)
+    first = round_up(max(fewest, size + 1))
+    sizes = [*(first + ROUND_TO * ((1 << power) - 1) for power in range(16)), largest]
+    return next((enough for enough in sizes if enough <= largest and problem.choose(enough) is not None), None)
 
 
 def _follow(

@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import UsageError, VocabularyError, errors_of
 from .files import check_named, read_json, read_text, regular_file, write_file
-from .forced import ForcedIds
+from .forced import forced_ids
 from .target import TargetConfig
 from .tokenizer import LoadedTokenizer, check_tokenizer
 from .vocabulary import (
@@ -73,7 +73,7 @@ _LIMITS: dict[Loader, str] = {
     "mtplx": "MTPLX_FRSPEC_DRAFT=1 switches it on, MTPLX_FRSPEC_N takes the first ids",
     "tensorfold": "of GLM (GLM53_TF_DRAFT_VOCAB) each of two ranks drafts over the ids of its half only",
 }
-_TIED = "SGLang keeps all rows of an LM head that is tied to the embedding, yet looks their numbers up in the list"
+_TIED = "if the LM head is tied to the embedding, SGLang keeps all its rows, yet looks their numbers up in the list"
 _MANIFEST_NAME = "eagle_slim.json"
 
 
@@ -158,7 +158,6 @@ def import_token_map(
     target_vocab: int | None = None,
     d2t_form: D2TForm | None = None,
     tokenizer: LoadedTokenizer | None = None,
-    forced: ForcedIds | None = None,
 ) -> DraftVocab:
     """Read a token map of any format at the top of this module; its content shows which.
 
@@ -166,8 +165,7 @@ def import_token_map(
         path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
         target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
         d2t_form: how d2t is to be read when the file does not show it (see `ids_from_d2t`).
-        tokenizer: of the target; warnings then tell ids that belong to no token.
-        forced: warnings tell which of these ids are left out.
+        tokenizer: of the target; warnings then tell ids that belong to no token, and forced ones that are left out.
 
     Returns:
         The vocabulary, in the file's order for a list of ids and for rows that do not ascend. Of ids that a list
@@ -194,33 +192,30 @@ def import_token_map(
             else:
                 rows = whole_numbers(source["d2t"], "d2t")
                 read = _from_d2t(rows, source.get("t2d"), target_vocab, d2t_form, provenance)
-    found = _doubts_of_ids(read, tokenizer, forced)
-    made_with = {} if tokenizer is None else {"tokenizer_hash": tokenizer.tokenizer_hash}
-    return replace(read, provenance={**read.provenance, **made_with, "warnings": [*read.warnings, *found]})
+    return read if tokenizer is None else _checked(read, tokenizer)
 
 
-def _doubts_of_ids(vocab: DraftVocab, tokenizer: LoadedTokenizer | None, forced: ForcedIds | None) -> list[str]:
-    """Tell ids that no token has, and forced ids that are missing."""
-    found = []
-    if tokenizer is not None:
-        known = vocab.provenance.get("tokenizer_hash")
-        if known is not None:
-            check_tokenizer(tokenizer, known, "the vocabulary")
-        beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
-        if len(beyond):
-            found.append(
-                f"{len(beyond)} ids belong to no token of {tokenizer.source}, whose last is "
-                f"{tokenizer.vocab_size - 1} (padding rows, or another model's list): {some_ids(beyond)}"
-            )
-    if forced is not None:
-        missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)]
-        if len(missing):
-            why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8].tolist())
-            found.append(
-                f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
-                f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
-            )
-    return found
+def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
+    """Warn about ids that no token has, and about forced ids that are left out."""
+    known, found = vocab.provenance.get("tokenizer_hash"), list(vocab.warnings)
+    if known is not None:
+        check_tokenizer(tokenizer, known, "the vocabulary")
+    beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
+    if len(beyond):
+        found.append(
+            f"{len(beyond)} ids belong to no token of {tokenizer.source}, whose last is {tokenizer.vocab_size - 1} "
+            f"(padding rows, or another model's list): {some_ids(beyond)}"
+        )
+    forced = forced_ids(tokenizer)
+    missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)].tolist()
+    if missing:
+        why = "; ".join(f"{token_id} ({forced.reasons[token_id]})" for token_id in missing[:8])
+        found.append(
+            f"{len(missing)} of {len(forced.ids)} ids that a draft vocabulary should hold are left out, so a draft "
+            f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
+        )
+    account = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
+    return replace(vocab, provenance=account)
 
 
 def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
@@ -435,7 +430,7 @@ def export_token_map(
     told = [_LIMITS[loader]] if loader in _LIMITS else []
     if loader == "sglang" and (target is None or target.tied is not False):
         if target is not None and target.tied:
-            raise UsageError(f"--target {target.label} has such an LM head: {_TIED}. Draft with all rows.")
+            raise UsageError(f"--target {target.label} ties its LM head: {_TIED}. Serve it without a list.")
         told.append(f"{_TIED}; --target checks it{'' if target is None else f', and {target.label} does not say'}")
     if target is not None:
         missing = np.setdiff1d(np.array(target.eos_ids, np.int64), vocab.target_ids)

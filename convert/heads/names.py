@@ -94,7 +94,7 @@ OTHER_DRAFTS = {
         _WHOLE
         + 'with its target and all rows in vLLM 0.32.0 ("method": "mtp") or llama.cpp b11434 (--spec-type draft-mtp), '
         "or, where the LM head is not tied, with fewer rows in SGLang 0.5.23 (--speculative-algorithm NEXTN "
-        "--speculative-token-map freq_N.pt, by eagle-vocab export)",
+        "--speculative-token-map LIST.pt, by eagle-vocab export --for sglang)",
     ),
     "model": (
         "a whole language model",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -157,11 +156,12 @@ def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.argument("urls", nargs=-1, required=True, metavar="NAME=URL...", callback=_named)
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE", help="As for eagle-compare; first turns only.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option("--concurrency", default="1", show_default=True, callback=whole_numbers, metavar="N,N",
-              help="Prompts asked at once.")  # fmt: skip
+@click.option(
+    "--concurrency", default="1", show_default=True, callback=whole_numbers, help="Prompts at once, such as 1,8."
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each is asked.")
 @click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Seconds that a server may be silent.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1), default=120.0, help="Seconds of silence (120).")
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
@@ -176,9 +176,7 @@ def servers(
     accepted length. The others are compared with the first server. API keys are read from EAGLE_KEY_NAME, the name in
     capitals. Ctrl-C ends the comparison and writes what there is.
     """
-    asked = [
-        Server(name, url, os.environ.get(f"EAGLE_KEY_{name.upper()}", ""), timeout_s) for name, url in urls.items()
-    ]
+    asked = [Server(name, url, timeout_s) for name, url in urls.items()]
     prompts = load_prompts(prompt_file, limit)
     if out is not None:
         check_output(out, force, MARKER)

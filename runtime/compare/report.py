@@ -32,7 +32,7 @@ class Answer:
     """One call of `generate`.
 
     ``group`` is the number of its first prompt. ``category`` is None for a batch of several. ``num_identical``: answers
-    equal to plain decoding's, token for token. ``token_ids`` by prompt answered.
+    equal to plain decoding's, token for token (of a server, to the first server's text), of ``num_answers``.
     """
 
     mode: str
@@ -41,7 +41,7 @@ class Answer:
     candidate: str
     category: str | None
     num_identical: int
-    token_ids: tuple[tuple[int, ...], ...]
+    num_answers: int
     stats: GenerationStats
 
 
@@ -240,7 +240,7 @@ def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tup
     for candidate in candidates:
         given, measured = own[candidate.label], found.get(candidate.label)
         yield Row(
-            candidate, *names, len(groups), sum(len(answer.token_ids) for answer in given),
+            candidate, *names, len(groups), sum(answer.num_answers for answer in given),
             sum(answer.num_identical for answer in given), GenerationStats.sum(answer.stats for answer in given),
             measured, ratio(measured, plain, len(groups)) if measured and plain else None,
         )  # fmt: skip

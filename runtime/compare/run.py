@@ -178,8 +178,7 @@ class Run:
             # A turn counts once every candidate has answered it: all figures are of the same turns.
             for label, output in outputs.items():
                 num_identical = sum(map(eq, output.token_ids, plain.token_ids))
-                tokens = tuple(map(tuple, output.token_ids))
-                answer = Answer(mode, len(group), group[0], label, category, num_identical, tokens, output.stats)
+                answer = Answer(mode, len(group), group[0], label, category, num_identical, len(asked), output.stats)
                 self.answers.append(answer)
             for place, text in zip(asked, plain.text, strict=True):
                 if talks[place][-1]["role"] == "user":

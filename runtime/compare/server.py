@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import time
 import urllib.error
@@ -33,31 +34,32 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, or why there is none; times are of `time.perf_counter`."""
+    """An answer, or why there is none; times are of `time.perf_counter`, and ``ended_s`` is 0 without a whole answer.
+
+    ``tokens``: by the server's count, 0 where it does not tell; ``num_accepted``: drafts, by llama-server's timings;
+    ``choices``, if asked for: each token, and the log-probabilities of the likeliest at its place; ``problem``: what
+    went wrong, if only on the way to the answer.
+    """
 
     text: str = ""
-    """Reasoning and answer."""
     tokens: int = 0
-    """Generated tokens as the server counts them; 0 where it does not tell."""
     began_s: float = 0.0
     first_s: float = 0.0
     ended_s: float = 0.0
     num_accepted: int | None = None
-    """Accepted drafts by llama-server's timings; None where they tell of no drafts."""
     choices: tuple[tuple[bytes, Mapping[bytes, float]], ...] = ()
-    """If asked for: each token, and the log-probabilities of the likeliest tokens at its place."""
     problem: str = ""
-    note: str = ""
 
 
 class Server:
-    """A server at ``url``, with or without ``/v1``, which may be silent for ``timeout_s``; ``key``: API key, or "".
+    """A server at ``url``, with or without ``/v1``, that may be silent for ``timeout_s``; API key: EAGLE_KEY_LABEL.
 
     Raises `UsageError` for a URL of another kind.
     """
 
-    def __init__(self, label: str, url: str, key: str = "", timeout_s: float = 120.0) -> None:
+    def __init__(self, label: str, url: str, timeout_s: float = 120.0) -> None:
         self.label, self.url, self.timeout_s = label, url.rstrip("/").removesuffix("/v1"), timeout_s
+        key = os.environ.get("EAGLE_KEY_" + re.sub(r"\W", "_", label).upper())
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         if not re.match(r"https?://[^/]", url):
             raise UsageError(f"{label}={url}: expected a URL such as http://localhost:8000.")
@@ -65,11 +67,10 @@ class Server:
     @cached_property
     def model(self) -> str:
         """The first model that it lists; raises `ServerError` where it lists none."""
-        page = self._read("/v1/models")
         try:
-            return str(json.loads(page)["data"][0]["id"])
+            return str(json.loads(self._read("/v1/models"))["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"/v1/models lists no model: {brief(page)}") from error
+            raise ServerError("/v1/models lists no model") from error
 
     def counts(self, before: Mapping[str, float] | None = None, tokens: int = 0) -> dict[str, float]:
         """Return the metrics of the server's Prometheus page, summed over labels; empty where there is no page.
@@ -98,7 +99,7 @@ class Server:
         while True:
             try:
                 reply = self._answer({"model": self.model, **body})
-                return replace(reply, note=f"429, answered after a wait of {waited_s:g} s") if waited_s else reply
+                return replace(reply, problem=f"429, answered after a wait of {waited_s:g} s") if waited_s else reply
             except ServerError as error:
                 wait_s = error.wait_s or pause_s
                 if error.wait_s is None or waited_s + wait_s > _PATIENCE_S:
@@ -134,7 +135,9 @@ class Server:
                     raise ServerError(f"garbage in the stream: {brief(value)}") from error
         if not reply.ended_s:
             raise ServerError(f"the stream broke off after {len(text)} characters")
-        return replace(reply, text=text, first_s=reply.first_s or reply.ended_s, choices=tuple(choices))
+        problem = "" if reply.tokens else "no speed, as the server does not tell how many tokens it generated"
+        first_s = reply.first_s or reply.ended_s
+        return replace(reply, text=text, first_s=first_s, choices=tuple(choices), problem=problem)
 
     def _read(self, path: str) -> str:
         with self._open(path) as response:
@@ -144,19 +147,20 @@ class Server:
     def _open(self, path: str, data: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         """Send a request and give its response; raises `ServerError` for whatever goes wrong with either."""
         request = urllib.request.Request(self.url + path, data, self._headers)
+        timeout_s = self.timeout_s if data else min(10.0, self.timeout_s)
         try:
-            with _open_url(request, timeout=self.timeout_s) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            with error:
-                failure = ServerError(f"{error.code}: {brief(error.read(500).decode(errors='replace'))}")
-            if error.code == 429:
+            try:
+                with _open_url(request, timeout=timeout_s) as response:
+                    yield response
+            except urllib.error.HTTPError as error:
+                with error:
+                    failure = ServerError(f"{error.code}: {brief(error.read(500).decode(errors='replace'))}")
                 after = error.headers.get("Retry-After", "")
-                failure.wait_s = float(after) if after.isdigit() else 0.0
-            raise failure from error
+                failure.wait_s = None if error.code != 429 else float(after) if after.isdigit() else 0.0
+                raise failure from error
         except (http.client.HTTPException, OSError) as error:
             reason = getattr(error, "reason", error)
-            said = f"silent for {self.timeout_s:g} s" if isinstance(reason, TimeoutError) else f"{reason!r}"
+            said = f"silent for {timeout_s:g} s" if isinstance(reason, TimeoutError) else f"{reason!r}"
             raise ServerError(said) from error
 
 
@@ -173,7 +177,7 @@ def count_passes(
     accepted tokens. SGLang's (0.5.23, `srt/observability/metrics_collector.py`) count passes and generated tokens, of
     which an answer's first comes from its prompt's pass, as llama-server's does (`tools/server/server-common.cpp`).
     """
-    gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    gained = {name: value - before.get(name, 0.0) for name, value in after.items()} if before else {}
     if drafts := gained.get("vllm:spec_decode_num_drafts_total"):
         return drafts, drafts + gained["vllm:spec_decode_num_accepted_tokens_total"]
     if passes := gained.get("sglang:spec_verify_calls_total"):

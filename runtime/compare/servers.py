@@ -54,9 +54,8 @@ def compare_servers(
     is_complete = run.answer_all(progress)
     if not run.answers:
         raise EagleSlimError(f"No server answers: {run.findings[0]}")
-    rows = build_rows(
-        [Candidate(each.label, each.label, each, tree=(0, 0, 0)) for each in servers], options, run.answers
-    )
+    candidates = [Candidate(each.label, each.label, each, tree=(0, 0, 0)) for each in servers]
+    rows = build_rows(candidates, options, run.answers)
     setup = {
         "servers": [f"{each.label} ({each.url})" for each in servers], "num_prompts": len(prompts), "rounds": rounds,
         "max_new_tokens": max_new_tokens, "versions": {"eagle-slim": version("eagle-slim")},
@@ -125,11 +124,10 @@ class _Run:
     def _check(self, server: Server, group: Sequence[int], replies: Sequence[Reply]) -> None:
         """Tell what went wrong, and count the groups in a row without an answer."""
         for place, reply in zip(group, replies, strict=True):
-            uncounted = "" if reply.tokens else "no speed, as the server does not tell how many tokens it generated"
-            if message := reply.problem or reply.note or uncounted:
-                self._tell(Finding(server.label, message, len(group), place))
-        has_failed = all(reply.problem for reply in replies)
-        self.failures[server.label] = self.failures[server.label] + 1 if has_failed else 0
+            if reply.problem:
+                self._tell(Finding(server.label, reply.problem, len(group), place))
+        has_answered = any(reply.ended_s for reply in replies)
+        self.failures[server.label] = 0 if has_answered else self.failures[server.label] + 1
         if self.failures[server.label] == _MOST_FAILURES:
             self._tell(Finding(server.label, f"not asked again, after {_MOST_FAILURES} times without an answer"))
 
@@ -140,13 +138,11 @@ class _Run:
         group, again, base = self.groups[number], list[Reply](), replies.get(self.servers[0].label, ())
         for server in [each for each in self.servers if each.label in replies]:
             own = replies[server.label]
-            slots = [slot for slot, reply in enumerate(base) if not (reply.problem or own[slot].problem)]
+            slots = [slot for slot, reply in enumerate(base) if reply.ended_s and own[slot].ended_s]
             differing = [slot for slot in slots if base[slot].text != own[slot].text]
-            # Without ids, one entry for each answer that can be compared.
-            same, ids = len(slots) - len(differing), ((),) * len(slots)
-            if not all(reply.problem for reply in own):
-                stats = _stats(own, *passes[server.label])
-                self.answers.append(Answer("greedy", len(group), number, server.label, None, same, ids, stats))
+            if any(reply.ended_s for reply in own):
+                names, same = ("greedy", len(group), number, server.label, None), len(slots) - len(differing)
+                self.answers.append(Answer(*names, same, len(slots), _stats(own, *passes[server.label])))
             if differing:
                 again = again or self._ask(self.servers[0], number, with_logprobs=True)
                 own_again = self._ask(server, number, with_logprobs=True)
@@ -157,7 +153,7 @@ class _Run:
 
 def _stats(replies: Sequence[Reply], passes: float, verified: float) -> GenerationStats:
     """Return the figures of a group; none unless every prompt has an answer whose tokens are known."""
-    if any(reply.problem or not reply.tokens for reply in replies):
+    if not all(reply.ended_s and reply.tokens for reply in replies):
         return GenerationStats()
     total_s = max(reply.ended_s for reply in replies) - min(reply.began_s for reply in replies)
     first_s = median(reply.first_s - reply.began_s for reply in replies)

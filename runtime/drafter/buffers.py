@@ -30,7 +30,7 @@ INPUTS = (
     "new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "keys", "values", "tables",
     "tails",
 )  # fmt: skip
-"""Fields that drafters of different trees share. Launch parameters do not depend on the tree, so tails lie alike."""
+"""Fields that drafters of different trees share. Tails lie in the chunks of the layout, which is one for all trees."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
-from .kernels.frontier import ROWS
 from .kernels.gated_mlp import MlpShape
 from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .kernels.packing import rows_per_program
@@ -29,7 +28,7 @@ from .kernels.projections import Share
 from .kernels.row_operands import RowShape
 from .kernels.tail_rows import gather_rows
 from .kernels.tree_build import TreeOutputs, TreeShape
-from .launch_params import LaunchParams, block_rows, chip_of
+from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
 from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
@@ -272,9 +271,9 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
                 rows_per_program(cfg.draft_vocab, programs) > min(layout.head_rows, tiles["head"].block_n),
                 tiles["head"],
             ),
-            select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
+            select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
-            gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
+            gather=1 if cfg.num_slots == 1 else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
             tail=tail_tiles(cfg, params),
             tail_units=cfg.tail_rows // UNIT_ROWS,
         ),

@@ -117,9 +117,24 @@ def out_features(cfg: DrafterConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
+FREE_ROWS = 64
+"""Rows that an H100 multiplies while it reads the weights: fewer would only cut new tokens into more passes."""
+
+
+def padded_slots(cfg: DrafterConfig) -> int:
+    """Round the number of slots up to a power of two."""
+    return 1 << (cfg.num_slots - 1).bit_length()
+
+
 def block_rows(cfg: DrafterConfig) -> int:
-    """Rows of activations in one tile: 16 per slot, a power of two."""
-    return MAX_NEW_TOKENS * (1 << (cfg.num_slots - 1).bit_length())
+    """Rows of activations in one tile, a power of two: those of a level, and up to 16 per slot while they are free.
+
+    Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
+    """
+    most, nodes = MAX_NEW_TOKENS * padded_slots(cfg), padded_slots(cfg) << (cfg.top_k - 1).bit_length()
+    if cfg.kind == "eagle" and cfg.weight_dtype != cfg.dtype:
+        return most
+    return min(most, max(nodes, FREE_ROWS))
 
 
 def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:

@@ -1,8 +1,9 @@
 """Tuned layouts and launch parameters of the persistent drafter: a cache in one JSON file.
 
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
-use and slots; what it does not hold, `launch_params` derives. Neither the tree nor the length of the KV cache is a key.
-Both give the same results, only at different speed. ``python -m eagle_slim.runtime.tune`` fills it.
+use and the rows of a product (`launch_params.block_rows`); what it does not hold, `launch_params` derives. Neither the
+rest of the tree nor the length of the KV cache is a key. Both give the same results, only at different speed.
+``python -m eagle_slim.runtime.tune`` fills it.
 
 In the environment::
 

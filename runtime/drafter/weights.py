@@ -96,15 +96,11 @@ class HeadWeights(NamedFields):
         return None if q is None or k is None else (q, k)
 
     @property
-    def num_joining(self) -> int:
-        """Most ids that join the draft vocabulary."""
-        return 0 if self.follow is None else min(self.follow.most, len(self.follow.ids))
-
-    @property
     def num_weights(self) -> int:
         """Weights read for a level of a tree: the layer's, the LM head's, and all rows that may join."""
         read = [*self.tensors.values(), self.lm_head]
-        return sum(tensor.numel() for tensor in read) + self.num_joining * self.hidden
+        joining = 0 if self.follow is None else min(self.follow.most, len(self.follow.ids))
+        return sum(tensor.numel() for tensor in read) + joining * self.hidden
 
     @property
     def draft_vocab(self) -> int:

@@ -21,7 +21,7 @@ from .kernels.grid_barrier import STATE_WORDS
 from .kernels.lm_topk import HeadTiles, len_lists, places
 from .kernels.selection import LOWEST_KEY
 from .kernels.weight_stream import Tile
-from .launch_params import LaunchParams, block_rows, group_rows, num_groups
+from .launch_params import LaunchParams, block_rows, group_rows, num_groups, padded_slots
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class OperandLayout:
     @classmethod
     def of(cls, cfg: DrafterConfig) -> OperandLayout:
         """Lay the operands out one after the other; pairs of e4m3 numbers take two elements a value."""
-        rows = cfg.num_slots * MAX_NEW_TOKENS
+        rows = padded_slots(cfg) * MAX_NEW_TOKENS
         operands = {
             "inputs": input_rows(cfg) * cfg.hidden,
             "fc": rows * (cfg.fc_in if cfg.kind == "eagle3" else cfg.hidden),
@@ -136,7 +136,7 @@ def element_types(cfg: DrafterConfig) -> dict[str, torch.dtype]:
 
 def input_rows(cfg: DrafterConfig) -> int:
     """Count the rows of embeddings and, after them, features."""
-    return cfg.num_slots * (cfg.embed_rows + MAX_NEW_TOKENS)
+    return padded_slots(cfg) * (cfg.embed_rows + MAX_NEW_TOKENS)
 
 
 def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
@@ -150,7 +150,7 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
 
 def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     """Return the sizes that `BUFFERS` names."""
-    programs, slot_rows = params.num_programs, cfg.num_slots * MAX_NEW_TOKENS
+    programs, slot_rows = params.num_programs, padded_slots(cfg) * MAX_NEW_TOKENS
     attention = attention_shape(cfg, params)
     split = params.layout.split.items()
     return {
@@ -197,12 +197,16 @@ _MOST_ROWS = 64
 
 
 def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
-    """Return the tiles of one unit, which take no more shared memory than the base's LM head."""
+    """Return the tiles of one unit, which take no more shared memory than the base's LM head.
+
+    Units are stored in the layout's chunks, so drafters of other trees and tiles read the same ones.
+    """
     tile = params.tiles["head"]
     block_n = min(_MOST_ROWS, tile.block_n)
     scaled = cfg.weight_dtype != cfg.dtype
     return HeadTiles(
-        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=tile.block_k, scaled=scaled, several=True,
+        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=params.layout.chunks["head"], scaled=scaled,
+        several=True,
         tile=Tile(block_n, tile.block_k, tile.stages),
     )  # fmt: skip
 

@@ -28,15 +28,17 @@ _registered: dict[str, dict[str, Any]] = {}
 
 
 def register_triton_backend(
-    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto"
+    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto", **unknown: Any
 ) -> None:
     """Register a drafting backend for `frontier_generate`, under any name but "reference".
 
     ``draft``: a `DraftFunction`, or None for the persistent kernel, whose matrices ``draft_weights`` "fp8" stores in
     FP8. "triton" can be given other options, not another function; what is registered already may be registered again.
     Raises `UsageError` for a name that is taken by something else (`unregister_backend`) or no name at all, what cannot
-    be called, and weights beside a function.
+    be called, weights beside a function, and any other option.
     """
+    if unknown:
+        raise _no_option(next(iter(unknown)))
     if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
         raise misfit("name", "neither empty nor that of a built-in backend", name)
     check_choice("draft_weights", draft_weights, CHOICES)
@@ -101,12 +103,16 @@ def frontier_generate(
     return _generate(model, input_ids, how, head, draft_vocab, tree, options)
 
 
+def _no_option(name: str) -> UsageError:
+    return UsageError(f"There is no option {name!r}. {OTHER_NAMES}")
+
+
 def _generate(
     model: Any, input_ids: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: TreeConfig | None,
     options: dict[str, Any],
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
     if "fallback" in options:
-        raise UsageError(f"There is no option 'fallback': nothing falls back. {OTHER_NAMES}")
+        raise _no_option("fallback")
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
         if options.get("top_p") == 0:

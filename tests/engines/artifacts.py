@@ -3,8 +3,11 @@
 import contextlib
 import io
 import json
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -79,6 +82,26 @@ def command(name: str, *arguments: str, expect: int = 0) -> subprocess.Completed
         f"{name} {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
     )
     return done
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of this machine that nothing listened to a moment ago."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_for(*urls: str, timeout_s: float = 300) -> None:
+    """Return once every URL is answered with 200."""
+    deadline = time.monotonic() + timeout_s
+    for url in urls:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=timeout_s):
+                break
+            assert time.monotonic() < deadline, url
+            time.sleep(0.3)
 
 
 def target_ids(artifact: Path) -> list[int]:

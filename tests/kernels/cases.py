@@ -53,6 +53,14 @@ CASES = {
         5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], texts={0: range(300), 3: range(100, 130)},
         smaller=(1, 3, 9),
     ),
+    "more new tokens than rows, with tails": Case(
+        4, (2, 3, 15), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4, 2], texts={0: range(300), 3: range(100, 130)},
+        change=groups_of(fc=2, qkv=1, o=4, down=2),
+    ),
+    "eagle, more new tokens than rows": Case(
+        3, (1, 2, 6), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4], head={"kind": "eagle"},
+        change=groups_of(fc=2, qkv=1, o=1, down=2),
+    ),
     "mixed, programs left out": Case(
         5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, change=groups_of(fc=2, qkv=1, o=4, down=2)
     ),

@@ -1,6 +1,6 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512]
+    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512] [--chains 16]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
 registers, spills, and those in the inner loops of products, where there may be none. Must run without
@@ -183,8 +183,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
     parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
     parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
+    parser.add_argument("--chains", type=int, default=0, help="so many chains of 7 instead of one tree")
     args = parser.parse_args()
     cfg = replace(SMOLLM2 if args.small else LLAMA_8B, tail_rows=args.tail)
+    if args.chains:
+        cfg = replace(cfg, num_slots=args.chains, depth=6, top_k=1, total_tokens=8)
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     if args.options:

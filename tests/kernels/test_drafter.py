@@ -29,6 +29,7 @@ CASES = {
     "eagle": ({"kind": "eagle"}, (2, 4, 20), [7], [2], None),
     "qkv bias": ({"qkv_bias": True}, (1, 3, 10), [3], [2], None),
     "slots, order and gaps": ({}, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0]),
+    "more new tokens than rows": ({}, (2, 3, 12), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4]),
     "full attention": ({"heads": 3, "kv_heads": 3, "head_dim": 16, "hidden": 48}, (1, 2, 5), [6], [4], None),
     "one kv head": ({"heads": 6, "kv_heads": 1, "head_dim": 40, "hidden": 48}, (2, 2, 7), [6], [4], None),
     "head_dim 20": ({"head_dim": 20, "draft_vocab": 37}, (2, 3, 9), [5], [4], None),

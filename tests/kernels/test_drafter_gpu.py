@@ -77,12 +77,12 @@ def test_eagle_2_and_odd_sizes() -> None:
 
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-@pytest.mark.parametrize("slots", [4, 16])
-def test_batches(slots: int, kind: str, weight_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("slots", "tree"), [(4, (3, 10, 60)), (16, (3, 10, 60)), (16, (6, 1, 8)), (9, (3, 3, 20))])
+def test_batches(slots: int, tree: tuple[int, int, int], kind: str, weight_dtype: torch.dtype | None) -> None:
     head = small_head(kind, dtype=torch.bfloat16, **MEDIUM)
     prefixes, num_new = [7 + 61 * slot for slot in range(slots)], [1 + (5 * slot) % 16 for slot in range(slots)]
     active = [slot for slot in reversed(range(slots)) if slot % 5 != 2]
-    assert_agrees(draft(head, (3, 10, 60), prefixes, num_new, active, weight_dtype))
+    assert_agrees(draft(head, tree, prefixes, num_new, active, weight_dtype))
 
 
 WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)

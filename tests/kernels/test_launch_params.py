@@ -12,6 +12,7 @@ from eagle_slim.runtime.drafter import tuned_cache
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import (
     LaunchParams,
+    block_rows,
     chip_of,
     choose_launch,
     choose_layout,
@@ -57,6 +58,16 @@ def test_tiles_fit_every_chip_and_the_layout_is_one_for_all_slots_trees_and_voca
                 assert params.num_programs % split == 0
                 if split > 1 and slots == 1:
                     assert group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+
+
+@pytest.mark.parametrize(
+    ("slots", "top_k", "rows"),
+    [(1, 1, 16), (2, 1, 32), (4, 1, 64), (4, 16, 64), (5, 3, 64), (16, 1, 64), (16, 4, 64), (16, 5, 128), (9, 10, 256)],
+)
+def test_rows_of_a_product_are_those_of_a_level(slots: int, top_k: int, rows: int) -> None:
+    """But for those up to 64 that cost nothing, and at most 16 of each sequence."""
+    cfg = draft_config(MODELS["smollm2-135m"], 32000, TreeConfig(1, top_k, 3), slots, 512)
+    assert block_rows(cfg) == rows
 
 
 def test_groups_of_programs() -> None:

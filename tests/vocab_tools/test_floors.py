@@ -43,7 +43,7 @@ def test_the_worked_example(floors: dict[str, float], ids: list[int]) -> None:
         assert account["size"] == 3
         assert account["weighted"] == pytest.approx(np.array([0.72, 0.09, 0.09, 0.06, 0.02, 0.02])[ids].sum())
         assert all(entry["reached"] >= entry["asked"] - 1e-9 for entry in account["held"])
-        assert any("hold on the counted text" in warning for warning in ranked.warnings)
+        assert any("on the counted text itself" in warning for warning in ranked.warnings)
 
 
 def test_forced_ids_stay_and_count_for_the_floors() -> None:

@@ -88,6 +88,11 @@ class AttentionShape:
         return self.heads_per_unit * int(ROWS.value)
 
     @property
+    def stride(self) -> int:
+        """Rows from one of a sequence to its next, see `persistent`."""
+        return int(triton.next_power_of_2(self.slots))
+
+    @property
     def half(self) -> int:
         """Columns of the RoPE tables."""
         return self.head_dim // 2
@@ -218,7 +223,7 @@ def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
 
 @triton.jit
 def attend_unit(
-    qkv_ptr,  # fp32 [ROWS, qkv_size]: this sequence's rows
+    qkv_ptr,  # fp32 [ROWS, stride, qkv_size], from this sequence's first row on
     norm_ptr,  # [2 * head_dim]: weights of the RMSNorms of queries and of keys; None without them
     cache,  # `KVCache` of this slot and kv head: [positions, head_dim]
     rope,  # `Rope`
@@ -235,7 +240,7 @@ def attend_unit(
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     TOP_K: tl.constexpr = SHAPE.top_k
     HALF: tl.constexpr = SHAPE.half
-    WIDTH: tl.constexpr = SHAPE.qkv_size
+    STRIDE: tl.constexpr = SHAPE.qkv_size * SHAPE.stride
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     BLOCK_T: tl.constexpr = SHAPE.block_keys
     BLOCK_D: tl.constexpr = SHAPE.block_d
@@ -263,7 +268,7 @@ def attend_unit(
     position = prefix + num_new - 1 + level
     cos = tl.load(rope.cos + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
     sin = tl.load(rope.sin + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
-    q_offs = query_row[:, None] * WIDTH + head[:, None] * HEAD_DIM + offs_h[None, :]
+    q_offs = query_row[:, None] * STRIDE + head[:, None] * HEAD_DIM + offs_h[None, :]
     mask_q = mask_r[:, None] & mask_h[None, :]
     q_low = tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE
     q_high = tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE
@@ -320,12 +325,12 @@ def attend_unit(
         mask_fd = mask_f[:, None] & mask_d[None, :]
         fresh_cos = tl.load(rope.cos + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
         fresh_sin = tl.load(rope.sin + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
-        k_offs = offs_f[:, None] * WIDTH + (SHAPE.heads + unit.kv_head) * HEAD_DIM + offs_h[None, :]
+        k_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + unit.kv_head) * HEAD_DIM + offs_h[None, :]
         fresh_low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
         fresh_high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
         if SHAPE.head_norms:
             fresh_low, fresh_high = _norm_heads(fresh_low, fresh_high, 1.0, norm_ptr + HEAD_DIM, offs_h, SHAPE)
-        v_offs = offs_f[:, None] * WIDTH + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
+        v_offs = offs_f[:, None] * STRIDE + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
         fresh_v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
         k_low, k_high = _rotate(fresh_low, fresh_high, fresh_cos, fresh_sin)
         k_low, k_high = k_low.to(dtype), k_high.to(dtype)
@@ -438,7 +443,7 @@ def of_sequence(value, seq, a):
 
 @triton.jit
 def attend(
-    qkv_ptr,  # fp32 [active * ROWS, qkv_size]
+    qkv_ptr,  # fp32 [ROWS, stride, qkv_size]
     norm_ptr,  # as in `attend_unit`
     cache,  # `KVCache`
     rope,  # `Rope`
@@ -464,7 +469,7 @@ def attend(
             slot = of_sequence(rows.slot, rows.seq, a).to(tl.int64)
             row = (a * ROWS).to(tl.int64)
             attend_unit(
-                qkv_ptr + row * SHAPE.qkv_size, norm_ptr, cache_at(cache, slot, unit.kv_head), rope,
+                qkv_ptr + a.to(tl.int64) * SHAPE.qkv_size, norm_ptr, cache_at(cache, slot, unit.kv_head), rope,
                 chain_at(chain_ptr, level, row, SHAPE.slots), parts_at(parts, (group * most).to(tl.int64), SHAPE),
                 Unit(unit.kv_head, unit.head_group, part, num_parts), prefix,
                 of_sequence(rows.num_new, rows.seq, a), level, SHAPE,
@@ -491,7 +496,7 @@ def merge_heads(
         group, row = query_place(a, node, head, SHAPE)
         merge_parts(
             parts, (group * most).to(tl.int64), row, parts_of(prefix, most, SHAPE), mask,
-            out_ptr, a * ROWS + node, head, SHAPE,
+            out_ptr, node * SHAPE.stride + a, head, SHAPE,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ MAX_DEPTH = 16
 """Columns of the ancestor chains: a power of two above the largest depth."""
 CHAIN_COLUMNS = tl.constexpr(MAX_DEPTH)
 ROWS = tl.constexpr(16)
-"""Rows of one pass per sequence: new tokens of the extend pass, or nodes of a level."""
+"""Most rows of a sequence: new tokens of the extend pass, or nodes of a level."""
 
 
 class Frontier(NamedTuple):

@@ -47,8 +47,8 @@ class Selection:
     top_k: int
     max_k: int
     """Places in a list: a power of two that holds ``top_k``."""
-    group_rows: int
-    """Rows of nodes come in groups of so many."""
+    groups: int
+    """Groups of nodes, of which each has every so many rows of nodes: node n of group g is row ``n * groups + g``."""
     block_m: int
     """Rows of nodes, a power of two: lists of one program."""
     programs: int
@@ -58,16 +58,14 @@ class Selection:
 
     @property
     def packed(self) -> bool:
-        """Whether nodes in use are brought together before they are selected from: groups have rows without one."""
-        return self.block_m > self.group_rows
+        """Whether nodes in use are brought together before they are selected from: some groups may have none."""
+        return self.groups > 1
 
     @classmethod
-    def of(cls, top_k: int, group_rows: int, block_m: int, num_programs: int) -> Selection:
+    def of(cls, top_k: int, groups: int, block_m: int, num_programs: int) -> Selection:
         """Sizes for ``num_programs`` programs, which select from at most 16 lists of 16 places."""
         threads = int(THREADS.value)
-        return cls(
-            top_k, places(top_k), group_rows, block_m, max(threads, triton.next_power_of_2(num_programs)), threads
-        )
+        return cls(top_k, places(top_k), groups, block_m, max(threads, triton.next_power_of_2(num_programs)), threads)
 
 
 @dataclass(frozen=True)
@@ -148,15 +146,15 @@ def scratch_place(row, column, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def packed_row(row, nodes, GROUP_ROWS: tl.constexpr):
+def packed_row(row, nodes, GROUPS: tl.constexpr):
     """Number of a node among those in use."""
-    return row // GROUP_ROWS * nodes.rows + row % GROUP_ROWS
+    return row // GROUPS * nodes.groups + row % GROUPS
 
 
 @triton.jit
-def unpacked_row(place, nodes, GROUP_ROWS: tl.constexpr):
+def unpacked_row(place, nodes, GROUPS: tl.constexpr):
     """Inverse of `packed_row`."""
-    return place // nodes.rows * GROUP_ROWS + place % nodes.rows
+    return place // nodes.groups * GROUPS + place % nodes.groups
 
 
 @triton.jit
@@ -185,8 +183,8 @@ def update_best(
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
     if PACKED:
-        row = unpacked_row(row, nodes, SELECT.group_rows)
-    in_use = (row // SELECT.group_rows < nodes.groups) & (row % SELECT.group_rows < nodes.rows)
+        row = unpacked_row(row, nodes, SELECT.groups)
+    in_use = (row % SELECT.groups < nodes.groups) & (row // SELECT.groups < nodes.rows)
     element = tl.arange(0, BLOCK_N // LANES)
     column = element[:, None] * LANES + lane[None, :]
     real = in_use[None, :] & (column < num_columns)
@@ -249,11 +247,10 @@ def stream_topk(
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
     offs_m = tl.arange(0, SELECT.block_m) + zero
-    num_rows = (nodes.groups - 1) * SELECT.group_rows + nodes.rows
+    num_rows = nodes.groups * nodes.rows
     scratch_row = offs_m
     if SELECT.packed:
-        num_rows = nodes.groups * nodes.rows
-        scratch_row = packed_row(offs_m, nodes, SELECT.group_rows)
+        scratch_row = packed_row(offs_m, nodes, SELECT.groups)
     if head.num_rows <= 0:
         clear_lists(lists.keys, SELECT)
     for n0 in tl.range(0, head.num_rows, HEAD.step, disable_licm=True):
@@ -316,7 +313,7 @@ def stream_tails(
         left = tl.minimum(tl.load(tails.sizes + slot) - first, UNIT)
         if left > 0:
             place = slot * (UNITS * UNIT) + first
-            row = group * SELECT_ROWS + offs_node
+            row = offs_node * SELECT.groups + group
             x_row = row.to(tl.int64) * HIDDEN
             mask_m = offs_node < nodes.rows
             acc = stream_matmul(
@@ -328,14 +325,13 @@ def stream_tails(
             own = offs_m[None, :] == row[:, None]
             acc *= tl.sum(tl.where(own, row_scale[None, :], 0.0), axis=1)[None, :]
             tl.debug_barrier()
-            tl.store(
-                scratch_ptr + scratch_place(row[None, :], offs_n[:, None], BLOCK_N), acc, mask=mask_m[None, :]
-            )  # fmt: skip
+            scratch = scratch_ptr + scratch_place(offs_node[None, :], offs_n[:, None], BLOCK_N)
+            tl.store(scratch, acc, mask=mask_m[None, :])
             tl.debug_barrier()
             # The base came first: there is something to fold into.
             update_best(
-                scratch_ptr, tails.ids + place, left, lists, group * SELECT_ROWS, nodes, 1,
-                SELECT, False, BLOCK_N, True,
+                scratch_ptr, tails.ids + place, left, lists_at(lists, group, SELECT), 0, Nodes(1, nodes.rows), 1,
+                SELECT, True, BLOCK_N, True,
             )  # fmt: skip
             tl.debug_barrier()
 

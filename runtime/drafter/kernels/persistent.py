@@ -28,8 +28,11 @@ result.
 
 Depth and number of nodes come with the launch, up to the bounds of `tree_build.TreeShape`; ``top_k`` is compiled in.
 
-Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Frontier scores and candidate numbering follow
-`eagle_slim.runtime.tree`. Every program takes part in every barrier, so no phase returns early.
+Row ``n * stride + a`` of operands and results is token or node n of the a-th active sequence; the stride is the number
+of slots as a power of two. A product takes as many rows as a level has (`launch_params.block_rows`), and fc and qkv
+take further new tokens in passes of their own. Frontiers and chains keep 16 rows of each sequence. Frontier scores and
+candidate numbering follow `eagle_slim.runtime.tree`. Every program takes part in every barrier, so no phase returns
+early.
 
 Arguments come in groups: named tuples of addresses, and frozen dataclasses of constants, whose names are capitals.
 """
@@ -152,9 +155,14 @@ class Grid:
     """Embeddings kept per sequence."""
 
     @property
+    def stride(self) -> int:
+        """Rows from one of a sequence to its next."""
+        return int(triton.next_power_of_2(self.slots))
+
+    @property
     def features(self) -> int:
         """Row of the first feature, after the embeddings."""
-        return self.slots * self.embed_rows
+        return self.stride * self.embed_rows
 
 
 class Features(NamedTuple):
@@ -215,15 +223,16 @@ def next_phase(barrier_ptr, round, PROGRAMS: tl.constexpr):
 @triton.jit
 def norm_features(
     hidden_ptr, x_ptr, factor_ptr, norm_ptr, step, num_active,
-    FIRST: tl.constexpr, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr,
+    SHAPE: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the new tokens' features, row by row; they are rows of the operand from FIRST on."""
-    for index in tl.range(tl.program_id(0), num_active * ROWS, PROGRAMS, disable_licm=True):
-        row = index + num_active * 0
-        slot = tl.load(step.active_slots + row // ROWS)
-        if row % ROWS < tl.load(step.num_new + slot):
+    """Normalise the new tokens' features, row by row."""
+    for index in tl.range(tl.program_id(0), num_active * ROWS, GRID.programs, disable_licm=True):
+        unit = index + num_active * 0
+        slot = tl.load(step.active_slots + unit // ROWS)
+        if unit % ROWS < tl.load(step.num_new + slot):
+            row = unit % ROWS * GRID.stride + unit // ROWS
             source_ptr = hidden_ptr + row.to(tl.int64) * SHAPE.size
-            write_row(source_ptr, x_ptr, factor_ptr, FIRST + row, norm_ptr, True, SHAPE)
+            write_row(source_ptr, x_ptr, factor_ptr, GRID.features + row, norm_ptr, True, SHAPE)
 
 
 @triton.jit
@@ -253,19 +262,19 @@ def read_new_tokens(
         slot = tl.load(step.active_slots + a).to(tl.int64)
         if i < tl.load(step.num_new + slot):
             token = tl.load(step.new_tokens + slot * ROWS + i).to(tl.int64)
+            row = i * GRID.stride + a
             write_row(
-                head.embedding + token * head.stride_embedding, x_in_ptr, ws.factor, a * GRID.embed_rows + i,
-                head.norm_in, NORMED, ROW,
-            )  # fmt: skip
+                head.embedding + token * head.stride_embedding, x_in_ptr, ws.factor, row, head.norm_in, NORMED, ROW
+            )
             taps_ptr = features.taps + slot * features.stride_slot + i * features.stride_row
             if HEAD.fused_every_level or not HEAD.has_fc:
-                write_row(taps_ptr, x_in_ptr, ws.factor, FEATURES + unit, head.norm_hidden, NORMED, ROW)
+                write_row(taps_ptr, x_in_ptr, ws.factor, FEATURES + row, head.norm_hidden, NORMED, ROW)
                 offs_h = tl.arange(0, BLOCK)
                 feature = tl.load(taps_ptr + offs_h, mask=offs_h < HIDDEN, other=0.0).to(tl.float32)
-                tl.store(ws.hidden + unit.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
+                tl.store(ws.hidden + row.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
             else:
                 write_taps(
-                    taps_ptr, tap_offset_1, tap_offset_2, ws.x + OPERANDS.fc, unit, ws.factor + FEATURES + unit,
+                    taps_ptr, tap_offset_1, tap_offset_2, ws.x + OPERANDS.fc, row, ws.factor + FEATURES + row,
                     head.norm_taps, TAPS, HEAD.scaled,
                 )  # fmt: skip
 
@@ -328,15 +337,16 @@ def pick(
         copy = unit // num_rows
         a = (unit % num_rows) // num_nodes
         n = (unit % num_rows) % num_nodes
-        row = a * ROWS + n
+        row = n * GRID.stride + a
+        own = a * ROWS + n
         rank, value, token, lse = merge_best(
             lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT), ws.owner + pid * MAX_K,
             tl.minimum(head.draft_vocab, GRID.programs), SELECT,
         )  # fmt: skip
         if copy == 0:
-            base = tl.load(frontier.score + row, mask=level > 0, other=0.0)
+            base = tl.load(frontier.score + own, mask=level > 0, other=0.0)
             score = base + tl.minimum(value - lse, 0.0)
-            parent = tl.load(frontier.candidate + row, mask=level > 0, other=-1)
+            parent = tl.load(frontier.candidate + own, mask=level > 0, other=-1)
             record_children(ws, rank, score, token, parent, a, n, first_candidate, SELECT, TREE)
             tl.debug_barrier()
             if tl.atomic_add(ws.node_arrivals + a, 1, sem="acq_rel") == num_nodes - 1:
@@ -405,6 +415,7 @@ def draft_kernel(
     SCALED: tl.constexpr = HEAD.scaled
     FUSED: tl.constexpr = HEAD.fused_every_level
     FC_IN: tl.constexpr = HEAD.fc_in
+    STRIDE: tl.constexpr = GRID.stride
     ATTENTION: tl.constexpr = PHASES.attention
     SELECT: tl.constexpr = PHASES.select
     LM_HEAD: tl.constexpr = PHASES.head
@@ -426,13 +437,14 @@ def draft_kernel(
     my_scale = head.scales + pid * STREAM.num_scales
     my_lists = pid.to(tl.int64) * BLOCK_M
     offs_m = tl.arange(0, BLOCK_M)
-    seq = offs_m // ROWS
-    node = offs_m % ROWS
+    seq = offs_m % STRIDE
+    node = offs_m // STRIDE
     in_use = seq < num_active
     row_slot = tl.load(step.active_slots + seq, mask=in_use, other=0)
     row_new = tl.load(step.num_new + row_slot, mask=in_use, other=0)
     row_prefix = tl.load(step.prefix + row_slot, mask=in_use, other=0)
     rows = Rows(seq, row_slot, row_prefix, row_new)
+    most_new = tl.maximum(tl.max(row_new, axis=0), 1)
     own_row = offs_m.to(tl.int64)
     ones = tl.full([BLOCK_M], 1.0, tl.float32)
     my_vocab = (head.draft_vocab - pid + PROGRAMS - 1) // PROGRAMS
@@ -461,13 +473,16 @@ def draft_kernel(
         level = step_index + zero
         extend = level == 0
         num_nodes = tl.where(extend, 1, TOP_K)
-        mask_in = in_use & (node < tl.where(extend, row_new, TOP_K))
+        # Where there are several passes, reading rows after a sequence's new tokens costs less than masks for each.
+        num_in = row_new if BLOCK_M == ROWS * STRIDE else ROWS
+        mask_in = in_use & (node < tl.where(extend, num_in, TOP_K))
         mask_m = in_use & (node < num_nodes)
         known = mask_m & (level + offs_m * 0 > 0)
-        parent_row = tl.load(ws.frontier_parent + offs_m, mask=known, other=0)
-        child = tl.load(ws.frontier_child + offs_m, mask=known, other=0)
-        embed_row = (seq * EMBED_ROWS + tl.where(extend, node, parent_row * TOP_K + child)).to(tl.int64) * HIDDEN
-        hidden_row = (FEATURES + seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
+        parent = tl.load(ws.frontier_parent + seq * ROWS + node, mask=known, other=0)
+        child = tl.load(ws.frontier_child + seq * ROWS + node, mask=known, other=0)
+        parent_row = parent * STRIDE + seq
+        embed_row = tl.where(extend, offs_m, seq * EMBED_ROWS + parent * TOP_K + child).to(tl.int64) * HIDDEN
+        hidden_row = (FEATURES + tl.where(extend, offs_m, parent_row)).to(tl.int64) * HIDDEN
         # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from,
         # which the extend pass knows only after `norm_features`.
         x_scale = ones
@@ -475,7 +490,7 @@ def draft_kernel(
         # Rows of the extend pass each have a feature of their own.
         fused_scale = ones
         if HEAD.raw_input:
-            source = FEATURES + seq * ROWS + tl.where(extend, node, parent_row)
+            source = FEATURES + tl.where(extend, offs_m, parent_row)
             fused_scale = tl.load(ws.factor + source, mask=mask_in, other=1.0)
         fused = NextOperand(ws.x + OPERANDS.fc, fused_scale)
 
@@ -496,8 +511,18 @@ def draft_kernel(
         first_pass = tl.where(extend, FC_PASS if HEAD.fc_in_loop else QKV_PASS, QKV_PASS)
         if FUSED and HEAD.fc_in_loop:
             first_pass = zero + FC_PASS
-        for index in tl.range(first_pass, 4, disable_licm=True):
+        repeats = 1  # of fc and of qkv, each time over further new tokens
+        if BLOCK_M < ROWS * STRIDE:
+            repeats = tl.where(extend, tl.cdiv(most_new * STRIDE, BLOCK_M), 1)
+        for index in tl.range(first_pass * repeats, 2 * repeats + 2, disable_licm=True):
             which = index + zero
+            first = 0  # row of this pass
+            is_last = True
+            if BLOCK_M < ROWS * STRIDE:
+                is_repeated = index < 2 * repeats
+                which = tl.where(is_repeated, index // repeats, index - 2 * repeats + 2)
+                first = tl.where(is_repeated, index % repeats, 0) * BLOCK_M
+                is_last = index % repeats == repeats - 1
             # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
             pairs = which == (FC_PASS if FUSED else QKV_PASS)
             x_start = select(
@@ -516,7 +541,8 @@ def draft_kernel(
             region = my_stream + select(which, 0, STREAM.offsets.qkv, STREAM.offsets.o, STREAM.offsets.down)
             num_chunks = in_features // CHUNK
             segment = tl.where(pairs, HIDDEN // CHUNK, in_features)
-            operand = Operand(ws.x + x_start, operand_row, hidden_row, operand_mask, segment, row_size)
+            x_ptr = ws.x + x_start + first * row_size * (2 if SCALED else 1)
+            operand = Operand(x_ptr, operand_row, hidden_row, operand_mask, segment, row_size)
             stream_parts(operand, region, parts, num_chunks, PROGRAMS, CHUNK, LAYER)
             if split > 1:
                 round = next_phase(ws.barrier, round, PROGRAMS)
@@ -527,37 +553,40 @@ def draft_kernel(
                 if which == FC_PASS:
                     row_factor = ones
                     if SCALED:
-                        row_factor = tl.load(ws.factor + FEATURES + offs_m, mask=mask_in, other=0.0)
+                        row_factor = tl.load(ws.factor + FEATURES + first + offs_m, mask=mask_in, other=0.0)
                     finish_rows(
-                        parts, mask_in, row_factor, my_scale, head.biases + HEAD.biases.fc, ws.hidden, fused,
+                        parts, mask_in, row_factor, my_scale, head.biases + HEAD.biases.fc,
+                        ws.hidden + first * HIDDEN, NextOperand(fused.ptr + first * HIDDEN, fused_scale),
                         SUM_HIDDEN, SCALED, HEAD.has_fc_bias, FUSED,
                     )  # fmt: skip
-                    if not FUSED:
-                        round = next_phase(ws.barrier, round, PROGRAMS)
-                        norm_features(
-                            ws.hidden, x_in_ptr, ws.factor, head.norm_hidden, step, num_active, FEATURES, PROGRAMS, ROW
-                        )
+                    if not FUSED:  # noqa: SIM102 - this one is decided by the compiler
+                        if is_last:
+                            round = next_phase(ws.barrier, round, PROGRAMS)
+                            norm_features(
+                                ws.hidden, x_in_ptr, ws.factor, head.norm_hidden, step, num_active, ROW, GRID
+                            )  # fmt: skip
             if which == QKV_PASS:
                 finish_rows(
                     parts, mask_in, 1.0 / fused_scale, my_scale + STREAM.scales.qkv, head.biases + HEAD.biases.qkv,
-                    ws.qkv, fused, SUM_QKV, SCALED, HEAD.has_qkv_bias, False,
+                    ws.qkv + first * SUM_QKV.features, fused, SUM_QKV, SCALED, HEAD.has_qkv_bias, False,
                 )  # fmt: skip
-                round = next_phase(ws.barrier, round, PROGRAMS)
-                attend(
-                    ws.qkv, head.norm_heads, cache, rope, ws.chain, unit_parts, rows, num_active, level,
-                    PROGRAMS, ATTENTION,
-                )  # fmt: skip
-                round = next_phase(ws.barrier, round, PROGRAMS)
-                merge_heads(unit_parts, ws.x + OPERANDS.attention, rows, num_active, num_nodes, PROGRAMS, ATTENTION)
+                if is_last:
+                    round = next_phase(ws.barrier, round, PROGRAMS)
+                    attend(
+                        ws.qkv, head.norm_heads, cache, rope, ws.chain, unit_parts, rows, num_active, level,
+                        PROGRAMS, ATTENTION,
+                    )  # fmt: skip
+                    round = next_phase(ws.barrier, round, PROGRAMS)
+                    merge_heads(unit_parts, ws.x + OPERANDS.attention, rows, num_active, num_nodes, PROGRAMS, ATTENTION)
             elif which == O_PASS:
                 feature_factor = ones
                 if SCALED or HEAD.norm_before_residual:
-                    origin = FEATURES + seq * ROWS + tl.where(extend, row_new - 1, parent_row)
+                    origin = FEATURES + tl.where(extend, (row_new - 1) * STRIDE + seq, parent_row)
                     feature_factor = tl.load(ws.factor + origin, mask=mask_m, other=1.0)
                 # A normalised residual is of order one already.
                 if SCALED and not HEAD.norm_before_residual:
                     x_scale = feature_factor
-                source = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED else parent_row)
+                source = tl.where(extend, (row_new - 1) * STRIDE + seq, offs_m if FUSED else parent_row)
                 finish_residual(
                     parts, mask_m, my_scale + STREAM.scales.o, head.biases + HEAD.biases.o,
                     Residual(ws.hidden, source, feature_factor, head.norm_hidden), ws.middle, head.norm_post,

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,10 @@ def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> Non
             with raises(UsageError, option=name) as caught:
                 owner(**{name: 1})
             assert "docs/upstream.md" in str(caught.value)
-    with raises(UsageError, option="fallback"):
-        frontier_generate(object(), [1], head="slim", fallback=True)
+    for call in (partial(frontier_generate, object(), [1], head="slim"), runtime.register_triton_backend):
+        with raises(UsageError, option="fallback") as caught:
+            call(fallback="reference")
+        assert "docs/upstream.md" in str(caught.value)
 
 
 def test_the_pages_draft_from_random_weights() -> None:

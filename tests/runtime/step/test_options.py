@@ -250,7 +250,7 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any)
 
 
 def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.53.3")
+    monkeypatch.setattr("eagle_slim.runtime.model.transformers.__version__", "4.53.3")
     with raises(UsageError, option="transformers 5.0"):
         SpeculativeModel.from_pretrained()
 
