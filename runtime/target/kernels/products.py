@@ -163,22 +163,22 @@ def product_tiles(
 _FP8_ROWS = (16, 32, 64)
 _FP8_TILES = {
     "cut pairs": (
-        ProductTiles(128, 128, 16, 4, 4, ahead=512),
+        ProductTiles(128, 128, 16, 8, 4, ahead=256),
         ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 8, 3, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256),
         ProductTiles(128, 64, 128, 8, 4),
     ),
     "pairs": (
-        ProductTiles(128, 128, 16, 8, 4, ahead=512),
+        ProductTiles(128, 128, 16, 8, 4, ahead=256),
         ProductTiles(128, 128, 32, 8, 4, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256),
-        ProductTiles(256, 64, 128, 8, 3),
+        ProductTiles(256, 128, 64, 8, 4, ahead=256),
+        ProductTiles(256, 64, 128, 8, 4),
     ),
     "sum": (
-        ProductTiles(64, 256, 16, 4, 3, ahead=512),
-        ProductTiles(64, 128, 32, 4, 4, ahead=256),
-        ProductTiles(128, 128, 64, 8, 3, ahead=256),
-        ProductTiles(128, 64, 128, 8, 3),
+        ProductTiles(64, 256, 16, 4, 3, ahead=256),
+        ProductTiles(64, 256, 32, 4, 3, ahead=256),
+        ProductTiles(128, 128, 64, 8, 4, ahead=256),
+        ProductTiles(128, 64, 256, 8, 4),
     ),
 }
 """Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more; pairs are cut where K has several parts.
