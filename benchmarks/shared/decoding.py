@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us
 
-LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36}
+LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36, "llama-3.3-70b": 80}
 TIED = ("smollm2-135m", "llama-3.2-1b")
 TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
 """Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
@@ -84,7 +84,7 @@ def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blo
                 groups = -(-linear.in_features // SCALE_BLOCK)
                 weight = Fp8Weight(weight.words, weight.scales.repeat(1, groups))
             parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, Fp8Linear(weight))
+            setattr(layer.get_submodule(parent), name, Fp8Linear(weight).eval())
     for path, parameter in list(model.named_parameters()):
         parent, _, name = path.rpartition(".")
         values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
