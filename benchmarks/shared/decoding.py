@@ -68,10 +68,10 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
         tie_word_embeddings=name in TIED,
     )  # fmt: skip
     with device if weights == "bf16" else torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if weights != "bf16":
         _fill_in_fp8(model, dtype, device, is_by_blocks=weights == "fp8-blocks")
-    random_model: nn.Module = model
+    random_model: nn.Module = model.eval()
     return random_model
 
 
@@ -84,7 +84,7 @@ def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blo
                 groups = -(-linear.in_features // SCALE_BLOCK)
                 weight = Fp8Weight(weight.words, weight.scales.repeat(1, groups))
             parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, Fp8Linear(weight).eval())
+            setattr(layer.get_submodule(parent), name, Fp8Linear(weight))
     for path, parameter in list(model.named_parameters()):
         parent, _, name = path.rpartition(".")
         values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
