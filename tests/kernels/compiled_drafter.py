@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,11 @@ def _without_assembling(_backend: Any = None, stages: dict[str, Any] | None = No
     return "without assembling", "without assembling"
 
 
-def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
+@cache
+def assembler_report(ptx: str, chip: Chip, always_lists: bool = True) -> tuple[dict[str, int], str]:
     """Assemble PTX: ptxas' own account, and the disassembled machine code.
+
+    Unless ``always_lists``, machine code that has no local memory, so no spill to look for, is not disassembled: "".
 
     ``registers``, ``spill_bytes`` and ``stack_bytes`` of a thread; ``serialized_products``: how often ptxas warns that
     it makes asynchronous matrix products wait for each other.
@@ -127,13 +131,14 @@ def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
         suffix = "a" if chip.capability >= 90 else ""
         command = [str(ptxas), "-v", f"-arch=sm_{chip.capability}{suffix}", str(path), "-o", str(binary)]
         report = _run(command).stderr
-        sass = _run([str(ptxas.with_name("nvdisasm")), "-c", str(binary)]).stdout
-    numbers = {
-        "registers": r"Used (\d+) registers",
-        "spill_bytes": r"(\d+) bytes spill stores",
-        "stack_bytes": r"(\d+) bytes stack frame",
-    }
-    found = {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
+        numbers = {
+            "registers": r"Used (\d+) registers",
+            "spill_bytes": r"(\d+) bytes spill stores",
+            "stack_bytes": r"(\d+) bytes stack frame",
+        }
+        found = {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
+        is_listed = always_lists or found["spill_bytes"] + found["stack_bytes"] > 0
+        sass = _run([str(ptxas.with_name("nvdisasm")), "-c", str(binary)]).stdout if is_listed else ""
     return {**found, "serialized_products": report.count("C7514")}, sass
 
 

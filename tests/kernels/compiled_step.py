@@ -1,6 +1,6 @@
 """Compile every kernel that a step launches outside the drafter, for a chip that is not there, at Llama-3.1-8B's size.
 
-    python -m kernels.compiled_step --chip 90
+    python -m kernels.compiled_step --chip 90 [--fp8]
 
 That which draws verdicts for benchmarks is among them. The host functions run as they are; in the place of a launch the
 kernel is compiled for what it was called with. Prints one JSON object: for each kernel its shared memory, registers,
@@ -68,7 +68,7 @@ class Compiler:
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = to_ptx(source, self.chip, options)
-        report, sass = assembler_report(compiled.asm["ptx"], self.chip)
+        report, sass = assembler_report(compiled.asm["ptx"], self.chip, always_lists=False)
         name = f"{kernel.__name__} {self.variant}".strip()
         self.reports[name] = {
             "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report,
@@ -129,7 +129,7 @@ def run_all(compiler: Compiler) -> None:
         scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], 1024, torch.device("cpu"))
         tree_attention(query, keys[0], keys[0], attends, 0.1, window, out, scratch, **options)
     for groups in (0, 1, 2) if compiler.chip.capability >= 89 else (0,):
-        multiply(compiler, state.lengths, keys[0], groups)
+        multiply(compiler, groups)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -146,7 +146,7 @@ def run_all(compiler: Compiler) -> None:
     draw_paths(choices, trees, torch.ones(240, 16, dtype=torch.int32), state.lengths, state.lengths)
 
 
-def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor, groups: int = 0) -> None:
+def multiply(compiler: Compiler, groups: int) -> None:
     """Call every product for a plain token, a tree and a chunk, with and without what they may be given.
 
     ``groups``: of scales of each row of FP8 weights, as many as for rows or as for columns; 0 multiplies bf16 weights.
@@ -160,8 +160,10 @@ def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor, grou
         return Fp8Weight(torch.empty(shape[0], shape[1] // 4, dtype=torch.int32), scales)
 
     kind = ("", ", FP8", ", FP8 by blocks")[groups]
+    keys = torch.zeros(SLOTS, KV_HEADS, 1024, HEAD_DIM, dtype=torch.bfloat16)
     cases = ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None))
-    for rows, norms in cases[::3] + cases[5:] if groups else cases:
+    # Of FP8 weights each entry of their tables of tiles once; those for scales of blocks are the narrower ones.
+    for rows, norms in (cases, cases[:2] + cases[3::2], cases[3::2])[groups]:
         compiler.variant = f"{rows} rows{', norms' if norms else ''}{kind}"
         x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
         gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
@@ -170,17 +172,19 @@ def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor, grou
         qkv, table = weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), torch.zeros(64, 64)
         gate_up, down, lm_head = weight(2 * MIDDLE, HIDDEN), weight(HIDDEN, MIDDLE), weight(VOCAB, HIDDEN)
         ints = torch.zeros(rows, dtype=torch.int32)
-        heads = products.HeadRows(table, table, ints, lengths[:1], ints, query)
+        heads = products.HeadRows(table, table, ints, ints[:1], ints, query)
         head_norms = (x[0, :HEAD_DIM], x[0, :HEAD_DIM]) if norms else None
         scratch = products.SplitScratch(torch.zeros(1), ints)
-        products.embed(x, ints, norm, normed, x if norms else None)
         products.qkv_product(normed, norm, qkv, bias, head_norms, heads, keys, keys, scratch)
-        products.add_product(x, weight(HIDDEN, HIDDEN), bias, norm, normed, x if norms else None, scratch)
         products.gated_product(normed, norm, gate_up, bias, gated, scratch)
+        if groups:
+            products.add_product(gated, down, bias, norm, normed, x if norms else None, scratch)
+            continue
+        products.embed(x, ints, norm, normed, x if norms else None)
+        products.add_product(x, weight(HIDDEN, HIDDEN), bias, norm, normed, x if norms else None, scratch)
         products.add_product(gated, down, bias, norm, normed, None, scratch)
         products.norm_rows(normed, norm, x)
-        if not groups:
-            products.head_product(normed, norm, lm_head, logits)
+        products.head_product(normed, norm, lm_head, logits)
     compiler.variant = ""
 
 
@@ -201,14 +205,20 @@ def gather_tails(compiler: Compiler) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
-    compiler = Compiler(KNOWN_CHIPS[parser.parse_args().chip])
+    parser.add_argument("--fp8", action="store_true", help="products of FP8 weights alone")
+    args = parser.parse_args()
+    compiler = Compiler(KNOWN_CHIPS[args.chip])
     machine.major_capability = products.major_capability = lambda _device: compiler.chip.capability // 10
     products.programs_wait = lambda _device: True
     overlaps = compiler.chip.capability >= 90
     launch = machine.NO_FUSION | ({"launch_pdl": True} if overlaps else {})
     products.overlapping = attention.overlapping = lambda _device: (overlaps, launch)
     JITFunction.__getitem__ = lambda kernel, _grid: lambda *args, **keywords: compiler.launch(kernel, args, keywords)
-    run_all(compiler)
+    if args.fp8:
+        for groups in (1, 2):
+            multiply(compiler, groups)
+    else:
+        run_all(compiler)
     print(json.dumps(compiler.reports))
 
 

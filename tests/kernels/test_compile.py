@@ -109,11 +109,13 @@ def test_a_worker_compiles_ahead_and_touches_no_gpu(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
-    reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability))
+    # Of kernels without FP8 weights sm_80 stands for sm_89, where attention's 192 bytes in local memory are 204.
+    options = ["--fp8"] if capability == 89 else []
+    reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability), *options)
     # sm_86 and sm_89 take the same shared memory, and have less.
     chip = KNOWN_CHIPS[89 if capability == 80 else capability]
     waiting = WAITING_BYTES | (WIDE_WITHOUT_WGMMA if capability in (80, 89, 120) else {})
-    assert len(reports) >= 30
+    assert len(reports) >= (18 if options else 30)
     for name, report in reports.items():
         assert report["shared_bytes"] <= chip.shared_bytes, name
         assert report["spills_among_products"] == 0, (name, report)
