@@ -20,6 +20,7 @@ LINES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "SEQUENCES", (1, 2))
     monkeypatch.setattr(engines, "CASES", {name: engines.CASES[name] for name in ("plain", "chain of 3", "tree of 16")})

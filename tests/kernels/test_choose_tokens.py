@@ -181,6 +181,7 @@ def test_kernels_equal_the_twin(vocab: int, part: int, capacity: int, name: str,
     assert torch.equal(case.choose(RULES[name], part, capacity), case.choose_ref(RULES[name]))
 
 
+@SLOW
 def test_ties_at_every_cut(device: str) -> None:
     """Three values only, so that each cut falls among equals; of those top-p keeps the last ids."""
     case = random_case(300, slots=1, device=device)
@@ -243,7 +244,7 @@ def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> No
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled", "everything"])
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", pytest.param("inf", marks=SLOW), pytest.param("-inf", marks=SLOW)])
 def test_a_row_without_a_distribution_has_no_token(value: str, name: str, device: str) -> None:
     """One NaN or infinite score among others, in the last part; or no token left."""
     case = random_case(100, device=device)

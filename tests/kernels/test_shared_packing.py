@@ -86,7 +86,7 @@ def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[
     assert packings == []
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: str) -> None:
     """Smaller trees of one kernel, and chains of another: each drafts what a drafter of that tree alone does."""
     head = with_follow(random_head(device=device), 20)

@@ -68,6 +68,7 @@ def test_demo(tmp_path: Path) -> None:
     assert str(slim.relative_to(tmp_path)) in out
 
 
+@pytest.mark.slow
 def test_accuracy_vs_speed(run_here: Callable[..., str], tmp_path: Path) -> None:
     out = run_here("accuracy_vs_speed.py", "--sizes", "1024", "--num-prompts", "1", "--max-new-tokens", "6")
     rows = [line.split() for line in out.splitlines()[1:4]]

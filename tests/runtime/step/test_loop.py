@@ -74,7 +74,7 @@ def test_two_taps_one_of_them_after_the_last_layer(tmp_path: Path) -> None:
     assert model.generate(PROMPTS, max_new_tokens=24).token_ids == the_targets_own("llama")
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str) -> None:
     model = build(tmp_path, kind)
     together = model.generate(PROMPTS, max_new_tokens=20)
