@@ -12,7 +12,6 @@ from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_opti
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from .options_cli import load_heads, model_options, read_by, show_warnings_as_lines
-from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .api.output import GenerationOutput
@@ -79,12 +78,12 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    if check:
-        # A check is of drafting: no measured size may turn it off.
-        total_tokens = TreeConfig.of(depth, draft_top_k, total_tokens).total_tokens
     (model,) = load_heads(
         options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
     )
+    if check and model.is_tree_sized and model.target.device.type == "cuda":
+        # A check is of drafting, which the choice of trees may turn off there.
+        model = model.with_tree(model.drafter.tree)
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
         session.chat()
