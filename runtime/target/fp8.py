@@ -54,11 +54,6 @@ class Fp8Weight:
         """Device of the matrix."""
         return self.words.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of numbers and scales."""
-        return self.words.nbytes + self.scales.nbytes
-
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [out, in] in another type, each number rounded once from fp32."""
         scales = self.scales
