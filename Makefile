@@ -84,7 +84,7 @@ test-kernels:
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_step --chip 90 >/dev/null
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small >/dev/null
-	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest -m "not slow" tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
+	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python $(PYTEST) -m "not slow and not compiled" tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
 
 # The wheel in an empty environment runs what README prints first. Built aside: setuptools packs what lies in build, too.
 WHEEL := build/wheel
