@@ -39,6 +39,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return call
 
 
+@pytest.mark.slow
 def test_generate(run_here: Callable[..., str]) -> None:
     out = run_here("generate.py", "What is the capital of France?", "--max-new-tokens", "10")
     assert "Paris" in out
