@@ -28,7 +28,6 @@ from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import nn
 
 from .drafter.follow import FollowRows
@@ -175,13 +174,13 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Name the target in the errors of transformers."""
+    """Name the target in the errors of transformers, which has no class of its own for them."""
     keep_limit()
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:
         # Without transformers' list of every model type it knows.
-        reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
+        reason = " ".join(str(error).split("\nModel type should be one of")[0].split()).rstrip(".")
         if "trust_remote_code" in reason:
             reason = (
                 "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
@@ -260,9 +259,15 @@ def load_target(
         wanted = dtype or "auto"
         if dtype is None and device.type == "cpu":
             wanted = dtype_on_cpu(load_target_config(target, revision, offline))
-        model = AutoModelForCausalLM.from_pretrained(
-            target, config=config, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False
-        )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            target, config=config, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        # transformers draws such weights at random.
+        if drawn := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
+            raise ValueError(
+                f"{len(drawn)} tensors are missing, or have other shapes than its config.json says, such as {drawn[0]}"
+            )
     try:
         moved: nn.Module = model.to(device).eval()
         return moved
