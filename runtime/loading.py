@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
 from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
-from eagle_slim.convert.heads.open import open_head
+from eagle_slim.convert.heads.open import D2tForm, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
@@ -38,8 +38,6 @@ from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from .target.fp8_loading import fetch_target, load_fp8
 from .target.location import given_target, recorded_target
 from .target.wrapper import TargetModel, check_supported
-
-MapForm = Literal["auto", "offset", "absolute"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INSTRUCTIONS = {
@@ -123,7 +121,7 @@ def open_any_head(
     head: str | Path | DraftHead | Artifact | None,
     revision: str | None = None,
     offline: bool = False,
-    d2t_form: MapForm = "auto",
+    d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> OpenedHead:
     """Open an artifact, an unconverted head or a public one; None is the head built into the package.
@@ -131,6 +129,7 @@ def open_any_head(
     Raises the errors of `open_head` and `Artifact.load`, and `UsageError` when ``tap_layers`` or ``d2t_form`` is given
     for an artifact, whose manifest settles both.
     """
+    check_choice("d2t_form", d2t_form, get_args(D2tForm))
     is_embedded = head is None
     if not isinstance(head, (Artifact, DraftHead)):
         source = open_head_source(head, revision=revision, offline=offline)
@@ -179,8 +178,9 @@ def _naming(target: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        said = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         # Without transformers' list of every model type it knows.
-        reason = " ".join(str(error).split("\nModel type should be one of")[0].split()).rstrip(".")
+        reason = " ".join(said.split("\nModel type should be one of")[0].split()).rstrip(".")
         if "trust_remote_code" in reason:
             reason = (
                 "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
@@ -362,13 +362,14 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
 
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
     where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
+    with _naming(target):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
     return tokenizer, loaded.tokenizer_hash
 
 
