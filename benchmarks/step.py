@@ -79,7 +79,7 @@ def measure(
         has_more = is_first and has_phases and (rows, stored) == drafts[0]
         for prefix in prefixes:
             floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
-            row = {"batch": batch, "prefix": prefix, "nodes": decoder.shape.nodes, "floor_ms": floor_ms}
+            row: dict[str, Any] = {"batch": batch, "prefix": prefix, "nodes": decoder.shape.nodes, "floor_ms": floor_ms}
             row |= {} if tree is None else {"top_k": tree.top_k, "draft_vocab": rows, "draft_weights": stored}
             row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
             if has_more and prefix == prefixes[0]:
