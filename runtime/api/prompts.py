@@ -109,17 +109,16 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
     """
     if tokenizer is None:
         raise UsageError("A chat needs a tokenizer. Load the model with one.")
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, Mapping) for each in messages):
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if not isinstance(said, Sequence) or not said or not all(isinstance(each, Mapping) for each in said):
         raise misfit("messages", 'a list such as [{"role": "user", "content": "Hi"}]', messages)
     if not tokenizer.chat_template:
-        content = messages[-1].get("content")
+        content = said[-1].get("content")
         if not isinstance(content, str):
             raise misfit("content of the last of the messages", "text, without a chat template", content)
         return encode_text(tokenizer, content)
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of its own
         raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
     return encode_text(tokenizer, text, add_special_tokens=False)
