@@ -102,7 +102,7 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
         assert found.token_ids == model.generate(ids, **sampled).token_ids
         with raises(UsageError, option="top_p"):
             model.generate(ids, **sampled, **off)
-    for given in ({"head": head}, {"draft_weights": "fp8"}):
+    for given in ({"head": head}, {"draft_weights": "fp8"}, {"tree": (2, 3, 8)}):
         with raises(UsageError, option=next(iter(given))):
             fused_draft_token_generation(model, ids, drafter="reference", **given)  # type: ignore[arg-type]
     assert b"eagle_slim." not in pickle.dumps(target)
