@@ -7,10 +7,11 @@ drawn (`drawn_verdicts`). All that benchmarks need of the decoder's insides is h
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,6 +42,8 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import JITFunction
 
 from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us
@@ -352,7 +355,7 @@ def run_steps(
     ``chooser`` chooses the shape of each, after ``context`` tokens; timing a shape first, on a GPU, is not counted.
     """
     record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
-    first_rank = RECORD_HEAD + decoder.state.new_tokens.shape[1] + 1
+    first_rank = RECORD_HEAD + decoder.state.path.shape[1] + 1
     # One for each step: none is read before its copy is done, or overwritten before it is read.
     values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=record.is_cuda)
     ready = [torch.cuda.Event(enable_timing=True) for _ in range(steps)] if record.is_cuda else []
@@ -390,6 +393,24 @@ def run_steps(
                 chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)
     return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
+
+
+def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
+    """Compile and capture the steps of decoders, each of so many sequences.
+
+    On a GPU all kernels but drafts are compiled first, side by side in threads: a launch only hands over its kernel.
+    """
+    if decoders[0][0].has_graphs:
+        launch = mock.patch.object(
+            JITFunction, "__getitem__", lambda own, grid: partial(own.run, grid=grid, warmup=True)
+        )
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
+            for decoder, count in decoders:
+                phases = decoder.phases(decoder.places_for(count), GREEDY, decoder.tree)
+                decoder._practise([phase.run for phase in phases if phase.name != "draft"])
+    for decoder, count in decoders:
+        fill(decoder, count, prefix)
+        run_steps(decoder, count, 2)
 
 
 def take_turns(
