@@ -354,7 +354,7 @@ def run_steps(
     ``chooser`` chooses the shape of each, after ``context`` tokens; timing a shape first, on a GPU, is not counted.
     """
     record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
-    first_rank = RECORD_HEAD + decoder.state.new_tokens.shape[1] + 1
+    first_rank = RECORD_HEAD + decoder.state.path.shape[1] + 1
     # One for each step: none is read before its copy is done, or overwritten before it is read.
     values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=record.is_cuda)
     ready = [torch.cuda.Event(enable_timing=True) for _ in range(steps)] if record.is_cuda else []
