@@ -77,8 +77,7 @@ class HeadWeights(NamedFields):
                 raise misfit(name, f"{self.dtype} on {self.device}, as lm_head", found)
         for name, shape in self._shapes().items():
             if name not in self.tensors or self.tensors[name].shape != shape:
-                found = tuple(self.tensors[name].shape) if name in self.tensors else None
-                raise misfit(name, list(shape), found)
+                raise misfit(name, list(shape), getattr(self.tensors.get(name), "shape", None))
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
