@@ -198,7 +198,8 @@ def drafter_of(head: HeadWeights, row: Row, weights: str) -> BufferedDrafter:
     head = head.of_rows(slice(row.draft_vocab))
     packing = SharedPacking(head, weight_dtype=head.dtype if weights == "bf16" else WEIGHTS[weights])
     drafter = Drafter(head, row.tree, "triton", packing).on_slots(row.batch, max(row.prefix, CAPACITY))
-    drafter.features.copy_(random_step(drafter.cfg, row.prefix, NUM_NEW, drafter.bufs))
+    features = random_step(drafter.cfg, row.prefix, NUM_NEW, drafter.bufs)
+    drafter.features[:, : features.shape[1]] = features
     return drafter
 
 

@@ -1,47 +1,54 @@
 """Does choosing the tree of every step reach the best fixed one, and is it never slower than plain decoding?
 
-    python -m benchmarks.shapes [--rows REGEX] [--rounds 3] [--out benchmarks/results/DATE-h100-shapes.json]
+    python -m benchmarks.shapes [--rows REGEX] [--seconds 420] [--out benchmarks/results/DATE-h100-shapes.json]
 
-Variants of a row take turns: plain decoding, each fixed shape (`runtime.step.shapes`), and the choice by step, which
-begins each round with nothing learned. Compiling is apart. Rows:
+Before anything is timed, every row is made ready in a process of its own, all at once, which leaves its kernels in
+Triton's cache. Then the variants of a row take turns: plain decoding, each fixed shape (`runtime.step.shapes`), and the
+choice by step, which begins each round with nothing learned. Rows, those that tell most first:
 
-* ``first token``: seconds from loading the built-in model to its first and its second token, in a fresh process with
-  an empty cache of compiled kernels, and in another one with that cache full;
 * ``slots/N``: SmolLM2 and its head over 16,384 rows, N sequences at a time, all prompts of ``examples/*.jsonl``;
-* ``sampled/N``: the same with temperature 0.7 and top-p 0.9;
-* ``text/ROWS/CATEGORY``: the same, greedy, over ROWS rows, one sequence at a time, prompts of one category;
+* ``text/ROWS/CATEGORY``: the same over ROWS rows, one sequence at a time, the first prompts of one category;
 * ``drawn/DIMS/LAW/N``: random weights of DIMS, 32,000 rows, N sequences; a child of rank r at level l is accepted with
   chance q_l * 0.2 ** r, of q = 0.75, 0.65, 0.6, 0.6, ... (falling), 0.3 or 0.1 at every level. All variants take the
-  same draws, so that ``--rounds 1 --steps 150`` will do.
+  same draws;
+* ``unknown/N``: as ``slots/N`` on a GPU whose name no table has;
+* ``sampled/N``: as ``slots/N`` with temperature 0.7 and top-p 0.9;
+* ``first token``: seconds from loading the built-in model to its first and its second token, in a fresh process with
+  an empty cache of compiled kernels, and in another one with that cache full.
 
-All rows but the first have tokens/s of every variant, as medians over rounds, and the choice over plain and over the
-best of the rest. Exit status 1 where it is under 0.98 of plain decoding, or under 0.97 of the best.
+All rows but the last have tokens/s of every variant, as medians over rounds, and the choice over plain and over the
+best of the rest. Exit status 1 where it is under 0.98 of plain decoding, or under 0.97 of the best, and where
+``--seconds`` ended the run before all rows were measured.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from copy import deepcopy
+from functools import cache, cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
-from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.settings import MAX_WAITING, TreeConfig
 from eagle_slim.runtime.step.shapes import LARGE, SHAPES, Acceptance, Costs, ShapeChooser, first_shape, shapes_for
 
+from benchmarks.shared import decoding
 from benchmarks.shared.command import Command, show, whole_from, write
-from benchmarks.shared.decoding import RandomModel, compile_ahead, fill, run_steps
+from benchmarks.shared.decoding import RandomModel, fill, run_steps
 from benchmarks.shared.drawn_verdicts import draw_ranks
 from benchmarks.shared.timing import machine
 
@@ -52,8 +59,13 @@ LAWS: Mapping[str, Callable[[int], float]] = {
     "0.1": lambda _: 0.1,
 }
 SAMPLED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
-ROWS, PREFIX, CAPACITY = 32000, 512, 16384
+ROWS, PREFIX = 32000, 512
+MAX_LENGTH = 1024
+"""Most tokens of a prompt and its answer."""
+COMPILED_LAYERS = 8
+"""Layers of a random target that is only compiled."""
 TREES = tuple(shape for shape in SHAPES if shape is not None)
+Shapes: TypeAlias = Sequence["TreeConfig | None"]
 LEAST_OF_PLAIN, LEAST_OF_BEST = 0.98, 0.97
 
 
@@ -86,80 +98,218 @@ def measure_first_tokens(device: torch.device) -> dict[str, Any]:
 
 
 def all_rows() -> list[str]:
-    """List the names of all rows."""
-    whole = [f"{kind}/{count}" for kind in ("slots", "sampled") for count in (1, 4, 16)]
-    categories = dict.fromkeys(prompt.category for prompt in read_prompts())
-    text = [f"text/{rows}/{category}" for rows in ("full", 4096, 512) for category in categories]
-    drawn = [
-        f"drawn/{dims}/{law}/{count}"
-        for dims in ("llama-3.1-8b", "smollm2-135m") for law in LAWS for count in (1, 4, 16)
-    ]  # fmt: skip
-    return ["first token", *whole, *text, *drawn]
+    """List the names of all rows, those first that tell most."""
+    categories = sorted({prompt.category for prompt in read_prompts()}, key=lambda name: (name != "german", name))
+    text = [f"text/{rows}/{category}" for category in categories for rows in ("full", 4096, 512)]
+    drawn = [f"drawn/{dims}/{law}/{count}"
+             for dims in ("llama-3.1-8b", "smollm2-135m") for count in (1, 4, 16) for law in LAWS]  # fmt: skip
+    slots = [f"{kind}/{count}" for kind in ("slots", "sampled") for count in (16, 4, 1)]
+    return [*slots[:3], *text[:3], *drawn[:9], *text[3:], "unknown/4", *slots[3:], *drawn[9:], "first token"]
 
 
+@cache
 def read_prompts() -> list[Prompt]:
     """Read all prompts of the examples."""
     return [prompt for path in sorted(EXAMPLES.glob("*.jsonl")) for prompt in load_prompts(path)]
 
 
-def measure_text(
-    base: SpeculativeModel, category: str | None, slots: int, new_tokens: int, rounds: int, rules: Mapping[str, Any]
-) -> dict[str, list[float]]:
-    """Answer the prompts of a category, or all, with every variant in turn: tokens/s by round."""
-    asked = [base.encode_chat(each.turns[0]) for each in read_prompts() if category in (None, each.category)]
-    fixed = {name_of(tree): base.with_tree(tree) for tree in TREES}
-    calls = [asked] if slots > 1 else [[prompt] for prompt in asked]
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "max_slots": slots, **rules}
+class TextVariants:
+    """SmolLM2 with its head over ``rows`` rows, ``slots`` sequences at a time, ready in each of ``shapes``."""
 
-    def tokens_per_s(model: SpeculativeModel, speculative: bool) -> float:
-        synchronize(base.device)
-        started = time.perf_counter()
-        outputs = [model.generate(call, speculative=speculative, **options) for call in calls]
-        return sum(output.stats.num_new_tokens for output in outputs) / (time.perf_counter() - started)
+    def __init__(
+        self, rows: str, slots: int, rules: Mapping[str, Any], shapes: Shapes, device: torch.device
+    ) -> None:  # fmt: skip
+        vocab = None if rows == "full" else int(rows)
+        base = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, draft_vocab=vocab)
+        self.base, self.slots, self.rules = base, slots, rules
+        self.fixed = {name_of(tree): base.with_tree(tree) for tree in shapes if tree is not None}
+        for model in self.fixed.values():
+            model.warmup(slots, MAX_LENGTH, max_slots=slots, **rules)
+        if None in shapes:
+            base.warmup(slots, MAX_LENGTH, max_slots=slots, speculative=False, **rules)
 
-    def choosing() -> float:
-        # Nothing learned, and everything compiled.
-        model = base.with_draft_vocab(base.draft_vocab)
-        model.warmup(slots, 1024, max_slots=slots, **rules)
-        found = tokens_per_s(model, True)
-        print(model.generate(calls[0], **options).stats.path, flush=True)
-        return found
+    @cached_property
+    def _fresh(self) -> tuple[Acceptance, Costs]:
+        """What is known with everything ready to choose from, and nothing learned."""
+        known = self.base._decoders
+        self.base.warmup(self.slots, MAX_LENGTH, max_slots=self.slots, **self.rules)
+        return deepcopy((known.acceptance, known.costs))
 
-    variants: dict[str, Callable[[], float]] = {"plain": partial(tokens_per_s, fixed[name_of(TREES[0])], False)}
-    variants |= {name: partial(tokens_per_s, model, True) for name, model in fixed.items()}
-    for run in variants.values():
-        run()
-    return _in_turn(variants | {"chosen": choosing}, rounds)
+    def measure(
+        self, prompts: Sequence[Prompt], new_tokens: int, rounds: int, seconds: float
+    ) -> dict[str, list[float]]:
+        """Answer prompts with every variant in turn: tokens/s by round."""
+        known, fresh = self.base._decoders, self._fresh
+        asked = [self.base.encode_chat(each.turns[0]) for each in prompts]
+        calls = [asked] if self.slots > 1 else [[prompt] for prompt in asked]
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "max_slots": self.slots, **self.rules}
+
+        def tokens_per_s(model: SpeculativeModel, speculative: bool) -> float:
+            synchronize(self.base.device)
+            started = time.perf_counter()
+            outputs = [model.generate(call, speculative=speculative, **options) for call in calls]
+            found = sum(output.stats.num_new_tokens for output in outputs) / (time.perf_counter() - started)
+            if speculative and model is self.base:
+                print(outputs[-1].stats.path.rpartition("; ")[2], flush=True)
+            return found
+
+        def choosing() -> float:
+            known.acceptance, known.costs = deepcopy(fresh)
+            return tokens_per_s(self.base, True)
+
+        variants: dict[str, Callable[[], float]] = {"plain": partial(tokens_per_s, self.base, False)}
+        variants |= {name: partial(tokens_per_s, model, True) for name, model in self.fixed.items()}
+        return _in_turn(variants | {"chosen": choosing}, rounds, seconds)
 
 
-@torch.inference_mode()
-def measure_drawn(model: RandomModel, law: str, slots: int, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Run steps of ``slots`` sequences whose acceptance is drawn, with every variant in turn: tokens/s by round."""
-    decoder = model.drawn_decoder(model.new_cache(slots, CAPACITY), LARGE, ROWS, draw_ranks(LAWS[law]))
+class DrawnVariants:
+    """Random weights with ``slots`` sequences whose acceptance is drawn, ready in each of ``shapes``."""
 
-    def run(shapes: Sequence[TreeConfig | None], count: int) -> float:
-        fill(decoder, slots, PREFIX)
-        chooser = ShapeChooser(Acceptance(), Costs(model.weight_bytes, model.kv_bytes(1)), shapes)
-        found = run_steps(decoder, slots, count, chooser, PREFIX)
+    @torch.inference_mode()
+    def __init__(self, model: RandomModel, slots: int, shapes: Shapes, steps: int) -> None:
+        self.model, self.slots, self.shapes, self.steps = model, slots, shapes, steps
+        cache = model.new_cache(slots, PREFIX + (steps + MAX_WAITING) * LARGE.path_width + LARGE.total_tokens)
+        self.decoder = model.drawn_decoder(cache, LARGE, ROWS, draw_ranks(LAWS["0.1"]))
+        for shape in shapes:
+            # So many plain steps that the drafter takes their tokens.
+            self.run([shape], MAX_WAITING + 2 if shape is None else 2)
+
+    @torch.inference_mode()
+    def run(self, shapes: Sequence[TreeConfig | None], steps: int) -> float:
+        """Run steps that choose among some shapes, with nothing learned: tokens/s."""
+        fill(self.decoder, self.slots, PREFIX)
+        chooser = ShapeChooser(Acceptance(), Costs(self.model.weight_bytes, self.model.kv_bytes(1)), shapes)
+        found = run_steps(self.decoder, self.slots, steps, chooser, PREFIX)
         if len(shapes) > 1:
             print({name_of(shape): number for shape, number in chooser.steps.items()}, flush=True)
-        return found.tokens / (found.step_ms * count) * 1e3
+        return found.tokens / (found.step_ms * steps) * 1e3
 
-    shapes = shapes_for(slots, SHAPES)
-    for shape in shapes:
-        run([shape], 2)
-    first = first_shape(slots, shapes)
-    variants = {name_of(shape): partial(run, [shape], steps) for shape in shapes}
-    variants["chosen"] = partial(run, [first, *(shape for shape in shapes if shape != first)], steps)
-    return _in_turn(variants, rounds)
+    @torch.inference_mode()
+    def measure(self, law: str, rounds: int, seconds: float) -> dict[str, list[float]]:
+        """Run steps with every variant in turn: tokens/s by round."""
+        self.decoder.drawn.copy_(draw_ranks(LAWS[law]))
+        first = first_shape(self.slots, self.shapes)
+        variants = {name_of(shape): partial(self.run, [shape], self.steps) for shape in self.shapes}
+        every = [first, *(shape for shape in self.shapes if shape != first)]
+        return _in_turn(variants | {"chosen": partial(self.run, every, self.steps)}, rounds, seconds)
 
 
-def _in_turn(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def _in_turn(variants: Mapping[str, Callable[[], float]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Run all variants in turn, for ``rounds`` rounds or until ``seconds`` have passed, but for one round at least."""
     found: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
+    started = time.perf_counter()
+    for done in range(rounds):
+        # Another round takes as long as one did.
+        if (time.perf_counter() - started) * (done + 1) > seconds * max(1, done):
+            break
         for name, run in variants.items():
             found[name].append(run())
     return found
+
+
+def variants_of(kind: str, shapes: Shapes, steps: int, device: torch.device) -> TextVariants | DrawnVariants:
+    """Build the variants of rows of a ``kind`` (`kind_of`), ready in each of ``shapes``."""
+    name, *rest = kind.split("/")
+    if name == "drawn":
+        return DrawnVariants(random_model(rest[0], device), int(rest[1]), shapes, steps)
+    if name == "text":
+        return TextVariants(rest[0], 1, {}, shapes, device)
+    return TextVariants("16384", int(rest[0]), SAMPLED if name == "sampled" else {}, shapes, device)
+
+
+@cache
+def kept_variants_of(kind: str, steps: int, device: torch.device) -> TextVariants | DrawnVariants:
+    """Return the variants of a kind's rows, ready in every shape."""
+    return variants_of(kind, shapes_for(slots_of(kind), SHAPES), steps, device)
+
+
+@cache
+def random_model(dims: str, device: torch.device) -> RandomModel:
+    """Build the random weights of ``dims``."""
+    return RandomModel(dims, device)
+
+
+def slots_of(kind: str) -> int:
+    """Sequences at a time of a kind of rows."""
+    return 1 if kind.startswith("text") else int(kind.rpartition("/")[2])
+
+
+def kind_of(row: str) -> str:
+    """Name what a row shares with others: the same models, ready for as many sequences."""
+    name, *rest = row.split("/")
+    if name == "drawn":
+        return f"drawn/{rest[0]}/{rest[2]}"
+    return f"text/{rest[0]}" if name == "text" else row
+
+
+def measure(row: str, device: torch.device, steps: int, new_tokens: int, most: int, rounds: int, seconds: float) -> Any:
+    """Measure a row; ``most``: prompts of a category."""
+    name, *rest = row.split("/")
+    if name == "first token":
+        return measure_first_tokens(device)
+    if name == "unknown":
+        # The name is kept in many places of this process.
+        with ProcessPoolExecutor(1, get_context("spawn"), hide_name) as fresh:
+            slots = f"slots/{rest[0]}"
+            found = fresh.submit(measure, slots, device, steps, new_tokens, most, rounds, seconds).result()
+            return found | {"row": row}
+    variants = kept_variants_of(kind_of(row), steps, device)
+    if isinstance(variants, DrawnVariants):
+        return judged(row, variants.measure(rest[1], rounds, seconds))
+    prompts = read_prompts()
+    if name == "text":
+        prompts = [prompt for prompt in prompts if prompt.category == rest[1]][:most]
+    return judged(row, variants.measure(prompts, new_tokens, rounds, seconds))
+
+
+class Renamed:
+    """Properties of a GPU with a name that no table has."""
+
+    name = "a GPU that no table has"
+
+    def __init__(self, properties: Any) -> None:
+        self._properties = properties
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._properties, name)
+
+
+def hide_name() -> None:
+    """Rename this process's GPU."""
+    cuda: Any = torch.cuda
+    known = cuda.get_device_properties
+    cuda.get_device_properties = lambda device=None: Renamed(known(device))
+
+
+def make_ready(kind: str, shapes: Shapes, device: torch.device) -> None:
+    """Compile the kernels of a ``kind`` of rows in some shapes, in a process of its own."""
+    decoding.LAYERS = dict.fromkeys(decoding.LAYERS, COMPILED_LAYERS)
+    variants_of(kind.replace("unknown", "slots"), shapes, 2, device)
+    # The next kind's process may need the memory.
+    random_model.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def make_all_ready(rows: Sequence[str], device: torch.device) -> None:
+    """Compile all kernels of these rows, side by side in as many processes as there are cores."""
+    started, kinds = time.perf_counter(), [kind for kind in dict.fromkeys(map(kind_of, rows)) if "/" in kind]
+    spawn, most = get_context("spawn"), max(1, (os.cpu_count() or 2) - 7)
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1"), ProcessPoolExecutor(most, spawn) as workers,
+        # Each takes 9 GB of the GPU at 8B's dimensions.
+        ProcessPoolExecutor(5, spawn) as random, ProcessPoolExecutor(2, spawn, hide_name) as renamed,
+    ):  # fmt: skip
+        jobs, pools = {}, {"drawn": random, "unknown": renamed}
+        for kind in kinds:
+            alike = defaultdict(list)
+            for shape in shapes_for(slots_of(kind), SHAPES):
+                alike[1 if shape is None else shape.top_k].append(shape)
+            for top_k, shapes in alike.items():
+                pool = pools.get(kind.partition("/")[0], workers)
+                jobs[f"{kind}, top_k {top_k}"] = pool.submit(make_ready, kind, shapes, device)
+        for name, job in jobs.items():
+            print(f"{name}: {job.exception() or 'ready'} after {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def judged(name: str, found: Mapping[str, list[float]]) -> dict[str, Any]:
@@ -174,41 +324,27 @@ def judged(name: str, found: Mapping[str, list[float]]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
+    started = time.perf_counter()
     command = Command("shapes", __doc__, all_rows())
-    command.add_argument("--rounds", type=whole_from(1), default=3)
+    command.add_argument("--rounds", type=whole_from(1), default=3, help="most rounds of a row")
+    command.add_argument("--row-seconds", type=whole_from(1), default=24, help="begin no round that would take longer")
+    command.add_argument("--seconds", type=whole_from(1), default=3600, help="begin no row later")
     command.add_argument("--new", type=whole_from(2), default=128, help="new tokens of a prompt")
-    command.add_argument("--steps", type=whole_from(2), default=600, help="drawn steps of a run")
+    command.add_argument("--prompts", type=whole_from(1), default=8, help="most prompts of a category")
+    command.add_argument("--steps", type=whole_from(2), default=300, help="drawn steps of a run")
     args = command.parse_args(argv)
     names, device = command.chosen(args), command.gpu()
-    result: dict[str, Any] = {"machine": machine(device), "new_tokens": args.new, "rounds": args.rounds, "rows": []}
-    texts: dict[str, SpeculativeModel] = {}
-    drawn: dict[str, RandomModel] = {}
+    options = {name: getattr(args, name) for name in ("new", "prompts", "steps", "rounds", "row_seconds", "seconds")}
+    result: dict[str, Any] = {"machine": machine(device), **options, "rows": []}
+    make_all_ready(names, device)
     for name in names:
-        kind, *rest = name.split("/")
-        if kind == "first token":
-            row = measure_first_tokens(device)
-        elif kind == "drawn":
-            dims, law, count = rest
-            if dims not in drawn:
-                drawn.clear()
-                batches = {int(other.split("/")[-1]) for other in names if other.startswith(f"drawn/{dims}/")}
-                # Shapes of one top_k share a kernel, that of the largest, which is the last of them.
-                kernels = {(tree.top_k, batch): (tree, batch, ROWS) for batch in sorted(batches)
-                           for tree in shapes_for(batch, TREES) if tree}  # fmt: skip
-                compile_ahead(dims, kernels.values(), device)
-                drawn[dims] = RandomModel(dims, device)
-            row = judged(name, measure_drawn(drawn[dims], law, int(count), args.steps, args.rounds))
-        else:
-            rows, category = rest if kind == "text" else ("16384", None)
-            if rows not in texts:
-                vocab = None if rows == "full" else int(rows)
-                texts[rows] = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, draft_vocab=vocab)
-            slots, rules = 1 if kind == "text" else int(rest[0]), SAMPLED if kind == "sampled" else {}
-            row = judged(name, measure_text(texts[rows], category, slots, args.new, args.rounds, rules))
-        result["rows"].append(row)
-        show(row)
+        if time.perf_counter() - started > args.seconds:
+            break
+        row = measure(name, device, args.steps, args.new, args.prompts, args.rounds, args.row_seconds)
+        result["rows"].append(row | {"at_s": time.perf_counter() - started})
+        show(result["rows"][-1])
         write(result, args.out)
-    sys.exit(0 if all(row["is_good"] for row in result["rows"]) else 1)
+    sys.exit(0 if len(result["rows"]) == len(names) and all(row["is_good"] for row in result["rows"]) else 1)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
     python -m benchmarks.step --dims llama-3.3-70b --target-weights fp8 --prefixes 512
+    python -m benchmarks.step --target-weights bf16 fp8 --draft-weights bf16 fp8 --prefixes 512
+    python -m benchmarks.step --target-weights bf16 fp8 --batch 16 --depth 2 --top-k 1 --nodes 4 --prefixes 512
     EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
-A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
+Random targets and a head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
 at the first prefix; sampling; a prompt of as many tokens, to its first new one; medians of graph replays. The phases of
-the largest tree and of plain steps are timed too. The floor is bytes over the copy bandwidth of the same run.
+the largest tree and of plain steps are timed too. The floor is bytes over the copy bandwidth of the same run. Trees are
+drafted over each draft vocabulary, with the head in each type; sampling and prompts take the first of both. Each kind
+of target's weights has its rows, one after another; ``--seconds`` ends a run that would take longer.
 
 ``--sweep`` times other tiles of attention instead, with trees of 16 nodes, of one sequence after 32,768 tokens and of
 four after 16,384: a grid over programs (half of those that `attention_tiles` chooses, as many, twice as many), query
@@ -20,13 +24,16 @@ those of the cache behind the sequences. Exit status 1: a default takes more tha
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.kernels.attention import attention_tiles
 from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK, REACH
@@ -34,6 +41,7 @@ from eagle_slim.runtime.target.kernels.machine import gpu_name, num_processors
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import (
+    DRAFT_WEIGHTS,
     LAYERS,
     SAMPLED,
     TARGET_WEIGHTS,
@@ -42,6 +50,7 @@ from benchmarks.shared.decoding import (
     fill,
     phase_times,
     prompt_time,
+    run_ahead,
     set_sampling,
     step_with_tiles,
 )
@@ -55,23 +64,25 @@ MOST_OVER_BEST = 1.03
 
 @torch.inference_mode()
 def measure(
-    model: RandomModel, draft_vocab: int, trees: Sequence[TreeConfig], batch: int, prefixes: Sequence[int],
-    bandwidth: float, is_first: bool,
+    model: RandomModel, drafts: Sequence[tuple[int, str]], trees: Sequence[TreeConfig], batch: int,
+    prefixes: Sequence[int], bandwidth: float, is_first: bool,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Measure a row of ``batch`` sequences at every prefix and with every tree, over one cache.
+    """Measure a row of ``batch`` sequences at every prefix, with every tree and draft, over one cache.
 
-    ``is_first``: at the first prefix sampling, and a prompt of as many tokens, too.
+    ``drafts``: draft vocabularies, and the head's type with each. ``is_first``: with the first of them, at the first
+    prefix, sampling and a prompt of as many tokens, too.
     """
     cache = model.new_cache(batch, max(prefixes) + ROOM)
-    for tree in [*trees, None]:
-        decoder = model.decoder(cache, tree, draft_vocab)
+    for tree, (rows, stored) in [*itertools.product(trees, drafts), (None, drafts[0])]:
+        decoder = model.decoder(cache, tree, rows, stored)
         has_phases = tree in (trees[0], None)
+        has_more = is_first and has_phases and (rows, stored) == drafts[0]
         for prefix in prefixes:
             floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
-            row = {"batch": batch, "prefix": prefix, "nodes": decoder.shape.nodes, "floor_ms": floor_ms}
-            row |= {} if tree is None else {"top_k": tree.top_k}
+            row: dict[str, Any] = {"batch": batch, "prefix": prefix, "nodes": decoder.shape.nodes, "floor_ms": floor_ms}
+            row |= {} if tree is None else {"top_k": tree.top_k, "draft_vocab": rows, "draft_weights": stored}
             row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
-            if is_first and has_phases and prefix == prefixes[0]:
+            if has_more and prefix == prefixes[0]:
                 set_sampling(decoder, temperature=0.7, top_p=0.9)
                 yield row | {"sampled": True, **phase_times(decoder, batch, prefix, SAMPLED)}
                 yield {"prompt": prefix, "nodes": decoder.shape.nodes, "first_token_ms": prompt_time(decoder, prefix)}
@@ -119,42 +130,59 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("step", __doc__)
     command.add_argument("--dims", default="llama-3.1-8b", choices=sorted(LAYERS))
-    command.add_argument("--draft-vocab", type=int, default=32000)
+    command.add_argument("--draft-vocab", type=int, nargs="+", default=[32000])
+    command.add_argument("--draft-weights", choices=DRAFT_WEIGHTS, nargs="+", default=["bf16"])
     command.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768])
     command.add_argument("--batch", type=int, nargs="+", default=[1])
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
     command.add_argument("--top-k", type=int, nargs="+", default=[10])
+    command.add_argument("--depth", type=int, default=5)
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
     command.add_argument("--sweep", action="store_true", help="time other tiles of attention")
-    command.add_argument("--target-weights", choices=TARGET_WEIGHTS, default="bf16")
+    command.add_argument("--target-weights", choices=TARGET_WEIGHTS, nargs="+", default=["bf16"])
+    command.add_argument("--seconds", type=float, default=math.inf, help="end after as long, between two rows")
     args = command.parse_args(argv)
+    started = time.monotonic()
     device = command.gpu()
     bandwidth = copy_bytes_per_s(device)
-    model = RandomModel(args.dims, device, backend=args.target, weights=args.target_weights)
-    rows = min(args.draft_vocab, model.dims.vocab)
+    vocabs = dict.fromkeys(min(rows, MODELS[args.dims].vocab) for rows in args.draft_vocab)
+    drafts = list(itertools.product(vocabs, args.draft_weights))
     # The largest first, and none of more nodes than its top_k can give.
     asked = itertools.product([16] if args.sweep else sorted(args.nodes, reverse=True), args.top_k)
-    trees = [TreeConfig(5, k, min(nodes, TreeConfig(5, k, 2).num_candidates + 1)) for nodes, k in asked]
+    depth = args.depth
+    trees = [TreeConfig(depth, k, min(nodes, TreeConfig(depth, k, 2).num_candidates + 1)) for nodes, k in asked]
     trees = list(dict.fromkeys(trees))
     batches = [batch for batch, _ in SWEPT] if args.sweep else args.batch
-    compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in batches], device)
+    shapes = itertools.product(trees, batches, vocabs)
+    compile_ahead(args.dims, shapes, device, [DRAFT_WEIGHTS[each] for each in args.draft_weights])
+    if args.target == "fused" and not args.sweep:
+        places = [(tree, batch, max(args.prefixes if batch == 1 else args.prefixes[:1]) + ROOM)
+                  for tree in [*trees, None] for batch in batches]  # fmt: skip
+        run_ahead(args.dims, args.target_weights, places, drafts[0], args.prefixes[0])
     result: dict[str, Any] = {
-        "dims": args.dims, "target": args.target, "target_weights": args.target_weights, "draft_vocab": rows,
-        "weight_bytes": model.weight_bytes, "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
+        "dims": args.dims, "target": args.target, "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12,
+        "rows": [],
     }  # fmt: skip
     if args.sweep:
+        model = RandomModel(args.dims, device, backend=args.target, weights=args.target_weights[0])
         for batch, prefix in SWEPT:
-            result["rows"].append(sweep(model, trees[0], rows, batch, prefix))
+            result["rows"].append(sweep(model, trees[0], drafts[0][0], batch, prefix))
             show({name: value for name, value in result["rows"][-1].items() if name != "variants"})
             write(result, args.out)
         sys.exit(any(row["default_over_best"] > MOST_OVER_BEST for row in result["rows"]))
-    for batch in args.batch:
-        # Several of the longest sequences would not fit.
-        prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
-        for row in measure(model, rows, trees, batch, prefixes, bandwidth, batch == 1):
-            show(row)
-            result["rows"].append(row)
-            write(result, args.out)
+    for weights in args.target_weights:
+        model = RandomModel(args.dims, device, backend=args.target, weights=weights)
+        for batch in args.batch:
+            # Several of the longest sequences would not fit.
+            prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
+            for row in measure(model, drafts, trees, batch, prefixes, bandwidth, batch == 1):
+                row = {"target_weights": weights, "weight_bytes": model.weight_bytes} | row
+                show(row)
+                result["rows"].append(row)
+                write(result, args.out)
+                if time.monotonic() - started > args.seconds:
+                    sys.exit("out of time")
+        del model
 
 
 if __name__ == "__main__":

@@ -93,8 +93,11 @@ def generate(
 
 def _read_stdin() -> str:
     try:
-        return "" if sys.stdin is None else sys.stdin.read().rstrip("\n")
-    except UnicodeDecodeError as error:
+        text = "" if sys.stdin is None else sys.stdin.read().rstrip("\n")
+        # Some locales let other bytes pass, as halves of surrogate pairs.
+        text.encode()
+        return text
+    except UnicodeError as error:
         raise UsageError(f"stdin is not UTF-8 text ({error}).") from error
 
 
@@ -147,6 +150,9 @@ class _Session:
             except EOFError:
                 note("")
                 return
+            except UnicodeDecodeError as error:
+                note(f"error: this line is not UTF-8 text ({error})")
+                continue
             if line == "/quit":
                 return
             before = list(self.messages)

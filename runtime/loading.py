@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
 from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
-from eagle_slim.convert.heads.open import open_head
+from eagle_slim.convert.heads.open import D2tForm, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
@@ -28,7 +28,6 @@ from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import nn
 
 from .drafter.follow import FollowRows
@@ -39,8 +38,6 @@ from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from .target.fp8_loading import fetch_target, load_fp8
 from .target.location import given_target, recorded_target
 from .target.wrapper import TargetModel, check_supported
-
-MapForm = Literal["auto", "offset", "absolute"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INSTRUCTIONS = {
@@ -124,7 +121,7 @@ def open_any_head(
     head: str | Path | DraftHead | Artifact | None,
     revision: str | None = None,
     offline: bool = False,
-    d2t_form: MapForm = "auto",
+    d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> OpenedHead:
     """Open an artifact, an unconverted head or a public one; None is the head built into the package.
@@ -132,6 +129,7 @@ def open_any_head(
     Raises the errors of `open_head` and `Artifact.load`, and `UsageError` when ``tap_layers`` or ``d2t_form`` is given
     for an artifact, whose manifest settles both.
     """
+    check_choice("d2t_form", d2t_form, get_args(D2tForm))
     is_embedded = head is None
     if not isinstance(head, (Artifact, DraftHead)):
         source = open_head_source(head, revision=revision, offline=offline)
@@ -175,13 +173,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def _naming(target: str | Path) -> Iterator[None]:
-    """Name the target in the errors of transformers."""
+    """Name the target in the errors of transformers, which has no class of its own for them."""
     keep_limit()
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:
+        said = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         # Without transformers' list of every model type it knows.
-        reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
+        reason = " ".join(said.split("\nModel type should be one of")[0].split()).rstrip(".")
         if "trust_remote_code" in reason:
             reason = (
                 "its class is Python code beside its files (auto_map), which is never run here, and transformers has "
@@ -260,9 +259,15 @@ def load_target(
         wanted = dtype or "auto"
         if dtype is None and device.type == "cpu":
             wanted = dtype_on_cpu(load_target_config(target, revision, offline))
-        model = AutoModelForCausalLM.from_pretrained(
-            target, config=config, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False
-        )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            target, config=config, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+        # transformers draws such weights at random.
+        if drawn := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
+            raise ValueError(
+                f"{len(drawn)} tensors are missing, or have other shapes than its config.json says, such as {drawn[0]}"
+            )
     try:
         moved: nn.Module = model.to(device).eval()
         return moved
@@ -357,13 +362,14 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
 
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
     where: dict[str, Any] = {"revision": revision, "local_files_only": offline}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
+    with _naming(target):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target, **where, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            # A class that only code of the folder has; its tokenizer.json, which is loaded above, needs none.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, **where)
     return tokenizer, loaded.tokenizer_hash
 
 

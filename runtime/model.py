@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 from eagle_slim.convert.artifact.format import Artifact
-from eagle_slim.convert.heads.open import DraftHead
+from eagle_slim.convert.heads.open import D2tForm, DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -78,6 +78,8 @@ class SpeculativeModel:
         self.is_tree_sized = is_tree_sized
         """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
         self._decoders = Decoders(target, drafter)
+        self._num_drafts = self._num_accepted = 0
+        """Passes over drafts of calls that were too short to tell whether the head works, and their tokens."""
 
     @classmethod
     def from_pretrained(
@@ -87,7 +89,7 @@ class SpeculativeModel:
         device: torch.device | str | None = None, drafter: str | DraftFunction = "auto", draft_weights: str = "auto",
         target_weights: str = "auto", target_backend: str = "auto", tokenizer: Any | None = None,
         max_model_len: int | None = None, revision: str | None = None, head_revision: str | None = None,
-        tap_layers: Sequence[int] | None = None, d2t_form: loading.MapForm = "auto", offline: bool = False,
+        tap_layers: Sequence[int] | None = None, d2t_form: D2tForm = "auto", offline: bool = False,
     ) -> SpeculativeModel:  # fmt: skip
         """Load a head with its target.
 
@@ -361,6 +363,8 @@ class SpeculativeModel:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: options that contradict each other, are not served, or lack a tokenizer.
         """
+        if not (streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))):
+            raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)
         try:
             call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
             plan = plan_call(
@@ -387,11 +391,10 @@ class SpeculativeModel:
         if plan.is_exact:
             stats = replace(stats, exactness=self.target.exactness, is_exact=self.target.has_exact_rows)
         if chosen is not None:
-            _warn_if_nothing_is_accepted(chosen.num_drafts, chosen.num_accepted, self.drafter)
+            self._warn_if_nothing_is_accepted(chosen.num_drafts, chosen.num_accepted)
         elif plan.is_drafted:
             # Short answers cut off much of what is accepted, which says nothing about the head.
-            accepted = stats.num_accepted_tokens + stats.num_cut_tokens
-            _warn_if_nothing_is_accepted(stats.num_passes, accepted, self.drafter)
+            self._warn_if_nothing_is_accepted(stats.num_passes, stats.num_accepted_tokens + stats.num_cut_tokens)
         kind = DictOutput if call.options.get("return_dict_in_generate") else RowsOutput
         answers = [result.token_ids for result in results]
         sequences = join_sequences(call.rows, answers, call.fill, call.device)
@@ -410,7 +413,8 @@ class SpeculativeModel:
             raise UsageError(
                 f"chat(messages) takes its options by name, such as max_tokens=100; got {brief(positional[0])}."
             )
-        is_one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        is_one = not is_list or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         renamed = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
         keywords = {renamed.get(name, name): value for name, value in options.items()}
@@ -454,6 +458,21 @@ class SpeculativeModel:
         """
         return encode_conversation(self.tokenizer, messages)
 
+    def _warn_if_nothing_is_accepted(self, num_drafts: int, num_accepted: int) -> None:
+        """Warn, as soon as calls were long enough to tell, of a head that hardly drafts a token that is taken."""
+        drafts, accepted = self._num_drafts + num_drafts, self._num_accepted + num_accepted
+        is_enough = drafts >= _WARN_AFTER_PASSES
+        self._num_drafts, self._num_accepted = (0, 0) if is_enough else (drafts, accepted)
+        if is_enough and accepted < _WARN_BELOW * drafts:
+            warnings.warn(
+                f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The "
+                "output is exact all the same. Likely causes: the head was trained for another target or version of "
+                f"it; its d2t_form or tap layers are wrong; a draft vocabulary of {self.draft_vocab} misses this "
+                "text's tokens; or the prompts lack the chat template that the head was trained on.",
+                AcceptanceWarning,
+                stacklevel=3,
+            )
+
 
 def _rank_rows(
     opened: loading.OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
@@ -461,17 +480,3 @@ def _rank_rows(
     """Rank LM-head rows for the kernel's packing; None on other devices, and without a ranking."""
     ranked = opened.rank_rows(draft_ids, draft_vocab) if device.type == "cuda" else None
     return None if ranked is None else torch.from_numpy(ranked).to(device)
-
-
-def _warn_if_nothing_is_accepted(drafts: int, accepted: int, drafter: Drafter) -> None:
-    """Warn of a head that hardly drafts a token that is taken: ``accepted`` tokens of passes over ``drafts``."""
-    if drafts < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * drafts:
-        return
-    warnings.warn(
-        f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The output is "
-        "exact all the same. Likely causes: the head was trained for another target or version of it; its d2t_form or "
-        f"tap layers are wrong; a draft vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the "
-        "prompts lack the chat template that the head was trained on.",
-        AcceptanceWarning,
-        stacklevel=3,
-    )

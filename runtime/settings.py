@@ -14,6 +14,8 @@ from .errors import UsageError, check_choice, misfit
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
+MAX_WAITING = 64
+"""Tokens of a slot that plain steps keep for the drafter, which takes them together."""
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,9 @@ def emit_json(value: Any) -> None:
 
 
 def note(message: str) -> None:
-    """Tell the user something on stderr; codes that a terminal would obey are escaped."""
-    click.echo("\n".join(map(printable, message.split("\n"))), err=True)
+    """Tell the user something on stderr, if anyone reads it; codes that a terminal would obey are escaped."""
+    with contextlib.suppress(OSError):
+        click.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 
 def warn(messages: Iterable[str]) -> None:
@@ -125,7 +126,8 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     debug = "--debug" in arguments
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -159,7 +161,5 @@ def _fail(message: str, code: int, debug: bool, kind: str = "error: ") -> int:
         import traceback
 
         traceback.print_exc()
-    # The reader of stderr may be gone as well; the exit code still tells.
-    with contextlib.suppress(OSError):
-        note(f"{kind}{message}")
+    note(f"{kind}{message}")
     return code

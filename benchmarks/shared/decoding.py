@@ -6,9 +6,12 @@ drawn (`drawn_verdicts`). All that benchmarks need of the decoder's insides is h
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,6 +21,7 @@ from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch_params import chip_of
+from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
 from eagle_slim.runtime.drafter.tuning.precompile import Job, compile_all
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head
@@ -38,6 +42,7 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
+from triton import AsyncCompileMode, JITFunction
 
 from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us
@@ -46,16 +51,23 @@ LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b"
 TIED = ("smollm2-135m", "llama-3.2-1b")
 TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
 """Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
+DRAFT_WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PEAKED = 20.0
 """Gain of a random LM head whose distributions are as peaked as a trained one's: trees then reach their depth."""
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True, has_top_p=True)
 SPARE_LENGTH = 0.02
 """Tokens a pass that are drawn beyond a stated accepted length, so that the measured one is not below it."""
 COMPILE_S = 180
+FEW_LAYERS = 8
+"""Layers of which some are tapped and others not."""
+AT_ONCE = 6
+"""Processes whose targets of few layers fit beside one another."""
 
 
-def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16") -> nn.Module:
-    """Build a random Llama or Qwen3 of these dimensions on the device.
+def random_target(
+    name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16", layers: int | None = None
+) -> nn.Module:
+    """Build a random Llama or Qwen3 of these dimensions on the device; ``layers``: fewer than `LAYERS`.
 
     ``weights``: one of `TARGET_WEIGHTS`. The matrices of layers in FP8 are made one at a time.
     """
@@ -63,7 +75,7 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
 
     config = AutoConfig.for_model(
         "qwen3" if name.startswith("qwen3") else "llama", vocab_size=dims.vocab, hidden_size=dims.hidden,
-        intermediate_size=dims.intermediate, num_hidden_layers=LAYERS[name], num_attention_heads=dims.heads,
+        intermediate_size=dims.intermediate, num_hidden_layers=layers or LAYERS[name], num_attention_heads=dims.heads,
         num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=131072,
         tie_word_embeddings=name in TIED,
     )  # fmt: skip
@@ -99,20 +111,20 @@ class RandomModel:
     """A random target and a random head over its whole vocabulary; decoders over them share every weight.
 
     ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs. ``weights``: one of
-    `TARGET_WEIGHTS`.
+    `TARGET_WEIGHTS`. ``layers``: fewer than the target has.
     """
 
     def __init__(
         self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused",
-        weights: str = "bf16",
+        weights: str = "bf16", layers: int | None = None,
     ) -> None:  # fmt: skip
         self.dims = MODELS[name]
-        model = random_target(name, self.dims, dtype, device, weights)
-        target = TargetModel(model, default_taps(LAYERS[name]), backend)
+        model = random_target(name, self.dims, dtype, device, weights, layers)
+        target = TargetModel(model, default_taps(layers or LAYERS[name]), backend)
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        self._drafters: dict[int, Drafter] = {}
+        self._drafters: dict[tuple[int, str], Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
         """Count the bytes of the target's keys and values of ``rows`` tokens."""
@@ -128,12 +140,15 @@ class RandomModel:
         self.target.reserve_positions(capacity + MAX_NEW_TOKENS)
         return cache
 
-    def decoder(self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0) -> Decoder:
+    def decoder(
+        self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0, draft_weights: str = "bf16"
+    ) -> Decoder:
         """Build a decoder over the whole cache that drafts over the first ``draft_vocab`` rows; plain without a tree.
 
-        Packed weights are kept for the next decoder over as many rows.
+        ``draft_weights``: one of `DRAFT_WEIGHTS`; "bf16" is the model's own type. Packed weights are kept for the next
+        decoder over as many rows.
         """
-        drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
+        drafter = None if tree is None else self._drafter(cache, tree, draft_vocab, draft_weights)
         return Decoder(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(
@@ -144,11 +159,17 @@ class RandomModel:
         drafter = self._drafter(cache, tree, draft_vocab)
         return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
 
-    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
-        if draft_vocab not in self._drafters:
+    def _drafter(
+        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, draft_weights: str = "bf16"
+    ) -> BufferedDrafter:
+        key = (draft_vocab, draft_weights)
+        if key not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
-            self._drafters[draft_vocab] = Drafter(self.head.of_rows(slice(draft_vocab)), tree, backend)
-        drafter = self._drafters[draft_vocab]
+            head = self.head.of_rows(slice(draft_vocab))
+            stored = torch.float8_e4m3fn if draft_weights == "fp8" else None
+            packing = SharedPacking(head, weight_dtype=stored) if backend == "triton" else None
+            self._drafters[key] = Drafter(head, tree, backend, packing)
+        drafter = self._drafters[key]
         found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
@@ -184,6 +205,37 @@ def compile_ahead(
     jobs = [Job(dims, cfg, find(cfg, chip)[0]) for cfg in configs]
     compiled = sum(compile_all(jobs, chip.capability, COMPILE_S))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead", flush=True)
+
+
+def run_ahead(
+    name: str, weights: Sequence[str], places: Sequence[tuple[TreeConfig | None, int, int]], draft: tuple[int, str],
+    prefix: int,
+) -> None:  # fmt: skip
+    """Compile the kernels of steps outside the drafter, in processes that each run one with a target of few layers.
+
+    ``places``: trees, numbers of sequences and capacities of their caches; ``draft``: draft vocabulary and the head's
+    type. What fails will fail again, in full, where it is measured.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(AT_ONCE, context, max_tasks_per_child=1) as pool:
+        jobs = [pool.submit(run_once, name, each, *place, draft, prefix) for each in weights for place in places]
+    failed = [job.exception() for job in jobs if job.exception() is not None]
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} steps run ahead", *map(repr, failed[:1]), flush=True)
+
+
+@torch.inference_mode()
+def run_once(
+    name: str, weights: str, tree: TreeConfig | None, batch: int, capacity: int, draft: tuple[int, str], prefix: int
+) -> None:
+    """Run a step of a target of few layers, greedy, and of one sequence sampled and with a prompt, too."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    model = RandomModel(name, device, weights=weights, layers=FEW_LAYERS)
+    decoder = model.decoder(model.new_cache(batch, capacity), tree, *draft)
+    phase_times(decoder, batch, prefix, rounds=1, times=1)
+    if batch == 1:
+        set_sampling(decoder, temperature=0.7, top_p=0.9)
+        phase_times(decoder, batch, prefix, SAMPLED, rounds=1, times=1)
+        prompt_time(decoder, prefix, rounds=1)
 
 
 def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
@@ -302,7 +354,7 @@ def run_steps(
     ``chooser`` chooses the shape of each, after ``context`` tokens; timing a shape first, on a GPU, is not counted.
     """
     record, device, places = decoder.state.record, decoder.target.device, decoder.places_for(num_active)
-    first_rank = RECORD_HEAD + decoder.state.new_tokens.shape[1] + 1
+    first_rank = RECORD_HEAD + decoder.state.path.shape[1] + 1
     # One for each step: none is read before its copy is done, or overwritten before it is read.
     values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=record.is_cuda)
     ready = [torch.cuda.Event(enable_timing=True) for _ in range(steps)] if record.is_cuda else []
@@ -340,6 +392,24 @@ def run_steps(
                 chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)
     return StepsRun((time.perf_counter() - begun - apart_s) * 1e3 / steps, tokens, steps * num_active)
+
+
+def capture_steps(decoders: Sequence[tuple[Decoder, int]], prefix: int) -> None:
+    """Compile and capture the steps of decoders, each of so many sequences.
+
+    On a GPU all kernels but drafts are compiled first, side by side in threads: a launch only hands over its kernel.
+    """
+    if decoders[0][0].has_graphs:
+        launch = mock.patch.object(
+            JITFunction, "__getitem__", lambda own, grid: partial(own.run, grid=grid, warmup=True)
+        )
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), launch:
+            for decoder, count in decoders:
+                phases = decoder.phases(decoder.places_for(count), GREEDY, decoder.tree)
+                decoder._practise([phase.run for phase in phases if phase.name != "draft"])
+    for decoder, count in decoders:
+        fill(decoder, count, prefix)
+        run_steps(decoder, count, 2)
 
 
 def take_turns(

@@ -85,12 +85,14 @@ def read_call(
     tokenizer = tokenizer if own["tokenizer"] is None else read_tokenizer(own["tokenizer"])
     options = join_options(target.generation_config, own["generation_config"], fields)
     configs = (target.generation_config, target.text_config)
-    own_ends = _read_ids(*(getattr(config, "eos_token_id", None) for config in configs))
-    ends = _read_ids(options.get("eos_token_id"), own_ends)
-    eos = frozenset(ends)
+    own_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
+    ends, vocab = _read_ids("eos_token_id", options.get("eos_token_id"), own_ends), int(target.text_config.vocab_size)
+    # Ids that no token has end nothing.
+    eos = frozenset(token for token in ends if 0 <= token < vocab)
     if own["ignore_eos"] is not None and read_flag("ignore_eos", own["ignore_eos"]):
         eos = frozenset()
-    pads = _read_ids(options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs))
+    own_pads = (getattr(config, "pad_token_id", None) for config in configs)
+    pads = _read_ids("pad_token_id", options.get("pad_token_id"), *own_pads)
     padding = None if not pads or pads[0] in (eos or own_ends) else pads[0]
     prompts = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
     seeds = _read_seeds(own["seed"], len(prompts))
@@ -113,9 +115,7 @@ def read_call(
     for index, (row, prompt) in enumerate(prompts):
         # As in transformers, a length of prompt and answer together counts the padding that was given.
         new = _read_max_new_tokens(options, len(row))
-        process = build_processors(
-            options, len(prompt), eos, int(target.text_config.vocab_size), processors, target.device
-        )  # fmt: skip
+        process = build_processors(options, len(prompt), eos, vocab, processors, target.device)
         requests.append(Request(index, prompt, new, process=process, **shared))
     check_prompts(requests, target.embedding.shape[0])
     for request in () if sampling.is_greedy else requests:
@@ -252,7 +252,8 @@ def _read_deadline(max_time: Any) -> float | None:
 def _read_callables(name: str, given: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
     """Return one callable, or a list of them such as a `StoppingCriteriaList` of transformers, as a tuple."""
     found = [given] if callable(given) and not isinstance(given, Sequence) else given or ()
-    if not isinstance(found, Sequence) or not all(callable(each) for each in found):
+    # A class would make an object of what it is called with.
+    if not isinstance(found, Sequence) or not all(callable(each) and not isinstance(each, type) for each in found):
         raise misfit(name, "a list of callables of (input_ids, scores), as in transformers", given)
     return tuple(found)
 
@@ -275,11 +276,11 @@ def _read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     return length - prompt_length
 
 
-def _read_ids(*found: Any) -> list[int]:
-    """Return the first argument that is not None, an id or a list, set or tensor of them, as a list; else []."""
+def _read_ids(name: str, *found: Any) -> list[int]:
+    """Return the first of ``found`` that is not None, an id or a list, set or tensor of them, as a list; else []."""
     ids: Any = next((each for each in found if each is not None), [])
     values = ids.tolist() if hasattr(ids, "tolist") else ids
-    return [read_token_id(token) for token in (values if isinstance(values, Iterable) else [values])]
+    return [read_token_id(token, name) for token in (values if isinstance(values, Iterable) else [values])]
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -7,7 +7,6 @@ from itertools import compress
 from numbers import Integral
 from typing import Any
 
-from jinja2 import TemplateError
 from torch import Tensor
 
 from ..errors import PromptError, UsageError, brief, misfit
@@ -19,11 +18,11 @@ Messages = Sequence[Mapping[str, Any]]
 _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prompt."
 
 
-def read_token_id(token: Any) -> int:
-    """Return a token id as a plain integer. Raises `UsageError` for anything that is no integer."""
+def read_token_id(token: Any, name: str = "input_ids") -> int:
+    """Return a token id of an option as a plain integer. Raises `UsageError` for anything that is no integer."""
     if isinstance(token, bool) or not isinstance(token, Integral):
         raise UsageError(
-            f"input_ids: token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}."
+            f"{name}: token ids are integers, in lists or in a tensor of at most two dimensions; got {brief(token)}."
         )
     return int(token)
 
@@ -50,10 +49,10 @@ def read_prompts(
     first = values[0]
     if isinstance(first, Mapping):
         raise UsageError(f"input_ids: these are messages, not a prompt. {_USE_ENCODE_CHAT}")
-    if isinstance(first, str):
+    if all(isinstance(text, str) for text in values):
         if attention_mask is not None:
             raise UsageError("attention_mask goes with token ids; text has no padding.")
-        values = [encode_text(tokenizer, str(text)) for text in values]
+        values = [encode_text(tokenizer, text) for text in values]
     elif isinstance(first, (int, float)):
         values = [values]
     elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
@@ -110,18 +109,17 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
     """
     if tokenizer is None:
         raise UsageError("A chat needs a tokenizer. Load the model with one.")
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if not isinstance(said, Sequence) or not said or not all(isinstance(each, Mapping) for each in said):
         raise misfit("messages", 'a list such as [{"role": "user", "content": "Hi"}]', messages)
     if not tokenizer.chat_template:
-        content = messages[-1].get("content")
+        content = said[-1].get("content")
         if not isinstance(content, str):
             raise misfit("content of the last of the messages", "text, without a chat template", content)
         return encode_text(tokenizer, content)
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
+        text = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of its own
         raise UsageError(f"The tokenizer's chat template refuses these messages: {error}") from error
     return encode_text(tokenizer, text, add_special_tokens=False)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.weights import HeadWeights
+from ..errors import misfit
 from .sampling import Processors
 from .stats import GenerationStats
 
@@ -126,7 +127,13 @@ class Request:
 
     def _is_ended_by_criteria(self) -> bool:
         ids = torch.tensor([[*self.prompt_ids, *self.token_ids]], device=self.device)
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)
+        for criterion in self.criteria:
+            found = criterion(ids, None)
+            if found is None or isinstance(found, str):
+                raise misfit("What a stopping criterion returns", "True or False, or a tensor of them", found)
+            if torch.as_tensor(found).all():
+                return True
+        return False
 
     def _stop_in_tail(self) -> bool:
         assert self.decode is not None

@@ -92,7 +92,7 @@ def build_processors(
     }
     steps: list[tuple[str, Any]] = []
     for name, value in ((name, options[name]) for name in PENALTIES if name in options):
-        if value is True:
+        if value is True or isinstance(value, str):
             raise misfit(name, "a number, or token ids", value)
         try:
             processor = builders[name](value)

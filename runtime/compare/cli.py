@@ -67,13 +67,16 @@ def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _finish(result: Any, out: str | None, force: bool, as_json: bool) -> int:
-    if out is not None:
-        result.write(out, force)
-        note(f"wrote {out}/compare.json and {out}/compare.html")
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        click.echo(result.to_text())
+    try:
+        if out is not None:
+            result.write(out, force)
+            note(f"wrote {out}/compare.json and {out}/compare.html")
+    finally:
+        # What took hours is shown even where it cannot be written.
+        if as_json:
+            emit_json(result.to_json())
+        else:
+            click.echo(result.to_text())
     if result.is_complete:
         return 0
     note("interrupted: these are the answers so far")

@@ -48,15 +48,20 @@ def _read_prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise PromptFileError(f"{where}: not a JSON object ({error}).") from error
+        raise PromptFileError(f"{where}: not a JSON object on a line of its own ({error}).") from error
     found = value if isinstance(value, dict) else {}
     key = next((key for key in _KEYS if key in found), None)
     given = found.get(key)
     turns: list[Any] = given if key == "turns" and isinstance(given, list) else [given]
-    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not turns or not all(isinstance(turn, str) and _as_text(turn) == turn and turn.strip() for turn in turns):
         raise PromptFileError(
             f'{where}: expected "turns" (a list of texts), "prompt" or "question" (a text), found {brief(value)}.'
         )
     # The category names a row of the table: no line breaks.
-    category = " ".join(str(found.get("category") or "").split())
+    category = " ".join(_as_text(str(found.get("category") or "")).split())
     return Prompt(tuple(turns), category or DEFAULT_CATEGORY)
+
+
+def _as_text(found: str) -> str:
+    """Leave out halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return found.encode(errors="ignore").decode()

@@ -54,12 +54,15 @@ class Reply:
 class Server:
     """A server at ``url``, with or without ``/v1``, that may be silent for ``timeout_s``; API key: EAGLE_KEY_LABEL.
 
-    Raises `UsageError` for a URL of another kind.
+    Raises `UsageError` for a URL of another kind, and for a key that no header can hold.
     """
 
     def __init__(self, label: str, url: str, timeout_s: float = 120.0) -> None:
         self.label, self.url, self.timeout_s = label, url.rstrip("/").removesuffix("/v1"), timeout_s
-        key = os.environ.get("EAGLE_KEY_" + re.sub(r"\W", "_", label).upper())
+        name = "EAGLE_KEY_" + re.sub(r"\W", "_", label).upper()
+        key = os.environ.get(name, "")
+        if not (key.isascii() and key.isprintable()):
+            raise UsageError(f"{name}: expected a key of printable ASCII characters, found others in it.")
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         if not re.match(r"https?://[^/]", url):
             raise UsageError(f"{label}={url}: expected a URL such as http://localhost:8000.")
@@ -146,9 +149,9 @@ class Server:
     @contextmanager
     def _open(self, path: str, data: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         """Send a request and give its response; raises `ServerError` for whatever goes wrong with either."""
-        request = urllib.request.Request(self.url + path, data, self._headers)
         timeout_s = self.timeout_s if data else min(10.0, self.timeout_s)
         try:
+            request = urllib.request.Request(self.url + path, data, self._headers)
             try:
                 with _open_url(request, timeout=timeout_s) as response:
                     yield response
@@ -158,7 +161,7 @@ class Server:
                 after = error.headers.get("Retry-After", "")
                 failure.wait_s = None if error.code != 429 else float(after) if after.isdigit() else 0.0
                 raise failure from error
-        except (http.client.HTTPException, OSError) as error:
+        except (http.client.HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             said = f"silent for {timeout_s:g} s" if isinstance(reason, TimeoutError) else f"{reason!r}"
             raise ServerError(said) from error

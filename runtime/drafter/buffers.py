@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NamedFields, UsageError, misfit
-from ..settings import TreeConfig
+from ..settings import MAX_WAITING, TreeConfig
 from ..tree import DraftTree
 from .dimensions import DrafterConfig, check_kernel_limits
 from .follow import Tails
@@ -37,9 +37,9 @@ INPUTS = (
 class Buffers(NamedFields):
     """Inputs, KV cache and outputs of a draft, allocated once; all on one device, indexed by slot.
 
-    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, width], the token after each new
-    feature (the last one is the tree's root); ``num_new`` int32 [slots], 1 to width (16, or more where paths are
-    longer: `TreeConfig.new_tokens_width`); ``prefix`` int32 [slots], pairs already in the KV cache; ``active_slots``
+    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 64 or more], the token after each new
+    feature (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16 (or more where paths are longer:
+    `TreeConfig.new_tokens_width`); ``prefix`` int32 [slots], pairs already in the KV cache; ``active_slots``
     int32 [slots], the active slots first, then -1; ``active_inverse`` int32 [slots], a slot's place among them, -1 for
     an inactive one; ``active_count`` int32 [1]. With four slots of which 3 and 1 run::
 
@@ -145,7 +145,8 @@ class Buffers(NamedFields):
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
         except TypeError as error:
             raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
-        slots, most = self.new_tokens.shape
+        slots, width = self.new_tokens.shape
+        most = self.cfg.tree.new_tokens_width
         if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
             raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
@@ -154,7 +155,7 @@ class Buffers(NamedFields):
             check_ids(slot, tokens, self.cfg.target_vocab)
             check_room(slot, past, len(tokens), self.cfg)
         inverse, counts, pasts = [-1] * slots, [1] * slots, [0] * slots
-        rows = [[0] * most for _ in range(slots)]
+        rows = [[0] * width for _ in range(slots)]
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
@@ -188,7 +189,7 @@ def buffer_layout(cfg: DrafterConfig, tree: TreeConfig | None = None) -> dict[st
     slots, total, cache = cfg.num_slots, tree.total_tokens, cache_shape(cfg)
     int32, int64 = torch.int32, torch.int64
     return {
-        "new_tokens": ((slots, cfg.tree.new_tokens_width), int32), "num_new": ((slots,), int32),
+        "new_tokens": ((slots, max(MAX_WAITING, cfg.tree.new_tokens_width)), int32), "num_new": ((slots,), int32),
         "prefix": ((slots,), int32), "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32),
         "active_count": ((1,), int32), "keys": (cache, cfg.dtype), "values": (cache, cfg.dtype),
         "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),

@@ -121,9 +121,9 @@ class BufferedDrafter:
         slots, device = cfg.num_slots, self.head.device
         shared = None if cache is None else (cache[0][:slots], cache[1][:slots])
         self.bufs = allocate_buffers(cfg, self.weights, shared)
-        shape = (slots, self.tree.new_tokens_width, cfg.feature_width)
+        shape = (*self.bufs.new_tokens.shape, cfg.feature_width)
         self.features = torch.zeros(shape, dtype=self.head.dtype, device=device)
-        """[slots, 16 or more, feature_width]: features of the last step's tokens, written by whoever commits them."""
+        """[slots, 64 or more, feature_width]: those of ``bufs.new_tokens``, written by whoever commits them."""
         barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32, device=device))
         self.error = barrier[ERROR : ERROR + 1]
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""

@@ -196,10 +196,10 @@ def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequenc
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
         raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
     shape, width = taps[0].shape, cfg.feature_width // len(taps)
-    slots = cfg.num_slots
-    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= cfg.tree.new_tokens_width or shape[2] != width:
+    slots, most = buffer_layout(cfg)["new_tokens"][0]
+    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= most or shape[2] != width:
         raise UsageError(
-            f"Features must be [{slots} slots, 1 to {cfg.tree.new_tokens_width} new tokens, {cfg.feature_width}]; got "
+            f"Features must be [{slots} slots, 1 to {most} new tokens, {cfg.feature_width}]; got "
             f"{[tuple(tap.shape) for tap in taps]}."
         )
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
@@ -279,7 +279,9 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         ),
         "STREAM": stream,
         "OPERANDS": OperandLayout.of(cfg),
-        "GRID": Grid(programs, len_lists(programs), cfg.num_slots, cfg.embed_rows),
+        "GRID": Grid(
+            programs, len_lists(programs), cfg.num_slots, cfg.embed_rows, buffer_layout(cfg)["new_tokens"][0][1]
+        ),
     }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class _Tensors:
         device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
         # Shared afterwards, as allocating empties the slots: this one is in the middle of its sequence.
-        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1])._replace(**shared)
+        self.bufs, self.state = bufs, SlotState.allocate(1, 1, device, tree.new_tokens_width)._replace(**shared)
         self.state.max_generated.fill_(_NO_END)
         self.trees = Trees(
             self.state.active_slots, self.state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids

@@ -75,7 +75,7 @@ class Checks:
         accepted, path = state.record[:-1, 0], state.path.long()
         # A plain step adds its token behind those that the drafter has not taken.
         behind = (state.num_new - accepted)[:, None] + torch.arange(path.shape[1], device=path.device)
-        tokens = state.new_tokens.gather(1, behind.clamp(0, path.shape[1] - 1))
+        tokens = state.new_tokens.gather(1, behind.clamp(0, state.new_tokens.shape[1] - 1))
         unused = torch.arange(path.shape[1], device=path.device) >= accepted[:, None]
         on_path = path.clamp(0, trees.parents.shape[1] - 1)
         before = torch.cat((torch.full_like(path[:, :1], -1), path[:, :-1]), 1)

@@ -39,7 +39,7 @@ from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
 from .checks import Checks, checks_wanted
 from .choice import HostChoice
-from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
+from .kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
@@ -318,6 +318,7 @@ class Decoder:
         """
         places = self.places_for(num_active)
         self._make_room(rules, tree)
+        self._count_waiting(tree)
         whole = self._graphs_for(rules).get(("step", tree, places)) if host is None else None
         if whole is not None:
             whole()
@@ -330,6 +331,7 @@ class Decoder:
         """Yield the phases of one step, for the caller to run in order; arguments as in `step`."""
         places = self.places_for(num_active)
         self._make_room(rules, tree)
+        self._count_waiting(tree)
         for phase in self.phases(places, rules, tree, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
@@ -339,14 +341,18 @@ class Decoder:
         return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
 
     def _make_room(self, rules: ChoiceRules, tree: TreeConfig | None) -> None:
-        """Have the drafter take waiting pairs before a plain step adds one for which there is no place."""
-        if tree is not None:
-            self._most_waiting = tree.path_width
-        elif self.drafter is not None:
-            if self._most_waiting == self.state.new_tokens.shape[1]:
-                self._run_phases(("pairs",), rules, [Phase("pairs", self._take_pairs)])
-                self._most_waiting = 1
-            self._most_waiting += 1
+        """Have the drafter take waiting pairs where they are more than a draft takes, or fill all places.
+
+        Must precede a step of ``tree``.
+        """
+        most = self.state.new_tokens.shape[1] - 1 if tree is None else tree.new_tokens_width
+        if self.drafter is not None and self._most_waiting > most:
+            self._run_phases(("pairs",), rules, [Phase("pairs", self._take_pairs)])
+            self._most_waiting = 1
+
+    def _count_waiting(self, tree: TreeConfig | None) -> None:
+        """Count the tokens that wait for the drafter after a step of ``tree``."""
+        self._most_waiting = self._most_waiting + 1 if tree is None else tree.path_width
 
     def _take_pairs(self) -> None:
         assert self.drafter is not None
@@ -361,9 +367,8 @@ class Decoder:
         """
         places = self.places_for(num_active)
         self.num_pauses += 1
-        if tree is None:
-            # Its token needs a place, as that of a step that counts; the pairs that are taken stay taken.
-            self._make_room(rules, tree)
+        # Pairs that are taken stay taken.
+        self._make_room(rules, tree)
         changed = [*self.state, self.choice.seen, *([] if self.features is None else [self.features])]
         before = [tensor.clone() for tensor in changed]
         run = partial(self._run_phases, ("step", tree, places), rules, self.phases(places, rules, tree))
@@ -567,7 +572,8 @@ class Decoder:
     def remember(self, state: SlotState, rules: ChoiceRules) -> None:
         """Mark accepted tokens as seen, for penalties."""
         if rules.has_penalty:
-            self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
+            tokens = state.record[:, RECORD_HEAD : RECORD_HEAD + state.path.shape[1]]
+            self.ops(mark_seen)(tokens, state.active_slots, state.active_count, self.choice.seen)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
         """Return the phases of a chunk of the prompt in `box`; the last chunk chooses the first new token."""

@@ -275,7 +275,7 @@ class GenerationLoop:
 
     def _learn(self, chooser: ShapeChooser, record: _Record, rows: list[list[int]]) -> None:
         """Learn from what one step accepted, and from its time since the end of the step before."""
-        width = self.decoder.state.new_tokens.shape[1]
+        width = self.decoder.state.path.shape[1]
         # The root, which is always accepted, has a rank too.
         first = RECORD_HEAD + width + 1
         took_part = [rows[slot] for slot in record.sequences if rows[slot][0] > 0]

@@ -9,9 +9,10 @@ the call, from sizes alone.
 
 **Expected tokens.** With p_l the probability that the best child at level l is accepted once its parent is, a shape of
 d levels gives ``1 + sum over l of the product over i <= l of H_i``. A chain has ``H_i = p_i``; a tree catches other
-children, too: ``H_i = 1 - (1 - p_i) ** width``. Its width (1 for a chain), and a factor for deep levels, where nodes
-run out, are learned from its own steps, beginning with constants. p_l is learned by the model and, with more weight, by
-the call; a level not seen yet is taken to be like the one above it.
+children, too: ``H_i = 1 - (1 - p_i) ** width``, of a constant width. p_l is learned by the model and, with more weight,
+by the call; a level not seen yet is taken to be like the one above it. How far a shape departs from its width is a
+factor, learned from its own steps: the tokens accepted, over those that the best children of the same steps let expect,
+so that it depends neither on the text nor on how much was known of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeAlias
 
 from ..settings import TreeConfig
@@ -32,22 +33,22 @@ SHAPES: tuple[Shape, ...] = (None, CHAIN, SHORT, LONG, LARGE)
 
 MOST_ROWS = 256
 """Rows of a pass of all sequences beyond which it costs more than a larger tree gives."""
-_FIRST_RATE = 0.6
+_FIRST_RATE = 0.5
 """Guess of p_1, which a few steps correct."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
-"""Guesses of the widths."""
+"""Their widths on real text."""
 _MODEL_WEIGHT, _CALL_WEIGHT = 4.0, 32.0
 """Weights of the priors, in observations."""
-_SHAPE_WEIGHT, _HOPE = 64.0, 1.2
+_SHAPE_WEIGHT, _HOPE = 64.0, 0.6
 """Weight of a shape's prior, in drafted tokens, and a bonus that shrinks with its tries, so that it is tried again."""
 _MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 """Observations after which an old one counts a third (exponential forgetting), of the model and of a call."""
 _SWITCH = 1.02
 """Least gain for which the shape changes, so that it does not flap."""
 _EVERY = 4
-"""Steps between two choices."""
-_PROBE_SHARE = 0.007
-"""Share of the time of plain steps that probes may cost."""
+"""Steps of a choice, also of a probe: the drafter takes waiting pairs before it, which costs as much for one step."""
+_PROBE_SHARE = 0.004
+"""Share of the time of plain steps that probes may cost, without these pairs."""
 
 
 class _Rate:
@@ -65,35 +66,16 @@ class _Rate:
         return (self.hits + prior * weight) / (self.tries + weight)
 
 
-@dataclass
-class _Fit:
-    """How far a shape's steps depart from the model's rates."""
-
-    others: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
-    """Other children accepted, of levels whose best child was not."""
-    best: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
-    """Best children accepted at the same levels."""
-    seen: _Rate = field(default_factory=lambda: _Rate(_MODEL_MEMORY))
-    """Drafted tokens accepted, of those that were expected."""
-
-    def width(self, prior: float) -> float:
-        """Exponent of a level's miss: 1 where only best children are ever accepted."""
-        best = min(0.98, self.best.given(_FIRST_RATE, 1.0))
-        expected = 1 - (1 - best) ** (prior - 1)
-        caught = min(0.98, self.others.given(expected, _MODEL_WEIGHT))
-        return 1 + math.log1p(-caught) / math.log1p(-best)
-
-
 class Acceptance:
     """How often the best child at each level was accepted, and how each shape departs from that; kept by a model."""
 
     def __init__(self) -> None:
         self.levels: list[_Rate] = []
-        self.fits: dict[TreeConfig, _Fit] = {}
+        self._gains: dict[TreeConfig, _Rate] = {}
 
-    def fit(self, shape: TreeConfig) -> _Fit:
-        """Return what was learned of a shape."""
-        return self.fits.setdefault(shape, _Fit())
+    def gain(self, shape: TreeConfig) -> _Rate:
+        """Return drafted tokens that a shape had accepted, over those expected."""
+        return self._gains.setdefault(shape, _Rate(_MODEL_MEMORY))
 
 
 class Costs:
@@ -148,7 +130,8 @@ class ShapeChooser:
         self._learned, self._costs, self._shapes = acceptance, costs, tuple(shapes)
         self._levels: list[_Rate] = []
         # Where times are known, the first step chooses, too.
-        self._shape, self._since, self._credit_ms = self._shapes[0], _EVERY, 0.0
+        self._shape = self._taken = self._shapes[0]
+        self._since, self._credit_ms = _EVERY, 0.0
         self.steps: Counter[Shape] = Counter()
         """Steps that each shape had, counted by whoever runs them."""
         self.num_drafts = self.num_accepted = 0
@@ -157,14 +140,15 @@ class ShapeChooser:
     def next(self, places: int, context: float) -> Shape:
         """Choose the next step's shape, for ``places`` sequences of ``context`` tokens in the mean."""
         self._since += 1
-        if self._since <= _EVERY or self.is_unmeasured(self._shape, places):
-            return self._shape
+        if self._since <= _EVERY or self.is_unmeasured(self._taken, places):
+            return self._taken
         self._since = 1
         rates = {each: self.rate(each, places, context) for each in shapes_for(places, self._shapes)}
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self._shape, 0.0) * _SWITCH:
             self._shape = best
-        return self._probe(rates, places, context) if self._shape is None else self._shape
+        self._taken = self._probe(rates, places, context) if self._shape is None else self._shape
+        return self._taken
 
     def _probe(self, rates: Mapping[Shape, float], places: int, context: float) -> Shape:
         """Draft now and then while decoding is plain, as nothing is learned else; together for `_PROBE_SHARE`."""
@@ -173,7 +157,8 @@ class ShapeChooser:
         probe = max((shape for shape in rates if shape is not None), key=rates.__getitem__, default=None)
         if probe is None:
             return None
-        loss = max(self._costs.guess(probe, places, context) - self.expected(probe) * plain, 0.05 * plain)
+        gained = self.expected(probe) * plain
+        loss = _EVERY * max(self._costs.guess(probe, places, context) - gained, 0.05 * plain)
         if self._credit_ms < loss:
             return None
         self._credit_ms -= loss
@@ -197,14 +182,12 @@ class ShapeChooser:
         """Return the tokens of a pass that are expected, the target's own among them."""
         if shape is None:
             return 1.0
-        seen = self._learned.fit(shape).seen
-        return 1 + self._drafted(shape) * (
-            seen.given(1.0, _SHAPE_WEIGHT) + _HOPE / math.sqrt(_SHAPE_WEIGHT + seen.tries)
-        )
+        gain = self._learned.gain(shape)
+        hope = _HOPE / math.sqrt(_SHAPE_WEIGHT + gain.tries)
+        return 1 + self._drafted(shape, _width_of(shape)) * (gain.given(1.0, _SHAPE_WEIGHT) + hope)
 
-    def _drafted(self, shape: TreeConfig) -> float:
+    def _drafted(self, shape: TreeConfig, width: float) -> float:
         """Drafted tokens that are expected to be accepted, by the rates of the levels alone."""
-        width = self._learned.fit(shape).width(_width_of(shape))
         expected, reached, rate = 0.0, 1.0, _FIRST_RATE
         for level in range(shape.depth + 1):
             rate = self._level_rate(level, rate)
@@ -225,23 +208,20 @@ class ShapeChooser:
         num_tokens = sum(map(len, verdicts))
         self.num_drafts += len(verdicts)
         self.num_accepted += len(verdicts) + num_tokens
-        fit = self._learned.fit(shape)
-        fit.seen.add(num_tokens, len(verdicts) * self._drafted(shape))
         # Deeper levels of a small tree lack nodes.
         full = shape.depth + 1 if shape.top_k == 1 else min(shape.depth + 1, max(1, shape.total_tokens // 4))
         for level in range(full):
             reached = sum(len(ranks) >= level for ranks in verdicts)
             if reached == 0:
                 break
-            accepted = [ranks[level] for ranks in verdicts if len(ranks) > level]
-            best = accepted.count(0)
+            best = sum(len(ranks) > level and ranks[level] == 0 for ranks in verdicts)
             for rates, memory in ((self._learned.levels, _MODEL_MEMORY), (self._levels, _CALL_MEMORY)):
                 if level == len(rates):
                     rates.append(_Rate(memory))
                 rates[level].add(best, reached)
-            fit.best.add(best, reached)
-            if shape.top_k > 1:
-                fit.others.add(len(accepted) - best, reached - best)
+        chained = sum(len(list(takewhile(lambda rank: rank == 0, ranks))) for ranks in verdicts)
+        expected = chained * self._drafted(shape, _width_of(shape)) / self._drafted(shape, 1.0)
+        self._learned.gain(shape).add(num_tokens, expected)
 
 
 def _width_of(shape: TreeConfig) -> float:

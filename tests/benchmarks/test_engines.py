@@ -12,7 +12,7 @@ from benchmarks.shared.decoding import RandomModel
 
 LINES = [
     {
-        "name": "vllm plain", "engine": "vllm", "job": {"case": "plain"},
+        "name": "vllm plain", "engine": "vllm", "job": {"case": "plain", "quantization": "fp8"},
         "facts": {"version": "0.25.1", "gpu": "a card", "attention": None},
         "result": {"speeds": [{"batch": 4, "ms_per_step": 6.3, "accepted_length": None}]},
     },
@@ -22,33 +22,36 @@ LINES = [
 
 @pytest.mark.slow
 def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "SEQUENCES", (1, 2))
-    monkeypatch.setattr(engines, "CASES", {name: engines.CASES[name] for name in ("plain", "chain of 3", "tree of 16")})
-    rows = list(engines.measure(random_model, 60, 20, 8))
-    cases = ["plain", "chain of 3", "tree of 16"]
-    assert [(row["sequences"], row["case"]) for row in rows] == [(n, case) for n in (1, 2) for case in cases]
+    cases = [("plain", 1), ("chain of 3", 1), ("plain", 2), ("tree of 16", 2)]
+    monkeypatch.setitem(engines.MEASURED, "bf16", cases)
+    rows = list(engines.measure(random_model, "bf16", 60, 20, 8))
+    assert [(row["case"], row["sequences"]) for row in rows] == cases
     assert all(row["ms"] > 0 for row in rows)
     assert [row["accepted_length"] for row in rows if row["case"] == "plain"] == [1.0, 1.0]
     assert all(1.5 < row["accepted_length"] < 3.5 for row in rows if row["case"] != "plain")
 
 
 def test_lines_beside_ours(tmp_path: Path) -> None:
-    ours = {"engine": "eagle-slim", "case": "plain", "sequences": 4, "ms": 5.6, "accepted_length": 1.0}
-    result, lines = tmp_path / "result.json", tmp_path / "lines.jsonl"
-    result.write_text(json.dumps({"machine": {"device": "a card"}, "rows": [ours]}))
+    ours = {
+        "engine": "eagle-slim", "case": "plain", "weights": "bf16", "sequences": 4, "ms": 5.6, "accepted_length": 1.0,
+    }  # fmt: skip
+    result, fp8, lines = (tmp_path / name for name in ("result.json", "fp8.json", "lines.jsonl"))
+    for path, weights in ((result, "bf16"), (fp8, "fp8")):
+        path.write_text(json.dumps({"machine": {"device": "a card"}, "rows": [ours | {"weights": weights}]}))
     lines.write_text("\n".join(map(json.dumps, LINES)))
-    command = ["--add", str(result), "--lines", str(lines), "--out", str(result)]
+    command = ["--add", str(result), str(fp8), "--lines", str(lines), "--out", str(result)]
     engines.main([*command, "--chart", str(tmp_path / "chart.svg")])
     done = json.loads(result.read_text())
     theirs = {
         "engine": "vLLM 0.25.1",
         "case": "plain",
+        "weights": "fp8",
         "attention": None,
         "sequences": 4,
         "ms": 6.3,
         "accepted_length": None,
     }
-    assert done["rows"] == [ours, theirs]
+    assert done["rows"] == [ours, ours | {"weights": "fp8"}, theirs]
     assert done["failed"] == {"sglang plain": "out of time"}
     assert "<svg" in (tmp_path / "chart.svg").read_text()
 

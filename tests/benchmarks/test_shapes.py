@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from eagle_slim.runtime.compare.prompts import Prompt
 from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks import shapes
+from benchmarks.shared import decoding
 from benchmarks.shared.decoding import RandomModel, run_steps
 from benchmarks.shared.drawn_verdicts import LEVELS
 
@@ -20,6 +22,41 @@ def test_a_row_is_judged_by_its_medians() -> None:
     assert (row["best"], row["over_plain"], row["over_best"]) == ("1,1,3", 19.7 / 11, 19.7 / 20)
     assert row["is_good"]
     assert not shapes.judged("x", {"plain": [10], "1,1,3": [20], "chosen": [19.3]})["is_good"]
+
+
+def test_rounds_end_before_one_that_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 10.0, 20.0])
+    monkeypatch.setattr(shapes.time, "perf_counter", lambda: next(clock))
+    assert shapes._in_turn({"plain": lambda: 1.0}, rounds=9, seconds=29) == {"plain": [1.0, 1.0]}
+
+
+def test_every_variant_of_text_answers_and_the_choice_forgets(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes.SpeculativeModel, "from_pretrained", lambda **_: model)
+    monkeypatch.setattr(shapes, "MAX_LENGTH", 128)
+    found = shapes.TextVariants("full", 2, {}, [None, shapes.TREES[0]], torch.device("cpu"))
+    known = found.base._decoders
+    known.acceptance.gain(shapes.TREES[0]).add(1, 1)
+    tokens_per_s = found.measure([Prompt(("hello",)), Prompt(("good day",))], 4, 2, 1000)
+    assert {name: len(values) for name, values in tokens_per_s.items()} == {"plain": 2, "1,1,3": 2, "chosen": 2}
+    assert all(value > 0 for values in tokens_per_s.values() for value in values)
+
+
+def test_every_variant_of_drawn_verdicts_takes_its_law(
+    random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "ROWS", 60)
+    monkeypatch.setattr(decoding.Decoder, "time_step", lambda *_: 1.0)
+    found = shapes.DrawnVariants(random_model, 2, [None, shapes.TREES[0]], 3)
+    tokens_per_s = found.measure("0.3", 1, 1000)
+    assert list(tokens_per_s) == ["plain", "1,1,3", "chosen"]
+    assert torch.equal(found.decoder.drawn, shapes.draw_ranks(shapes.LAWS["0.3"]))
+
+
+def test_rows_of_a_kind_share_their_models() -> None:
+    rows = ("slots/16", "text/512/german", "text/512/code", "drawn/llama-3.1-8b/0.1/4", "drawn/llama-3.1-8b/0.3/4")
+    kinds = [shapes.kind_of(row) for row in rows]
+    assert kinds == ["slots/16", "text/512", "text/512", "drawn/llama-3.1-8b/4", "drawn/llama-3.1-8b/4"]
+    assert [shapes.slots_of(kind) for kind in kinds] == [16, 1, 1, 4, 4]
 
 
 def test_first_and_second_token_are_timed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

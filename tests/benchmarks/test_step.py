@@ -10,7 +10,8 @@ from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.fused import FusedTarget
 
 from benchmarks import step
-from benchmarks.shared.decoding import RandomModel, phase_times, prompt_logits, random_target
+from benchmarks.shared import decoding
+from benchmarks.shared.decoding import RandomModel, phase_times, prompt_logits, random_target, run_once
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-blocks"])
@@ -26,7 +27,7 @@ def test_random_targets_in_fp8(random_model: RandomModel, weights: str) -> None:
 def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "phase_times", lambda *a, **options: phase_times(*a, **options, rounds=1, times=1))
     trees = [TreeConfig(1, 4, 8), TreeConfig(1, 4, 4)]
-    found = list(step.measure(random_model, 60, trees, 1, [20, 40], 1e9, is_first=True))
+    found = list(step.measure(random_model, [(60, "bf16")], trees, 1, [20, 40], 1e9, is_first=True))
     rows = [row for row in found if "prompt" not in row]
     prompts = [row for row in found if "prompt" in row]
     assert [(row["nodes"], row["prompt"]) for row in prompts] == [(8, 20), (1, 20)]
@@ -40,6 +41,26 @@ def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> Non
         assert row["floor_ms"] == pytest.approx(least_bytes / 1e9 * 1e3)
         assert row["step_ms"] > 0
         assert ("verify_ms" in row) == (row["nodes"] != 4)
+
+
+def test_rows_of_several_draft_vocabularies(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plain row; sampling and a prompt with the first draft vocabulary alone."""
+    monkeypatch.setattr(step, "phase_times", lambda *a, **options: phase_times(*a, **options, rounds=1, times=1))
+    drafts = [(60, "bf16"), (40, "bf16")]
+    found = list(step.measure(random_model, drafts, [TreeConfig(1, 4, 8)], 1, [20], 1e9, is_first=True))
+    rows = [(row["nodes"], row.get("draft_vocab"), row["sampled"]) for row in found if "prompt" not in row]
+    assert rows == [(8, 60, True), (8, 60, False), (8, 40, False), (1, None, True), (1, None, False)]
+    assert [row["nodes"] for row in found if "prompt" in row] == [8, 1]
+
+
+@pytest.mark.parametrize("tree", [TreeConfig(1, 4, 8), None])
+def test_steps_run_ahead_take_the_shape_that_is_measured(
+    random_model: RandomModel, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig | None
+) -> None:
+    seen = []
+    monkeypatch.setattr(decoding, "prompt_time", lambda decoder, *_, **options: seen.append(decoder))
+    run_once("tiny", "bf16", tree, 1, 100, (60, "bf16"), 20)
+    assert [(each.tree, each.cache.capacity, len(each.cache.layers)) for each in seen] == [(tree, 100, 8)]
 
 
 def test_a_sweep_of_attentions_tiles(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_steps_that_do_not_fit(bufs: Buffers, active: list[int], tokens: Any, pr
 @pytest.mark.parametrize(
     "features",
     [FEATURES[0, 0], None, FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(), (), FEATURES[:1], FEATURES[..., :-1],
-     FEATURES.repeat(1, 2, 1), FEATURES.transpose(1, 2).contiguous().transpose(1, 2), FEATURES.chunk(3, -1)[:2],
+     FEATURES.repeat(1, 65, 1), FEATURES.transpose(1, 2).contiguous().transpose(1, 2), FEATURES.chunk(3, -1)[:2],
      (*FEATURES.chunk(3, -1)[:2], FEATURES[..., :64].half()), FEATURES[:, :2]],
     ids=["one row", "none", "no tokens", "another device", "another type", "no taps", "one slot", "narrower",
          "too many tokens", "strided", "two taps", "taps of two types", "fewer than new tokens"],

@@ -146,3 +146,8 @@ def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:
     with pytest.warns(AcceptanceWarning, match="tap layers"):
         output = model.generate(random_prompts([5, 6, 7]), max_new_tokens=40, ignore_eos=True)
     assert output.stats.mean_accepted_length < 1.05
+    # Short answers, one after another, tell it as well.
+    for prompt in random_prompts([5, 6]):
+        model.generate(prompt, max_new_tokens=16, ignore_eos=True)
+    with pytest.warns(AcceptanceWarning, match="of 4. drafts"):
+        model.generate(random_prompts([7]), max_new_tokens=16, ignore_eos=True)

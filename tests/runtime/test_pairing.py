@@ -158,7 +158,12 @@ class TestDraftVocabulary:
         assert model.drafter.weights.hidden == HIDDEN
 
 
-@pytest.mark.parametrize("config", [None, "{}", "{", '{"model_type": "unheard"}', '{"model_type": "llama"}'], ids=str)
+NO_LENGTH = '{"model_type": "llama", "max_position_embeddings": null}'
+
+
+@pytest.mark.parametrize(
+    "config", [None, "{}", "{", '{"model_type": "unheard"}', '{"model_type": "llama"}', NO_LENGTH], ids=str
+)
 def test_a_target_that_transformers_cannot_load(tmp_path: Path, config: str | None) -> None:
     folder = tmp_path / "target"
     folder.mkdir()
@@ -169,6 +174,18 @@ def test_a_target_that_transformers_cannot_load(tmp_path: Path, config: str | No
         (folder / "model.safetensors").write_bytes(b"not tensors")
     with raises(TargetError):
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
+
+
+@pytest.mark.parametrize("rows", [0, VOCAB - 4], ids=["missing", "another shape"])
+def test_weights_that_a_targets_files_lack_are_not_drawn_at_random(tmp_path: Path, rows: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_target("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = tensors.pop("lm_head.weight")[:rows].contiguous()
+    save_file(tensors | ({"lm_head.weight": kept} if rows else {}), tmp_path / "model.safetensors", {"format": "pt"})
+    with raises_with(TargetError, "lm_head.weight", "config.json"):
+        SpeculativeModel.from_pretrained(tmp_path, write_head(tmp_path / "head"))
 
 
 def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None:

@@ -212,8 +212,9 @@ def test_a_terminal_that_lacks_a_letter_gets_the_answer(generate: Run, monkeypat
     assert "\\xe9" in terminal.read()
 
 
-def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_text_that_is_no_utf8(generate: Run, monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors))
     code, out, err = generate()
     assert (code, out) == (2, "")
     assert "stdin is not UTF-8 text" in err
@@ -271,6 +272,28 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "unknown command /nonsense; /reset starts over" in err
 
 
+def test_a_line_of_the_chat_that_is_no_utf8_is_told_and_the_chat_goes_on(
+    chat: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter([b"\xff", b"/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines).decode())
+    code, _, err = chat()
+    assert code == 0
+    assert "not UTF-8 text" in err
+
+
+def test_streams_that_are_closed_or_that_nobody_reads_any_more(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    args = ("--prompt", "hello", "--max-new-tokens", "2")
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert generate(*args).code == 0
+    monkeypatch.setattr(sys, "stdout", None)
+    assert generate(*args).code == 0
+
+
 def test_a_seed_is_drawn_and_printed(generate: Run) -> None:
     args = ("--prompt", "hello", "--max-new-tokens", "6", "--temperature", "1", "--json")
     first, second = (answer(generate(*args, "--draft-vocab", "full")) for _ in range(2))
@@ -294,6 +317,17 @@ def test_compare_writes_all_and_refuses_to_overwrite(compare: Run, tmp_path: Pat
     code, _, err = compare(*args, prompts=prompts)
     assert code == 2
     assert "--force" in err
+
+
+def test_what_cannot_be_written_is_printed(compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("eagle_slim.runtime.compare.report.Comparison.write", write)
+    code, out, err = compare("--max-new-tokens", "2", "--sizes", "full", "--out", str(tmp_path / "out"), prompts="one")
+    assert code == 1
+    assert out.startswith("size")
+    assert "No space left" in err
 
 
 def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

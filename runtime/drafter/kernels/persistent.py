@@ -153,6 +153,8 @@ class Grid:
     slots: int
     embed_rows: int
     """Embeddings kept per sequence."""
+    width: int
+    """Places of a slot in `StepInputs.new_tokens`."""
 
     @property
     def stride(self) -> int:
@@ -177,7 +179,7 @@ class StepInputs(NamedTuple):
     """What `Buffers.set_step` writes: int32."""
 
     new_tokens: Any
-    """[slots, 16]: the token after each feature; the last one is the root."""
+    """[slots, width]: the token after each feature; the last of ``num_new`` is the root."""
     num_new: Any
     """[slots]."""
     prefix: Any
@@ -261,7 +263,7 @@ def read_new_tokens(
         i = unit % ROWS
         slot = tl.load(step.active_slots + a).to(tl.int64)
         if i < tl.load(step.num_new + slot):
-            token = tl.load(step.new_tokens + slot * ROWS + i).to(tl.int64)
+            token = tl.load(step.new_tokens + slot * GRID.width + i).to(tl.int64)
             row = i * GRID.stride + a
             write_row(
                 head.embedding + token * head.stride_embedding, x_in_ptr, ws.factor, row, head.norm_in, NORMED, ROW
@@ -353,7 +355,8 @@ def pick(
                 tl.store(ws.node_arrivals + a, 0)
                 slot = tl.load(step.active_slots + a)
                 if last:
-                    root = tl.load(step.new_tokens + slot.to(tl.int64) * ROWS + tl.load(step.num_new + slot) - 1)
+                    newest = tl.load(step.num_new + slot) - 1
+                    root = tl.load(step.new_tokens + slot.to(tl.int64) * GRID.width + newest)
                     drafted = TreeCandidates(ws.token, ws.score, ws.parent, ws.node_of, ws.chosen)
                     build_tree(candidates_of(drafted, a, TREE), root, slot, out, size, TREE)
                 else:

@@ -38,11 +38,12 @@ class SlotState(NamedTuple):
     A sequence whose newest token (the next root) is x_n has ``lengths`` n rows in the target's cache and ``prefix``
     n - ``num_new`` pairs in the drafter's, which takes the last ``num_new`` of ``new_tokens`` and ``features`` first.
 
-    ``lengths``, ``num_new``, ``prefix`` [slots]; ``new_tokens`` [slots, width]: tokens of the last step, ``num_new`` of
-    them in use, the last one the next root. ``active_slots`` [slots]: the running slots, ascending, then -1;
-    ``active_inverse`` [slots]: a slot's place among them, or -1; ``active_count`` [1]. ``running`` [slots]: 1 while a
-    sequence runs; ``num_generated`` [slots]: new tokens so far; ``max_generated`` [slots]: where it ends; ``eos_ids``
-    [slots, ids]: -1 for none. ``path`` [slots, width]: nodes of the last accepted path, then -1.
+    ``lengths``, ``num_new``, ``prefix`` [slots]; ``new_tokens`` [slots, width or more]: tokens of the last step, behind
+    those that plain steps kept, ``num_new`` in use, the last one the next root. ``active_slots`` [slots]: the running
+    slots, ascending, then -1; ``active_inverse`` [slots]: a slot's place among them, or -1; ``active_count`` [1].
+    ``running`` [slots]: 1 while a sequence runs; ``num_generated`` [slots]: new tokens so far; ``max_generated``
+    [slots]: where it ends; ``eos_ids`` [slots, ids]: -1 for none. ``path`` [slots, width]: nodes of the last accepted
+    path, then -1.
 
     ``record`` [slots + 1, 3 + 2 * width]: what the host reads of the last step; 0 accepted tokens for a slot that took
     no part. The rank of an accepted node counts its siblings of lower numbers, which were likelier; 0 for the root.
@@ -123,7 +124,8 @@ def walk_ref(
         blank = [-1] * (state.path.shape[1] - accepted)
         before = state.new_tokens[slot, : int(state.num_new[slot])].tolist() if append else []
         state.path[slot] = torch.tensor(path + blank)
-        state.new_tokens[slot] = torch.tensor((before + tokens + blank)[: len(state.path[slot])])
+        own = (before + tokens + blank)[: state.new_tokens.shape[1]]
+        state.new_tokens[slot, : len(own)] = torch.tensor(own)
         state.record[slot] = torch.tensor([accepted, kept, ended, *tokens, *blank, *ranks, *[0] * len(blank)])
         state.lengths[slot] += accepted
         state.prefix[slot] += 0 if append else state.num_new[slot]
@@ -136,7 +138,8 @@ def walk_ref(
 def _walk_kernel(
     choice_ptr, trees, state, error_ptr,
     SLOTS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr, WIDTH: tl.constexpr,
-    HEAD: tl.constexpr, EOS: tl.constexpr, PLACES: tl.constexpr, HAS_ERROR: tl.constexpr, APPEND: tl.constexpr,
+    ROOM: tl.constexpr, HEAD: tl.constexpr, EOS: tl.constexpr, PLACES: tl.constexpr, HAS_ERROR: tl.constexpr,
+    APPEND: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     place = tl.load(state.active_inverse + slot)
@@ -185,7 +188,7 @@ def _walk_kernel(
     num_new = tl.load(state.num_new + slot)
     before = num_new if APPEND else 0
     tl.store(state.path + slot * WIDTH + step, path)
-    tl.store(state.new_tokens + slot * WIDTH + before + step, tokens, mask=before + step < WIDTH)
+    tl.store(state.new_tokens + slot * ROOM + before + step, tokens, mask=before + step < ROOM)
     tl.store(record + HEAD + step, tokens)
     tl.store(record + HEAD + WIDTH + step, ranks)
     tl.store(record, accepted)
@@ -207,8 +210,8 @@ def walk(
     _walk_kernel[(len(state.lengths),)](
         choices, trees, state, state.record if error is None else error, SLOTS=len(state.lengths),
         HAS_ERROR=error is not None, NODES=nodes, BLOCK=max(2, triton.next_power_of_2(nodes)), LONGEST=longest,
-        WIDTH=state.path.shape[1], HEAD=RECORD_HEAD, EOS=state.eos_ids.shape[1], PLACES=places, APPEND=append,
-        num_warps=1,
+        WIDTH=state.path.shape[1], ROOM=state.new_tokens.shape[1], HEAD=RECORD_HEAD, EOS=state.eos_ids.shape[1],
+        PLACES=places, APPEND=append, num_warps=1,
     )  # fmt: skip
 
 

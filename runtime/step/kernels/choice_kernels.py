@@ -361,7 +361,7 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
 @triton.jit
 def mark_seen_kernel(
     tokens_ptr, active_slots_ptr, active_count_ptr, seen_ptr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Set the bits of one slot's tokens; several may share a word."""
     place = tl.program_id(0)
@@ -369,5 +369,5 @@ def mark_seen_kernel(
         return
     slot = tl.load(active_slots_ptr + place).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    token = tl.load(tokens_ptr + slot * WIDTH + columns, mask=columns < WIDTH, other=-1)
+    token = tl.load(tokens_ptr + slot * STRIDE + columns, mask=columns < WIDTH, other=-1)
     tl.atomic_or(seen_ptr + slot * WORDS + (token >> 5), 1 << (token & 31), mask=token >= 0)

@@ -211,10 +211,10 @@ def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, se
 def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
     """Set the bits of active slots' accepted tokens in ``seen`` int32 [slots, ceil(vocab / 32)]; one launch, no wait.
 
-    ``tokens`` int32 [slots, width], by slot, -1 pads; ``active_slots`` int32 [slots]; ``active_count`` int32 [1].
+    ``tokens`` int32 [slots or more, width], -1 pads; ``active_slots`` int32 [slots]; ``active_count`` int32 [1].
     """
     width = tokens.shape[1]
     kernels.mark_seen_kernel[(len(active_slots),)](
         tokens, active_slots, active_count, seen,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), WORDS=seen.shape[1], num_warps=1,
+        STRIDE=tokens.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WORDS=seen.shape[1], num_warps=1,
     )  # fmt: skip

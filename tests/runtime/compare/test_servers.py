@@ -260,6 +260,7 @@ def test_a_server_that_is_down_is_left_out(run: Run) -> None:
     assert [row["num_answers"] for row in found["rows"]] == [6, 0, 6]
     assert [each["prompt"] for each in found["findings"]] == [0, 1, 2, None]
     assert "No server answers" in run(f"slim={gone}", expect=1)[1]
+    assert "Invalid IPv6 URL" in run("slim=http://[::1", expect=1)[1]
 
 
 def test_keys_are_read_from_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +270,10 @@ def test_keys_are_read_from_the_environment(run: Run, monkeypatch: pytest.Monkey
         found, told = run(f"plain={one}", f"slim={two}", "--limit", "1")
     assert (plain.keys, slim.keys) == ({None}, {"Bearer secret"})
     assert "secret" not in json.dumps(found) + told
+    monkeypatch.setenv("EAGLE_KEY_SLIM", "secret\n")
+    told = run(f"slim={two}", expect=2)[1]
+    assert "EAGLE_KEY_SLIM" in told
+    assert "secret" not in told
 
 
 def test_ctrl_c_writes_what_there_is(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.api.options import read_call
 from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -157,7 +158,10 @@ def test_padding_is_what_transformers_pads_with(
      ({"attention_mask": 1}, "attention_mask"), ({"attention_mask": [[1]]}, "attention_mask"),
      ({"penalty_alpha": 1}, "penalty_alpha"), ({"num_beams": True}, "num_beams"),
      ({"guidance_scale": 2.0}, "guidance_scale"), ({"constraints": torch.tensor([1, 1])}, "constraints"),
-     ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty")],
+     ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"), ({"eos_token_id": "</s>"}, "eos_token_id"),
+     ({"repetition_penalty": "1.2"}, "repetition_penalty"), ({"streamer": print}, "streamer"),
+     ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
+     ({"stopping_criteria": lambda ids, scores: None}, "stopping criterion")],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], named: str) -> None:
@@ -202,7 +206,7 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), b"a", 3, None, [[3], 4], [3, "a"],
-     [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
+     ["a", 3], [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
     ids=str,
 )  # fmt: skip
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
@@ -224,6 +228,9 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
         model.encode_chat(messages)
     with pytest.raises(PromptError, match="character 6"):
         model.encode_chat([{"role": "user", "content": "Hi\udfff"}])
+    model.tokenizer.chat_template = "{{ 1 / 0 }}"
+    with raises(UsageError, option="messages"):
+        model.encode_chat("Hi")
     model.tokenizer.chat_template = None
     with pytest.raises(PromptError, match="character 2"):
         model.generate("Hi\udfff")
@@ -236,6 +243,11 @@ def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
         model.chat("Hi", GenerationConfig())
     with raises(UsageError, option="n"):
         model.chat("Hi", n=1, num_return_sequences=1)
+    model.tokenizer = object()
+    no_list: Any
+    for no_list in (5, iter([{"role": "user", "content": "Hi"}])):
+        with raises(UsageError, option="messages"):
+            model.chat(no_list)
 
 
 def test_an_end_in_every_form(model: SpeculativeModel) -> None:
@@ -244,10 +256,16 @@ def test_an_end_in_every_form(model: SpeculativeModel) -> None:
         assert model.generate(PROMPTS, max_new_tokens=30, eos_token_id=eos).token_ids == expected, repr(eos)
 
 
+def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:
+    call = read_call(model.target, None, None, [3, 4], {"eos_token_id": [5, -1, 24, 10**6]})
+    assert call.requests[0].eos_ids == {5}
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("offline", "x"), ("tokenizer", "name/model"), ("dtype", torch.float16), ("dtype", "bfloat16"),
-     ("dtype", "float7"), ("device", "meta"), ("device", "gpu"), ("draft_vocab", "full"), ("draft_vocab", 24.0)],
+     ("dtype", "float7"), ("device", "meta"), ("device", "gpu"), ("draft_vocab", "full"), ("draft_vocab", 24.0),
+     ("d2t_form", "absolut")],
     ids=str,
 )  # fmt: skip
 def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any) -> None:
