@@ -190,6 +190,7 @@ def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> Non
         assert "docs/upstream.md" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_pages_draft_from_random_weights() -> None:
     page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
     block = page.split("## One draft from random weights")[1].split("```python\n")[1].split("```")[0]
