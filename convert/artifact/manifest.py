@@ -130,6 +130,11 @@ class Manifest:
         for name, entry in value["files"].items():
             if not isinstance(entry, dict) or type(entry.get("size_bytes")) is not int:
                 raise _broken(path, f"files: {name}: expected an object with size_bytes")
+            if not isinstance(entry.get("tensors", {}), dict):
+                raise _broken(path, f"files: {name}: tensors: expected an object")
+        forced = (value["vocabulary"] or {}).get("forced", {})
+        if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
+            raise _broken(path, "vocabulary: forced: expected an object whose keys are ids")
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
             raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]

@@ -31,6 +31,8 @@ from .draft_head import DraftHead, LazyTensors
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
 
 D2tForm = Literal["auto", "offset", "absolute"]
+QUANT_NAME = "hf_quant_config.json"
+"""ModelOpt's configuration of a quantisation, which vLLM reads where config.json has none."""
 
 _INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8}
 
@@ -88,7 +90,7 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
         problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
         raise CheckpointError.at(where, problem)
-    quantised = folder / "hf_quant_config.json"
+    quantised = folder / QUANT_NAME
     if quantised.exists():
         found = read_object(quantised, CheckpointError)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.

@@ -54,10 +54,10 @@ class Checkpoint:
 
         `tensors` has the SHA-256 of each by name. Raises CheckpointError, now or later, where one differs.
         """
-        (file,) = self.files
+        file, *others = self.files
         with file.path.open("rb") as opened:
             header = opened.read(file.data_offset if isinstance(file, SafetensorsFile) else 0)
-        if sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
+        if others or sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
             raise damaged(file.path, "the header is not as the manifest beside it records")
         self._unchecked = dict(tensors)
 

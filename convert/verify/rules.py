@@ -23,14 +23,14 @@ from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..heads.open import head_from_checkpoint
+from ..heads.open import QUANT_NAME, head_from_checkpoint
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
 from ..rows.paths import TORCH_SUFFIXES
 from ..rows.safetensors_file import SafetensorsFile
 
 _MAPS = frozenset(names.MAPS)
-_WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
+_READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 _T = TypeVar("_T")
 
 
@@ -151,12 +151,12 @@ def _weights(parts: Parts) -> str:
 
 
 def _stray_files(parts: Parts) -> str:
-    """No other weights lie in the folder: SafeAILab reads pytorch_model.bin before model.safetensors."""
+    """No other weights lie in the folder (SafeAILab reads pytorch_model.bin first), and no file that quantises them."""
     others = sorted({path.name for path in parts.folder.iterdir()} - {*parts.manifest.files})
     # The token map, also a pickle, is no weights file.
     own = freq_name(parts.manifest.draft_vocab)
-    weights = [name for name in others if name.endswith(_WEIGHT_SUFFIXES) and name != own]
-    refuse(bool(weights), f"{', '.join(weights)}: an engine may read this instead of {WEIGHTS_NAME}; remove it")
+    weights = [name for name in others if name.endswith(_READ_TOO) and name != own]
+    refuse(bool(weights), f"{', '.join(weights)}: an engine may read this, too, or instead; remove it")
     return "none"
 
 

@@ -152,8 +152,9 @@ def test_choice_of_weights(names: list[str], chosen: str) -> None:
     "names", [[], ["config.json"], [f"{name}.safetensors" for name in "ab"], ["model-00001-of-00002.safetensors"]]
 )
 def test_no_choice_of_weights(names: list[str]) -> None:
-    with raises_with(CheckpointError, *names or ["no weights"]):
+    with raises_with(CheckpointError, *names or ["no weights"]) as caught:
         choose_weights(names, "here")
+    assert (".index.json too" in str(caught.value)) == any("-of-" in name for name in names)
 
 
 def test_lm_head_names() -> None:
