@@ -81,7 +81,7 @@ class Conversion:
         lm_head: whose rows are gathered; None for EAGLE-1/2.
         tensors: of the weights file.
         files: the small files by name, but for the manifest.
-        manifest: complete once the artifact is written; until then without checksums, `files` and records of reads.
+        manifest: complete once the artifact is written; until then without checksums and `files`.
         gguf: the GGUF files to write; None for none.
         bytes_before, bytes_after: weights that one draft step of the head and of the slim head reads.
     """
@@ -138,11 +138,10 @@ class Conversion:
                 from .artifact.gguf import write_gguf
 
                 files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.manifest.draft_vocab}")
-            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
+            manifest = replace(self.manifest, files=dict(sorted(files.items())))
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
-                found["row_checksums"] = row_checksums(rows)
-            manifest = replace(self.manifest, files=dict(sorted(files.items())), **found)
+                manifest = replace(manifest, row_checksums=row_checksums(rows))
             (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
         return replace(self, manifest=manifest)
 
@@ -366,7 +365,7 @@ def _describe_target(inputs: Inputs) -> dict[str, Any]:
         return {**inputs.target.provenance, **sizes}
     if inputs.choice is not None and inputs.choice.reason == targets.RECORDED:
         assert inputs.source.manifest is not None
-        return {key: value for key, value in inputs.source.manifest.target.items() if key != "files"}
+        return inputs.source.manifest.target
     name = None if inputs.choice is None else inputs.choice.name
     if name is not None and expand_home(name).is_dir():
         return {"repo_id": None, "revision": None, "name": expand_home(name).resolve().name}

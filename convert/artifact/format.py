@@ -96,11 +96,9 @@ def config_of(head: DraftHead, draft_vocab: int, flavour: Flavour) -> dict[str, 
     """Make the config.json of an artifact of `draft_vocab` rows."""
     if head.kind == "eagle":
         return eagle1.repaired_config(head, flavour)
-    return (
-        eagle3.slim_config(head, draft_vocab, flavour)
-        if head.kind == "eagle3"
-        else dflash.slim_config(head, draft_vocab)
-    )
+    if head.kind == "dflash":
+        return dflash.slim_config(head, draft_vocab)
+    return eagle3.slim_config(head, draft_vocab, flavour)
 
 
 def freq_name(draft_vocab: int) -> str:

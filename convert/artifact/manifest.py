@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from eagle_slim.vocab_tools.files import read_object
-from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
@@ -70,8 +70,7 @@ class Manifest:
     @property
     def num_uncounted(self) -> int | None:
         """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
-        counted = (self.vocabulary or {}).get(COUNTED_IDS)
-        return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
+        return None if self.ranks is None else self.ranks.num_uncounted
 
     @property
     def coverage_summary(self) -> list[dict[str, Any]]:

@@ -19,9 +19,7 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
     for name in tensors:
         dtype = tensors.info(name).dtype
         if not tensors.shape(name):
-            raise MismatchError.at(
-                where, f"{name}: expected a vector or matrix, found a scalar.\nFetch the head again."
-            )
+            raise MismatchError.at(where, f"{name}: expected rows of numbers, found a scalar.\nFetch the head again.")
         if name not in names.MAPS and dtype not in FLOATS:
             problem = f"{name} is {LONG_NAMES.get(dtype, dtype)}; expected bfloat16, float16 or float32"
             raise UnsupportedHeadError.at(where, f"{problem}.\nConvert an unquantised head in one of these.")

@@ -219,5 +219,5 @@ def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] 
     if info.dtype not in _INTEGERS or len(info.shape) != 1:
         problem = f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}."
         raise MismatchError.at(where, f"{problem}\nFetch the head again.")
-    values = tensors.source.raw(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
+    values = tensors.source.array(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
     return values.astype(np.int64)

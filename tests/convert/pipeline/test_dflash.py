@@ -92,7 +92,7 @@ def test_the_audit_sees_what_was_changed(tmp_path: Path, target: Path, is_tensor
         change_tensors(slim, lambda tensors: tensors.update({MARKOV: tensors[MARKOV].roll(1, 0)}))
     else:
         change_config(slim, lambda config: config.update(target_layer_ids=[1, 3, 4]))
-    expected = "source head" if is_tensor else "tap layers in config"
+    expected = "tensors of the source head" if is_tensor else "tap layers in config"
     assert expected in failed(slim, head=draft, target=target)
 
 

@@ -69,10 +69,10 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
         assert "license: mit" in card
         assert f"- head: org/heads/heads/eagle3, revision {commit}\n" in card
         for named in (None, "org/heads"):
-            assert verify_artifact(made, head=named)["source head"].status == "ok"
+            assert verify_artifact(made, head=named)["tensors of the source head"].status == "ok"
 
         # A manifest from elsewhere leads nowhere else.
         path = made / "eagle_slim.json"
         path.write_text(path.read_text().replace('"subfolder": "heads/eagle3"', '"subfolder": "../../.."'))
-        check = verify_artifact(made)["source head"]
+        check = verify_artifact(made)["tensors of the source head"]
         assert (check.status, "expected the name of a folder" in check.detail) == ("failed", True)

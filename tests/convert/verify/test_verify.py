@@ -61,24 +61,24 @@ LM_HEAD = "lm_head.weight"
 @pytest.mark.parametrize(
     ("change", "failing"),
     [
-        (lambda t: t.pop("d2t"), {"tensor names", "d2t", "config sizes"}),
+        (lambda t: t.pop("d2t"), {"tensor names", "d2t", "config values"}),
         (lambda t: t.pop("t2d"), {"tensor names", "t2d"}),
-        (lambda t: t.pop("lm_head.weight"), {"tensor names", "lm_head rows", "config sizes"}),
-        (lambda t: t.pop("norm.weight"), {"tensor names", "config sizes"}),
+        (lambda t: t.pop("lm_head.weight"), {"tensor names", "lm_head rows", "config values"}),
+        (lambda t: t.pop("norm.weight"), {"tensor names", "config values"}),
         (lambda t: t.update(frequencies=torch.ones(3)), {"tensor names"}),
         (lambda t: t.update({"fc.bias": torch.zeros(HIDDEN, dtype=torch.bfloat16)}), {"tensor names"}),
         (lambda t: t["d2t"].add_(torch.arange(320)), {"d2t"}),
         (lambda t: t["d2t"][10].copy_(t["d2t"][9] - 1), {"d2t"}),
         (by_frequency, {"d2t", "lm_head rows"}),
         (lambda t: t.update(d2t=t["d2t"].int()), {"d2t"}),
-        (lambda t: t.update(d2t=t["d2t"].bfloat16(), t2d=t["t2d"].bfloat16()), {"d2t", "t2d", "config sizes"}),
+        (lambda t: t.update(d2t=t["d2t"].bfloat16(), t2d=t["t2d"].bfloat16()), {"d2t", "t2d", "config values"}),
         (other_mask, {"t2d"}),
         (swap_rows, {"lm_head rows", "lm_head rows of the source"}),
         (lambda t: t[LM_HEAD][7].fill_(float("nan")), {"finite values", "lm_head rows", "lm_head rows of the source"}),
-        (lambda t: t.update({LM_HEAD: t[LM_HEAD][:-1]}), {"lm_head rows", "config sizes"}),
-        (lambda t: t["midlayer.mlp.up_proj.weight"].add_(1), {"source head"}),
+        (lambda t: t.update({LM_HEAD: t[LM_HEAD][:-1]}), {"lm_head rows", "config values"}),
+        (lambda t: t["midlayer.mlp.up_proj.weight"].add_(1), {"tensors of the source head"}),
         # The same bytes under another dtype.
-        (lambda t: t.update({"norm.weight": t["norm.weight"].view(torch.float16)}), {"source head"}),
+        (lambda t: t.update({"norm.weight": t["norm.weight"].view(torch.float16)}), {"tensors of the source head"}),
     ],
 )
 def test_faults_of_tensors(slim, made, change, failing):
@@ -104,25 +104,25 @@ def test_rows_of_another_dtype_that_were_signed_are_found_at_the_source(slim, ma
 @pytest.mark.parametrize(
     ("key", "value", "failing"),
     [
-        ("tie_word_embeddings", True, "config keys"),
-        ("bias", True, "config keys"),
-        ("draft_vocab_size", 319, "config keys"),
-        ("draft_vocab_size", VOCAB, "config sizes"),
-        ("vocab_size", VOCAB + 1, "config keys"),
-        ("num_hidden_layers", 2, "config keys"),
-        ("architectures", ["LlamaForCausalLM"], "config keys"),
-        ("model_type", "qwen3", "config keys"),
-        ("target_hidden_size", HIDDEN, "config keys"),
-        ("hidden_size", 64, "config sizes"),
-        ("torch_dtype", "float16", "config sizes"),
-        ("norm_before_fc", True, "config sizes"),
+        ("tie_word_embeddings", True, "config values"),
+        ("bias", True, "config values"),
+        ("draft_vocab_size", 319, "config values"),
+        ("draft_vocab_size", VOCAB, "config values"),
+        ("vocab_size", VOCAB + 1, "config values"),
+        ("num_hidden_layers", 2, "config values"),
+        ("architectures", ["LlamaForCausalLM"], "config values"),
+        ("model_type", "qwen3", "config values"),
+        ("target_hidden_size", HIDDEN, "config values"),
+        ("hidden_size", 64, "config values"),
+        ("torch_dtype", "float16", "config values"),
+        ("norm_before_fc", True, "config values"),
         ("eagle_aux_hidden_state_layer_ids", [1, 4, 5], "tap layers in config"),
         # What only the source tells.
-        ("rope_theta", 500000.0, "source head"),
-        ("rms_norm_eps", 1e-3, "source head"),
-        ("num_attention_heads", 8, "source head"),
-        ("norm_before_residual", True, "source head"),
-        ("surprise", 1, "source head"),
+        ("rope_theta", 500000.0, "config of the source head"),
+        ("rms_norm_eps", 1e-3, "config of the source head"),
+        ("num_attention_heads", 8, "config of the source head"),
+        ("norm_before_residual", True, "config of the source head"),
+        ("surprise", 1, "config of the source head"),
     ],
 )
 def test_faults_of_the_configuration(slim, made, key, value, failing):
@@ -198,16 +198,22 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
     result = verify_artifact(slim)
     assert result.ok
     skipped = {check.name: check.detail for check in result.checks if check.status == "skipped"}
-    assert set(skipped) == {"source head", "target", "lm_head rows of the source", "tokenizer"}
+    of_the_source = {"tensors of the source head", "config of the source head", "lm_head rows of the source"}
+    assert set(skipped) == {*of_the_source, "target", "tokenizer"}
     assert all("--" in reason for reason in skipped.values())
 
 
 @pytest.mark.parametrize(
-    ("named", "check"), [("head", "source head"), ("target", "target"), ("tokenizer", "tokenizer")]
+    ("named", "checks"),
+    [
+        ("head", ["tensors of the source head", "config of the source head"]),
+        ("target", ["target"]),
+        ("tokenizer", ["tokenizer"]),
+    ],
 )
-def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, check):
+def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, checks):
     result = verify_artifact(slim, offline=True, **{named: tmp_path / "nope"})
-    assert [found.name for found in result.failed] == [check]
+    assert [found.name for found in result.failed] == checks
 
 
 def test_faults_of_an_eagle1_artifact(made, tmp_path):
@@ -215,7 +221,7 @@ def test_faults_of_an_eagle1_artifact(made, tmp_path):
     slim = convert(head, draft_vocab=300, vocabulary=BY_ID, target=made / "target", out=tmp_path / "slim").folder
     change_tensors(slim, lambda tensors: tensors.pop("fc.bias"))
     change_config(slim, lambda config: config.update(bias=True))
-    assert [check.name for check in verify_artifact(slim).failed] == ["tensor names", "config keys"]
+    assert [check.name for check in verify_artifact(slim).failed] == ["tensor names", "config values"]
 
 
 def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_path):
