@@ -130,7 +130,9 @@ def rank_children(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """
     values, rows = ranked_topk(logits, top_k)
     log_sum_exp = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-    return (values - log_sum_exp).clamp(max=0.0), rows
+    log_probs = (values - log_sum_exp).clamp(max=0.0)
+    # NaN would rank first: a tree would have nodes without their parents, and a walk to the root would not end.
+    return log_probs.masked_fill(log_probs.isnan(), float("-inf")), rows
 
 
 def level_offset(level: int, top_k: int) -> int:

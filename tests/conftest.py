@@ -10,6 +10,8 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the tests in the background has them ignore it, and commands that they start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):
+        return  # This process only hands out tests.
     # Kernels run in Triton's interpreter where there is no GPU; it must be chosen before triton is imported.
     import torch
 

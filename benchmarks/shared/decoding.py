@@ -42,8 +42,7 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor, nn
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
+from triton import AsyncCompileMode, JITFunction
 
 from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us

@@ -20,6 +20,7 @@ from eagle_slim.vocab_tools.common_cli import (
     note,
     run_cli,
     version_option,
+    warn,
     whole_numbers,
 )
 from eagle_slim.vocab_tools.errors import INTERRUPTED
@@ -142,6 +143,7 @@ def compare(
     models = load_heads(options)
     with _progress("answer") as move:
         result = run_comparison(models, prompts, asked, progress=move)
+    warn(map(str, result.findings))
     return _finish(result, out, force, as_json)
 
 

@@ -144,10 +144,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of a server, or an answer that differs from the first server's.
+    """A fault of a server, an answer that differs from the first server's, or turns that were left out.
 
-    ``prompt`` is None for a whole server. ``character`` and ``token`` are where the texts begin to differ, from 0;
-    ``margin`` is by how much the first server's log-probability of its own token is higher. None: not known.
+    ``server``: its name, or that of the candidate; ``prompt`` is None for a whole server. ``character`` and ``token``
+    are where the texts begin to differ, from 0; ``margin`` is by how much the first server's log-probability of its own
+    token is higher. None: not known.
     """
 
     server: str
@@ -178,7 +179,7 @@ class Comparison:
     is_complete: bool = True
     """Whether all answers that were planned are in."""
     findings: Sequence[Finding] = ()
-    """Of servers: faults, and answers that differ from the first server's."""
+    """Turns that were left out; of servers: faults, and answers that differ from the first server's."""
 
     def write(self, folder: str | Path, force: bool = False) -> None:
         """Write compare.json and compare.html into a folder, both or none.

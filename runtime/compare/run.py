@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from ..api.output import GenerationOutput, difference, first_difference
-from ..errors import PromptError, UsageError
+from ..errors import DeviceMemoryError, EagleSlimError, PromptError, UsageError
 from ..model import SpeculativeModel
 from .candidates import PLAIN, Candidate, find_candidates
 from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import Answer, Comparison, build_rows
+from .report import Answer, Comparison, Finding, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -50,7 +50,8 @@ def compare(
     Raises:
         UsageError: the options fit neither models nor prompts.
         EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
-        PromptError: a prompt has no room in the context; for a first turn this is found before anything is measured.
+        PromptError: a first turn has no room in the context; nothing is measured then. A later one without room, or
+            for which the device's memory does not suffice, is left out and told (`Comparison.findings`).
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
@@ -60,8 +61,10 @@ def compare(
     candidates = [Candidate(PLAIN, PLAIN, models[0]), *drafted]
     run = Run(prompts, candidates, options, progress)
     answers = run.answer_all()
+    if not answers:
+        raise EagleSlimError(f"No prompt was answered: {run.findings[0]}")
     rows = build_rows(candidates, options, answers)
-    return Comparison(rows, run.setup(), recommend(rows), answers, len(answers) == run.num_calls)
+    return Comparison(rows, run.setup(), recommend(rows), answers, len(answers) == run.num_calls, run.findings)
 
 
 def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
@@ -89,7 +92,7 @@ class Run:
     ) -> None:
         self.prompts, self.candidates, self.options, self.progress = prompts, candidates, options, progress
         self.model = candidates[0].model
-        self.answers: list[Answer] = []
+        self.answers, self.findings = list[Answer](), list[Finding]()
         # The figures of each mode and batch size are worked out by themselves.
         kinds = [(mode, batch) for mode in options.modes for batch in options.batches]
         self.orders = {
@@ -157,7 +160,8 @@ class Run:
         talks: dict[int, list[dict[str, str]]] = {place: [] for place in prompts}
         categories = {prompt.category for prompt in prompts.values()}
         category = categories.pop() if len(categories) == 1 else None
-        for turn in range(max(len(prompt.turns) for prompt in prompts.values())):
+        num_turns = max(len(prompt.turns) for prompt in prompts.values())
+        for turn in range(num_turns):
             asked = [place for place in group if turn < len(prompts[place].turns)]
             for place in dict.fromkeys(asked):
                 talks[place].append(_said("user", prompts[place].turns[turn]))
@@ -166,10 +170,13 @@ class Run:
                 candidate = self.candidates[number]
                 try:
                     outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
-                except PromptError as error:
-                    place, reason = asked[error.prompt], str(error).partition(" has ")[2]
-                    message = f"Turn {turn + 1} of prompt {place}, with the conversation before it, has {reason}"
-                    raise PromptError(message, prompt=place) from error
+                except (PromptError, DeviceMemoryError) as error:
+                    # What was measured stays: the conversations of this group end here.
+                    place = asked[error.prompt] if isinstance(error, PromptError) else group[0]
+                    message = f"left out from turn {turn + 1} on, with the conversation before it: {error}"
+                    self.findings.append(Finding(candidate.label, message, len(group), place))
+                    self.num_calls -= len(self.candidates) * (num_turns - turn)
+                    return
                 self.progress(len(self.answers) + len(outputs), self.num_calls)
             plain = outputs[PLAIN]
             for label, output in outputs.items():

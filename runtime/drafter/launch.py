@@ -209,6 +209,9 @@ def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequenc
 
 def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     """Refuse weights and buffers of another configuration: the kernel would read and write out of bounds."""
+    for name, given, kind in (("cfg", cfg, DrafterConfig), ("weights", weights, Weights), ("bufs", bufs, Buffers)):
+        if not isinstance(given, kind):
+            raise misfit(name, kind.__name__, type(given).__name__)
     check_head_fits(cfg, weights.head)
     if bufs.cfg != cfg:
         different = [name for name, value in vars(cfg).items() if getattr(bufs.cfg, name) != value]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from eagle_slim.convert.heads.check import layer_shapes
 from eagle_slim.convert.heads.config import sliding_window
 from eagle_slim.convert.heads.open import DraftHead
 from eagle_slim.convert.rows.lm_head import rows_of_ids
@@ -34,8 +35,7 @@ class HeadWeights(NamedFields):
     ``.bias``, ``self_attn.{q,k}_norm.weight`` [head_dim], ``mlp.{gate,up,down}_proj.weight`` and ``.bias``,
     ``input_layernorm.weight``, ``hidden_norm.weight``, ``post_attention_layernorm.weight``, ``norm.weight``,
     ``input_norm.weight``, ``fc_norm.N.weight``: if there.
-    `open_head` has checked that they are there and fit each other. Raises `UsageError` for an embedding, an LM head or
-    ids of another shape, and for tensors of another type or device.
+    Raises `UsageError` for a tensor that is missing or of another shape, type or device, and for ids of another shape.
     """
 
     kind: str
@@ -75,11 +75,33 @@ class HeadWeights(NamedFields):
             if tensor.device != self.device or (tensor is not ids and tensor.dtype != self.dtype):
                 found = f"{tensor.dtype} on {tensor.device}"
                 raise misfit(name, f"{self.dtype} on {self.device}, as lm_head", found)
+        for name, shape in self._shapes().items():
+            if name not in self.tensors or self.tensors[name].shape != shape:
+                raise misfit(name, list(shape), getattr(self.tensors.get(name), "shape", None))
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
                 raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name of the tensors that this kind of head must have, and of those that are there besides."""
+        hidden, w = self.hidden, self.tensors
+        is_eagle3, gate = self.kind == "eagle3", w.get("mlp.gate_proj.weight", self.lm_head)
+        sizes = {
+            "hidden_size": hidden, "intermediate_size": gate.shape[0], "head_dim": self.head_dim,
+            "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads,
+        }  # fmt: skip
+        known = layer_shapes(sizes, "", 2 * hidden if is_eagle3 else hidden)
+        known["fc.weight"] = (hidden, self.feature_width if is_eagle3 else 2 * hidden)
+        known |= dict.fromkeys(("fc.bias", "hidden_norm.weight", "norm.weight"), (hidden,))
+        needed = {f"self_attn.{part}_proj.weight" for part in "qkvo"} | {"post_attention_layernorm.weight"}
+        needed |= {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+        if is_eagle3:
+            needed |= {"input_layernorm.weight", "hidden_norm.weight", "norm.weight"}
+        if not is_eagle3 or self.feature_width != hidden:
+            needed.add("fc.weight")
+        return {name: shape for name, shape in known.items() if name in needed or name in w}
 
     @property
     def tap_norms(self) -> list[str]:

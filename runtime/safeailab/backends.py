@@ -163,6 +163,8 @@ class _Kept(dict[Any, Any]):
 
 def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: Any) -> Any:
     """Return the `SpeculativeModel`, or the `EaModelPatch`, that drafts as ``how`` says; kept with a loaded model."""
+    if not isinstance(tree, TreeConfig | None):
+        raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
     build: Any = SpeculativeModel.from_pretrained
     given = {"target": model, "head": head, "draft_vocab": draft_vocab, **(vars(tree) if tree else {}), **how}
     if isinstance(model, SpeculativeModel) or is_ea_model(model):

@@ -27,7 +27,7 @@ SHARED = [AttentionTiles(programs) for programs in (1, 2, 16)]
 """One program keeps a state of all, two keep states of groups, sixteen of splits."""
 
 
-ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 6, 2, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
+ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 3, 1, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
 FAR = (2, 2, 1, 16, [1700, 0, 640])
 
 

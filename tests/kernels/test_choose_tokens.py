@@ -175,7 +175,7 @@ def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: 
 def test_kernels_equal_the_twin(vocab: int, part: int, capacity: int, name: str, device: str) -> None:
     """Whether the searches list what is left at once, late, or never."""
     dtypes = {33: torch.float32, 1000: torch.bfloat16, 1025: torch.float16}
-    case = random_case(vocab, dtype=dtypes[vocab], device=device)
+    case = random_case(vocab, parents=[-1, 0, 0, 1], dtype=dtypes[vocab], device=device)
     case.logits[:6] = extreme_rows(vocab)
     case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
     assert torch.equal(case.choose(RULES[name], part, capacity), case.choose_ref(RULES[name]))
@@ -232,7 +232,7 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "everything"])
 def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> None:
-    case = random_case(100, slots=4, active=[3, 1], device=device)
+    case = random_case(100, slots=4, parents=[-1, 0], active=[3, 1], device=device)
     case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
     case.logits[2 * case.nodes :] = float("nan")
     chosen = case.choose(RULES[name], 64)
@@ -247,7 +247,7 @@ def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> No
 @pytest.mark.parametrize("value", ["nan", pytest.param("inf", marks=SLOW), pytest.param("-inf", marks=SLOW)])
 def test_a_row_without_a_distribution_has_no_token(value: str, name: str, device: str) -> None:
     """One NaN or infinite score among others, in the last part; or no token left."""
-    case = random_case(100, device=device)
+    case = random_case(100, parents=[-1, 0], device=device)
     case.set_numbers(top_k=9, top_p=0.9, min_p=0.01)
     case.logits[3, 99 if value != "-inf" else slice(None)] = float(value)
     case.state.suppressed.zero_()

@@ -87,6 +87,13 @@ def test_features_of_other_forms(bufs: Buffers, features: Any) -> None:
         draft(bufs, features)
 
 
+def test_parts_of_another_kind(bufs: Buffers) -> None:
+    parts: dict[str, Any] = {"cfg": CFG, "X": FEATURES, "weights": Weights(HEAD), "bufs": bufs}
+    for name, other in (("cfg", HEAD), ("weights", HEAD), ("bufs", None)):
+        with raises_with(UsageError, name):
+            launch_drafter(**{**parts, name: other})
+
+
 def test_three_taps_of_a_head_that_norms_two() -> None:
     cfg, features, weights, bufs = problem(with_options(HEAD, tap_norms=2), TREE, [5], [1])
     with raises(UsageError):
@@ -139,6 +146,9 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
      ("draft_to_target", {"draft_to_target": torch.arange(119)}),
      ("draft_to_target", {"draft_to_target": torch.arange(120, device="meta")}),
      ("norm.weight", {"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}}),
+     ("mlp.up_proj.weight", {"tensors": {**HEAD.tensors, "mlp.up_proj.weight": HEAD.lm_head}}),
+     ("fc.weight", {"tensors": {name: each for name, each in HEAD.tensors.items() if name != "fc.weight"}}),
+     ("self_attn.q_proj.weight", {"num_heads": HEAD.num_heads + HEAD.num_kv_heads}),
      ("follow", {"follow": with_follow(random_head(dtype=torch.float16), 60).follow}),
      ("follow", {"follow": with_follow(random_head(hidden=48, heads=3, kv_heads=3), 60).follow})],
 )  # fmt: skip

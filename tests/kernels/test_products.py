@@ -195,17 +195,26 @@ def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) ->
         assert torch.equal(rows.residual[0].float(), (matrix[:, column] * 0.25).to(dtype).float()), column
 
 
-@pytest.mark.parametrize("how", ["bf16", *QUANTISE])
-def test_parts_of_long_products(device: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "tiles"),
+    [
+        ("bf16", None),
+        ("bf16", WALKING),
+        ("by row", None),
+        ("by blocks", FP8[-2]),
+        pytest.param("by row", FP8[-2], marks=pytest.mark.slow),
+        pytest.param("by blocks", None, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_long_products(device: str, how: str, tiles: ProductTiles | None) -> None:
     """K in parts, added by the program that is done last, or by one program after another."""
     layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 32, False)
     layer = layer if how == "bf16" else in_fp8(layer, how)
     assert products.product_shape(layer.qkv).splits == 4
     x = torch.randn(3, 4096, device=device).half()
     wanted = run_layer(layer, x, True, up_to_queries=True)
-    for tiles in (None, WALKING if how == "bf16" else FP8[-2]):
-        found = run_layer(layer, x, False, tiles, up_to_queries=True)
-        torch.testing.assert_close(found["query"], wanted["query"], rtol=1e-2, atol=1e-2)
+    found = run_layer(layer, x, False, tiles, up_to_queries=True)
+    torch.testing.assert_close(found["query"], wanted["query"], rtol=1e-2, atol=1e-2)
 
 
 def test_a_residual_times_a_gain_fits_half_precision(device: str) -> None:

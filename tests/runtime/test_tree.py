@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
@@ -99,6 +101,12 @@ def test_rank_children_is_log_softmax_over_the_draft_vocabulary(width: int) -> N
     torch.testing.assert_close(log_probs.double(), expected.gather(-1, rows), rtol=1e-6, atol=1e-6)
     assert log_probs.diff(dim=-1).le(0).all()
     torch.testing.assert_close(expected.gather(-1, rows), expected.topk(10).values)
+
+
+def test_children_of_a_node_without_a_number_come_last() -> None:
+    log_probs, _ = rank_children(torch.tensor([[1.0, float("nan"), 2.0], [5.0, 5.0, 5.0]]), 2)
+    assert log_probs[0].tolist() == [float("-inf")] * 2
+    assert log_probs[1].tolist() == pytest.approx([-math.log(3)] * 2)
 
 
 def test_layout_of_a_batch_treats_sequences_apart() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 VOCAB = 24
 HIDDEN = 32
-LAYERS = 6
+LAYERS = 4
 WINDOW = 6
 NEAR_TIE = 1e-4
 """Logits closer than this may change places where another processor rounds them; float32 errs by about 1e-6."""

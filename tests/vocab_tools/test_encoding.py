@@ -70,7 +70,7 @@ def fail(texts: Sequence[str]) -> encoding.Encoded:
 
 def shift(texts: Sequence[str]) -> encoding.Encoded:
     """The ids of tokenizers, one of the fourth text excepted."""
-    right = build_encoder(spec_of(smollm2()))(texts)
+    right = build_encoder(spec_of(llama3_like()))(texts)
     ids = right.token_ids.copy()
     ids[right.offsets[3]] += 1
     return encoding.Encoded(ids, right.offsets)
@@ -93,16 +93,16 @@ def test_a_library_that_differs_or_cannot_be_compared_is_refused(
     elif encode is not None:
         monkeypatch.setattr(encoding, "_fastokens", lambda tokenizer_json: encode)
     probe = [(f"document {number}", text) for number, text in enumerate(texts)]
-    library, reason = choose_library("auto", spec_of(smollm2()), probe)
+    library, reason = choose_library("auto", spec_of(llama3_like()), probe)
     assert library == "tokenizers"
     assert words in reason
     with raises(TokenizerError, option="--tokenizer-library"):
-        choose_library("fastokens", spec_of(smollm2()), probe)
+        choose_library("fastokens", spec_of(llama3_like()), probe)
 
 
 def test_auto_takes_fastokens_after_the_probe() -> None:
     probe = [("a", text) for text in TEXTS]
-    assert choose_library("auto", spec_of(smollm2()), probe)[0] == "fastokens"
-    assert choose_library("tokenizers", spec_of(smollm2()), [])[0] == "tokenizers"
+    assert choose_library("auto", spec_of(llama3_like()), probe)[0] == "fastokens"
+    assert choose_library("tokenizers", spec_of(llama3_like()), [])[0] == "tokenizers"
     with pytest.raises(TokenizerError, match="fastokens cannot load"):
         choose_library("fastokens", EncoderSpec('{"model": {"type": "Unheard"}}', 10), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise, permutations
@@ -16,7 +17,7 @@ from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compa
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
-from eagle_slim.runtime.errors import EagleSlimError, NothingToFollowError, PromptError, UsageError
+from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, NothingToFollowError, PromptError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
@@ -182,9 +183,31 @@ def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: Spe
     assert caught.value.prompt == 2
 
 
-def test_a_later_turn_without_room_is_named(model: SpeculativeModel) -> None:
-    with pytest.raises(PromptError, match=r"Turn 2 of prompt 1, with the conversation before it, has .* no room"):
-        compare(model, [Prompt(("one",)), Prompt(("two", "x " * 300))], greedy())
+def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel) -> None:
+    result = compare(model, [Prompt(("one", "x " * 300, "two")), Prompt(("two",))], greedy())
+    assert result.is_complete
+    assert [row.num_answers for row in result.rows] == [2, 2]
+    (finding,) = result.findings
+    assert finding.prompt == 0
+    assert re.match("left out from turn 2 on, .* no room", finding.message)
+
+
+def test_a_batch_that_the_memory_does_not_hold_costs_no_other(
+    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SpeculativeModel.generate
+
+    def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
+        if len(ids) == 2 and options["max_new_tokens"] > 2:
+            raise DeviceMemoryError("too small")
+        return made(self, ids, **options)
+
+    monkeypatch.setattr(SpeculativeModel, "generate", generate)
+    result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
+    assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
+    assert [finding.batch for finding in result.findings] == [2]
+    with raises(EagleSlimError, option="too small"):
+        compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(2,)))
 
 
 @pytest.mark.parametrize(

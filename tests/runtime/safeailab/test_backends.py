@@ -102,7 +102,7 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
         assert found.token_ids == model.generate(ids, **sampled).token_ids
         with raises(UsageError, option="top_p"):
             model.generate(ids, **sampled, **off)
-    for given in ({"head": head}, {"draft_weights": "fp8"}):
+    for given in ({"head": head}, {"draft_weights": "fp8"}, {"tree": (2, 3, 8)}):
         with raises(UsageError, option=next(iter(given))):
             fused_draft_token_generation(model, ids, drafter="reference", **given)  # type: ignore[arg-type]
     assert b"eagle_slim." not in pickle.dumps(target)
@@ -190,6 +190,7 @@ def test_names_used_elsewhere_are_refused_with_the_place_of_their_table() -> Non
         assert "docs/upstream.md" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_pages_draft_from_random_weights() -> None:
     page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
     block = page.split("## One draft from random weights")[1].split("```python\n")[1].split("```")[0]

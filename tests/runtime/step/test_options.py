@@ -59,16 +59,22 @@ def own_generate(model: SpeculativeModel, prompts: list[list[int]] = PROMPTS, **
     return answers
 
 
+@pytest.fixture(scope="module")
+def unpenalised(shared: SpeculativeModel) -> list[list[int]]:
+    return own_generate(shared, max_new_tokens=20, eos_token_id=2, pad_token_id=0)
+
+
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_penalties_equal_the_targets_own(model: SpeculativeModel, penalty: str) -> None:
+def test_penalties_equal_the_targets_own(model: SpeculativeModel, unpenalised: list[list[int]], penalty: str) -> None:
+    """Drafted with keywords, plainly with a configuration."""
     options = {"max_new_tokens": 20, **PENALTIES[penalty]}
     expected = own_generate(model, **options)
     drafted = model.generate(PROMPTS, **options)
     assert drafted.token_ids == expected
     assert max(drafted.stats.accepted_lengths) > 1
-    assert model.generate(PROMPTS, speculative=False, **options).token_ids == expected
-    assert model.generate(PROMPTS, generation_config=GenerationConfig(**options)).token_ids == expected
-    assert expected != own_generate(model, max_new_tokens=20)
+    plain = model.generate(PROMPTS, generation_config=GenerationConfig(**options), speculative=False)
+    assert plain.token_ids == expected
+    assert expected != unpenalised
 
 
 def test_the_targets_generation_configuration_is_followed(model: SpeculativeModel) -> None:
@@ -244,10 +250,10 @@ def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
             model.chat(no_list)
 
 
-@pytest.mark.parametrize("eos", [5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}], ids=repr)
-def test_an_end_in_every_form(model: SpeculativeModel, eos: Any) -> None:
+def test_an_end_in_every_form(model: SpeculativeModel) -> None:
     expected = own_generate(model, max_new_tokens=30, eos_token_id=5)
-    assert model.generate(PROMPTS, max_new_tokens=30, eos_token_id=eos).token_ids == expected
+    for eos in (5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}):
+        assert model.generate(PROMPTS, max_new_tokens=30, eos_token_id=eos).token_ids == expected, repr(eos)
 
 
 def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:

@@ -61,8 +61,15 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("backend", ["transformers", "fused"])
+@pytest.mark.parametrize(
+    ("backend", "sampling"),
+    [
+        pytest.param("transformers", {}, id="transformers-greedy"),
+        pytest.param("fused", SAMPLED, id="fused-sampled"),
+        pytest.param("transformers", SAMPLED, id="transformers-sampled", marks=pytest.mark.slow),
+        pytest.param("fused", {}, id="fused-greedy", marks=pytest.mark.slow),
+    ],
+)
 def test_all_blocks_are_a_full_pass(models: Any, sizes: Sizes, backend: str, sampling: dict[str, Any]) -> None:
     """Then partial passes accept what passes over trees accept, and full ones confirm all of it."""
     model = models("llama", backend)

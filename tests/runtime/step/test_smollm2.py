@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from eagle_slim.convert.sources.builtin import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
@@ -20,16 +21,22 @@ from support.tiny_models import plain_greedy
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 
 
-def test_reduced_vocabulary_and_chain() -> None:
-    full = SpeculativeModel.from_pretrained(dtype=torch.float32, depth=5, top_k=10, total_tokens=60, device="cpu")
+@pytest.mark.parametrize(
+    ("vocabulary", "tree", "num_passes"),
+    [
+        ("full", TreeConfig(4, 1, 5), 27),
+        pytest.param("most frequent", TreeConfig(5, 10, 60), 18, marks=pytest.mark.slow),
+    ],
+)
+def test_passes_and_text_of_the_first_prompt(vocabulary: str, tree: TreeConfig, num_passes: int) -> None:
+    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cpu").with_tree(tree)
+    if vocabulary == "most frequent":
+        counts = load_embedded_counts().sources[0].counts
+        most_frequent = DraftVocab(np.argsort(-counts, kind="stable")[:4096], 0, len(counts), {})
+        model = model.with_draft_vocab(most_frequent)
     with PROMPTS.open(encoding="utf-8") as lines:
-        prompt = full.encode_chat(json.loads(next(lines))["turns"][0])
-    plain = plain_greedy(full.target.model, prompt, 40)
-    counts = load_embedded_counts().sources[0].counts
-    most_frequent = DraftVocab(np.argsort(-counts, kind="stable")[:4096], 0, len(counts), {})
-    reduced, chain = full.with_draft_vocab(most_frequent), full.with_tree(TreeConfig(4, 1, 5))
-    for model, num_passes in ((reduced, 18), (chain, 27)):
-        output = model.generate(prompt, max_new_tokens=40)
-        assert output.token_ids == [plain]
-        # The first token is the prompt's.
-        assert (output.stats.num_accepted_tokens, output.stats.num_passes) == (39, num_passes)
+        prompt = model.encode_chat(json.loads(next(lines))["turns"][0])
+    output = model.generate(prompt, max_new_tokens=40)
+    assert output.token_ids == [plain_greedy(model.target.model, prompt, 40)]
+    # The first token is the prompt's.
+    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == (39, num_passes)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import transformers
 from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
-from support.tiny_models import SIZES, WINDOW, plain_greedy, random_prompts, tiny_target, widen, write_head
+from support.tiny_models import LAYERS, WINDOW, plain_greedy, random_prompts, tiny_target, widen, write_head
+from support.tiny_models import SIZES as FEW_LAYERS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
+SIZES = {**FEW_LAYERS, "num_hidden_layers": 6}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "soft-capped": ("Gemma2ForCausalLM", "Gemma2Config",
@@ -62,7 +64,7 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
 
 def test_text_of_a_vision_language_model_whose_tower_has_as_many_layers(tmp_path: Path) -> None:
     text = tiny_target("qwen2").config
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2}
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     vision = transformers.CLIPVisionConfig(**tower, image_size=28, patch_size=14)
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=0)
     target = transformers.LlavaForConditionalGeneration(config).eval()

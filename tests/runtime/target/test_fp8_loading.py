@@ -119,11 +119,11 @@ def check_tokens(tmp_path: Path, loaded: nn.Module, dequantised: nn.Module) -> S
     head = write_head(tmp_path / "head", hidden=160)
     model = SpeculativeModel.from_pretrained(loaded, head, total_tokens=8, depth=3, top_k=3)
     prompts = random_prompts([7, 13])
+    expected = [plain_greedy(dequantised, prompt, 12) for prompt in prompts]
     for speculative in (True, False):
-        output = model.generate(prompts, max_new_tokens=12, speculative=speculative)
-        assert list(output.token_ids) == [plain_greedy(dequantised, prompt, 12) for prompt in prompts]
+        assert list(model.generate(prompts, max_new_tokens=12, speculative=speculative).token_ids) == expected
     # Its own generate dequantises at every use.
-    assert plain_greedy(loaded, prompts[0], 12) == plain_greedy(dequantised, prompts[0], 12)
+    assert plain_greedy(loaded, prompts[0], 12) == expected[0]
     return model
 
 

@@ -16,7 +16,7 @@ from eagle_slim.runtime.tree import Trees, layout_tree
 from support.tiny_models import VOCAB, random_prompts, tiny_target
 from torch import Tensor, nn
 
-TAPS = (2, 3, 3, 6)
+TAPS = (2, 3, 3, 4)
 PARENTS = [[-1, 0, 0, 1, 1, 2, 3]]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
