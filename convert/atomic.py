@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from .errors import OutputError, OutputExistsError
 
 @contextlib.contextmanager
 def atomic_directory(
-    out: Path | str, force: bool = False, marker: str | None = None, wait: bool = False
+    out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*", wait: bool = False
 ) -> Iterator[Path]:
     """Give an empty folder to write into; on success it becomes `out`, after an error nothing of it remains.
 
@@ -32,6 +33,7 @@ def atomic_directory(
         force: replace what is at `out`.
         marker: name of a file that a folder must hold to be replaced, unless it is empty; so that `force` on a wrong
             name cannot delete what this program did not write.
+        own: pattern of the names that such a folder may hold, for the same reason.
         wait: for another run that is writing `out`, instead of OutputError; what it wrote is then there already.
 
     Yields:
@@ -41,7 +43,7 @@ def atomic_directory(
         OutputExistsError: as `check_output`.
         OutputError: the disk refuses (every OSError of the body counts as such), or another run is writing `out`.
     """
-    check_output(out, force, marker)
+    check_output(out, force, marker, own)
     out = _real(out)
     new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
     try:
@@ -50,12 +52,12 @@ def atomic_directory(
         try:
             _put_back(old, out)
             shutil.rmtree(old, ignore_errors=True)
-            check_output(out, force, marker)
+            check_output(out, force, marker, own)
             yield new
             for path in (*new.rglob("*"), new):
                 _sync(path)
             # Somebody may have written it in the meantime.
-            check_output(out, force, marker)
+            check_output(out, force, marker, own)
             if os.path.lexists(out):
                 os.rename(out, old)
             os.rename(new, out)
@@ -72,7 +74,7 @@ def atomic_directory(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
+def check_output(out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*") -> None:
     """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written.
 
     For a command that wants to refuse before it downloads or computes anything: touches nothing.
@@ -86,10 +88,14 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         return
     if not force:
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
-    if not out.is_dir() or (marker is not None and not (out / marker).is_file()):
-        found = f"it holds files but no {marker}" if out.is_dir() else "it is a file"
+    found = None if out.is_dir() else "it is a file"
+    if found is None and marker is not None and not (out / marker).is_file():
+        found = f"it holds files but no {marker}"
+    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(own, path.name)]):
+        found = f"it holds {', '.join(sorted(strange)[:4])}"
+    if found is not None:
         advice = "Choose another name, or remove it yourself."
-        raise OutputExistsError.at(out, f"not replaced: {found}, so this program did not write it.\n{advice}")
+        raise OutputExistsError.at(out, f"not replaced: {found}; only what this program wrote is.\n{advice}")
 
 
 def _real(path: Path | str) -> Path:
