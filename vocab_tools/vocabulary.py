@@ -85,10 +85,16 @@ class DraftVocab:
         return tuple(self.provenance.get("warnings", ()))
 
     @property
+    def counted_ids(self) -> NDArray[np.int64] | None:
+        """The ids that occur in the counted text, forced ids aside; None where that is not known."""
+        counted = self.provenance.get(COUNTED_IDS)
+        return None if counted is None else self.target_ids[self.num_forced :][:counted]
+
+    @property
     def num_uncounted(self) -> int | None:
         """Number of ids that never occur in the counted text, forced ids aside; None where that is not known."""
-        counted = self.provenance.get(COUNTED_IDS)
-        return None if counted is None else max(0, self.size - self.num_forced - counted)
+        counted = self.counted_ids
+        return None if counted is None else self.size - self.num_forced - len(counted)
 
     def prefix(self, size: int) -> DraftVocab:
         """Return the first `size` ids; raises UsageError below the forced ids, above all, or without a rank."""

@@ -73,7 +73,7 @@ class LazyTensors:
         if name not in self:
             return False
         # Every bit but the sign of each element, which is the highest of its last byte.
-        raw = self.source.raw(self.stored[name]).reshape(-1, item_size(self.info(name).dtype))
+        raw = self.source.array(self.stored[name]).reshape(-1, item_size(self.info(name).dtype))
         return bool(raw[:, :-1].any() or (raw[:, -1] & 0x7F).any())
 
 

@@ -24,18 +24,16 @@ class LmHead:
     """The matrix that rows are gathered from: the head's own, or the target's.
 
     Attributes:
-        checkpoint: holds at least this tensor; records what was read.
+        checkpoint: holds at least this tensor.
         name: of the tensor, [rows, hidden], as it is stored.
         where: in words, for messages.
         origin: whose it is.
-        file: name of the target's weights file that holds it.
     """
 
     checkpoint: Checkpoint
     name: str
     where: str
     origin: Literal["head", "target"]
-    file: str = ""
 
     @property
     def info(self) -> TensorInfo:

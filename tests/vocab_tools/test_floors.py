@@ -63,6 +63,13 @@ def test_a_size_that_is_too_small_is_refused_with_one_that_would_do() -> None:
     assert rank_vocabulary(counts, 128, forced=[], floors={"en": 0.6, "zh": 0.3}).size == 128
 
 
+def test_a_longer_beginning_of_the_ranking_that_holds_the_floors_would_do() -> None:
+    """Held-out text of 65 common ids, and a floor that all of its counted text, 300 ids, would need."""
+    counts = TokenCounts((source([9] * 65 + [1] * 235, [list(range(65))]),), None)
+    with raises_with(UsageError, "--floor", "128 would do"):
+        rank_vocabulary(counts, 64, forced=[], floors={"text": 1.0})
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "word"),
     [
