@@ -385,7 +385,7 @@ def make_ready(kind: str, shapes: Shapes, device: torch.device) -> None:
 def make_all_ready(rows: Sequence[str], device: torch.device) -> None:
     """Compile all kernels of these rows, side by side in as many processes as there are cores."""
     started, kinds = time.perf_counter(), [kind for kind in dict.fromkeys(map(kind_of, rows)) if "/" in kind]
-    spawn, most = get_context("spawn"), max(1, (os.cpu_count() or 2) - 7)
+    spawn, most = get_context("spawn"), max(1, (os.cpu_count() or 2) - 5)
     with (
         mock.patch.dict(os.environ, OMP_NUM_THREADS="1"), ProcessPoolExecutor(most, spawn) as workers,
         # Each takes 9 GB of the GPU at 8B's dimensions.
