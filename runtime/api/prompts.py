@@ -96,7 +96,8 @@ def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"input_ids: character {error.start} of a prompt is half of a surrogate pair.") from error
+        what = "half of a surrogate pair, as bytes that are no UTF-8 become"
+        raise PromptError(f"input_ids: character {error.start} of a prompt is {what}.") from error
     ids: list[int] = tokenizer(text, **options).input_ids
     return ids
 

@@ -161,7 +161,7 @@ def test_padding_is_what_transformers_pads_with(
      ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"), ({"eos_token_id": "</s>"}, "eos_token_id"),
      ({"repetition_penalty": "1.2"}, "repetition_penalty"), ({"streamer": print}, "streamer"),
      ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
-     ({"stopping_criteria": lambda ids, scores: None}, "stopping criterion")],
+     pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict")],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], named: str) -> None:
