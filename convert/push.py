@@ -59,11 +59,10 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
         if foreign := sorted(name for name in others - stale if name.endswith(READ_TOO) and "/" not in name):
             problem = f"not uploaded: it holds {', '.join(foreign[:4])}, which an engine may read, too, or instead"
             raise ArtifactError.at(repo_id, f"{problem}.\nRemove it there, or choose another repository.")
-        operations: list[CommitOperationAdd | CommitOperationDelete]
-        operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
-        operations += map(CommitOperationDelete, sorted(stale))
+        added = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        gone = [CommitOperationDelete(name) for name in sorted(stale)]
         try:
-            api.create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
+            api.create_commit(created.repo_id, [*added, *gone], commit_message="Upload slim draft head")
         # The library's wrapper around whatever stopped the upload of one large file.
         except RuntimeError as error:
             raise trouble_of(error, repo_id, purpose="write") from error

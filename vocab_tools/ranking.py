@@ -40,9 +40,6 @@ from .vocabulary import (
 
 Part = Literal["held-out", "counted"]
 
-# Solutions of a large problem take seconds each, and a size for advice need not be exact.
-_MAX_HALVINGS = 5
-
 
 def rank_vocabulary(
     counts: TokenCounts,
@@ -395,18 +392,16 @@ def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int,
     """
     held = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
     enough = round_up(int(held.argmax()) + 1) if held.any() else largest + 1
-    if enough > largest:
-        if problem.choose(largest) is None:
-            return None
-        enough = largest
-    for _ in range(_MAX_HALVINGS):
+    if enough > largest and problem.choose(largest) is None:
+        return None
+    enough = min(enough, largest)
+    # Each solution of a large problem takes seconds, and a size for advice need not be exact.
+    for _ in range(5):
         middle = max(round_up(size + 1), (size + enough) // 2 // ROUND_TO * ROUND_TO)
         if middle >= enough:
             break
-        if problem.choose(middle) is None:
-            size = middle
-        else:
-            enough = middle
+        is_enough = problem.choose(middle) is not None
+        size, enough = (size, middle) if is_enough else (middle, enough)
     return enough
 
 
