@@ -78,7 +78,7 @@ class SpeculativeModel:
         self.is_tree_sized = is_tree_sized
         """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
         self._decoders = Decoders(target, drafter)
-        self._num_drafts = self._num_accepted = 0
+        self._num_drafts, self._num_accepted, self._has_warned = 0, 0, False
         """Passes over drafts of calls that were too short to tell whether the head works, and their tokens."""
 
     @classmethod
@@ -459,11 +459,12 @@ class SpeculativeModel:
         return encode_conversation(self.tokenizer, messages)
 
     def _warn_if_nothing_is_accepted(self, num_drafts: int, num_accepted: int) -> None:
-        """Warn, as soon as calls were long enough to tell, of a head that hardly drafts a token that is taken."""
+        """Warn once, when calls were long enough to tell, of a head that hardly drafts a token that is taken."""
         drafts, accepted = self._num_drafts + num_drafts, self._num_accepted + num_accepted
         is_enough = drafts >= _WARN_AFTER_PASSES
         self._num_drafts, self._num_accepted = (0, 0) if is_enough else (drafts, accepted)
-        if is_enough and accepted < _WARN_BELOW * drafts:
+        if is_enough and accepted < _WARN_BELOW * drafts and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The "
                 "output is exact all the same. Likely causes: the head was trained for another target or version of "
