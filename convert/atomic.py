@@ -8,13 +8,13 @@ folder back before it begins.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_slim.vocab_tools.files import expand_home
@@ -22,9 +22,9 @@ from eagle_slim.vocab_tools.files import expand_home
 from .errors import OutputError, OutputExistsError
 
 
-@contextmanager
+@contextlib.contextmanager
 def atomic_directory(
-    out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*"
+    out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*", wait: bool = False
 ) -> Iterator[Path]:
     """Give an empty folder to write into; on success it becomes `out`, after an error nothing of it remains.
 
@@ -34,6 +34,7 @@ def atomic_directory(
         marker: name of a file that a folder must hold to be replaced, unless it is empty; so that `force` on a wrong
             name cannot delete what this program did not write.
         own: pattern of the names that such a folder may hold, for the same reason.
+        wait: for another run that is writing `out`, instead of OutputError; what it wrote is then there already.
 
     Yields:
         A new sibling of `out`, on the same file system.
@@ -47,7 +48,7 @@ def atomic_directory(
     new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(new, out)
+        lock = _locked(new, out, wait)
         try:
             _put_back(old, out)
             shutil.rmtree(old, ignore_errors=True)
@@ -107,16 +108,24 @@ def _put_back(old: Path, out: Path) -> None:
         os.rename(old, out)
 
 
-def _locked(new: Path, out: Path) -> int:
+def _locked(new: Path, out: Path, wait: bool) -> int:
     """Make an empty folder and return a descriptor that holds its lock; OutputError where another run has it."""
-    new.mkdir(exist_ok=True)
-    lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        problem = "another run is writing it.\nWait for that one, or write to another place with --out."
-        raise OutputError.at(out, problem) from error
+    lock = None
+    while lock is None:
+        new.mkdir(exist_ok=True)
+        # Another run may rename or remove this folder at any time until it is locked.
+        with contextlib.suppress(FileNotFoundError):
+            opened = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(opened), new.stat()):
+                    lock = opened
+            except BlockingIOError as error:
+                problem = "another run is writing it.\nWait for that one, or write to another place with --out."
+                raise OutputError.at(out, problem) from error
+            finally:
+                if lock is None:
+                    os.close(opened)
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock

@@ -232,7 +232,7 @@ class TokenCounts:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
                     return _from_parts(json.loads(file.metadata()[_KEY]), tensors)
             # A JSONDecodeError is a ValueError; numpy does not know bfloat16 and raises a TypeError.
-            except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
+            except (SafetensorError, LookupError, TypeError, AttributeError, ValueError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
 
 
@@ -364,6 +364,8 @@ def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]])
         token_ids = tensors.get(f"held_out.{position}.token_ids")
         held_out = None if token_ids is None else HeldOut(token_ids, tensors[f"held_out.{position}.doc_offsets"])
         counts = tensors[f"counts.{position}"]
+        if not (isinstance(entry["name"], str) and isinstance(entry["provenance"], dict)):
+            raise TypeError("expected a name and an object as provenance")
         sources.append(SourceCounts(entry["name"], entry["weight"], counts, held_out, entry["provenance"]))
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
 

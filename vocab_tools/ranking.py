@@ -386,18 +386,23 @@ def _hold_floors(
 
 
 def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, largest: int) -> int | None:
-    """Return a multiple that holds floors which `size` ids do not, None where not even the largest does.
+    """Return a size near the smallest that holds floors which `size` ids do not; None where not even the largest does.
 
     `order`: places of the ids as they rank without floors, of which a longer beginning may hold them.
     """
-    fewest = problem.smallest_size()
-    if fewest is None:
+    held = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
+    enough = round_up(int(held.argmax()) + 1) if held.any() else largest + 1
+    if enough > largest and problem.choose(largest) is None:
         return None
-    held = problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12
-    plain = round_up(int(held.all(axis=0).argmax()) + 1) if held[:, -1].all() else largest + 1
-    first = round_up(max(fewest, size + 1))
-    sizes = sorted([*(first + ROUND_TO * ((1 << power) - 1) for power in range(16)), plain, largest])
-    return next((n for n in sizes if n <= largest and (n >= plain or problem.choose(n) is not None)), None)
+    enough = min(enough, largest)
+    # Each solution of a large problem takes seconds, and a size for advice need not be exact.
+    for _ in range(5):
+        middle = max(round_up(size + 1), (size + enough) // 2 // ROUND_TO * ROUND_TO)
+        if middle >= enough:
+            break
+        is_enough = problem.choose(middle) is not None
+        size, enough = (size, middle) if is_enough else (middle, enough)
+    return enough
 
 
 def _follow(

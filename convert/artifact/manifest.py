@@ -127,10 +127,9 @@ class Manifest:
                 found = "nothing" if key not in value else type(value[key]).__name__
                 raise _broken(path, f"{key}: expected {getattr(kind, '__name__', kind)}, found {found}")
         for name, entry in value["files"].items():
-            if not isinstance(entry, dict) or type(entry.get("size_bytes")) is not int:
-                raise _broken(path, f"files: {name}: expected an object with size_bytes")
-            if not isinstance(entry.get("tensors", {}), dict):
-                raise _broken(path, f"files: {name}: tensors: expected an object")
+            is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
+            if not is_entry or type(entry.get("size_bytes")) is not int:
+                raise _broken(path, f"files: {name}: expected an object with size_bytes, and tensors an object")
         forced = (value["vocabulary"] or {}).get("forced", {})
         if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
             raise _broken(path, "vocabulary: forced: expected an object whose keys are ids")

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from ..heads import names
-from ..heads.draft_head import MOST_PADDING, DraftHead
+from ..heads.draft_head import DraftHead
 from .checkpoint import Checkpoint, SourceRows
 from .safetensors_file import TensorInfo
 
