@@ -292,7 +292,13 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
     if is_native(value):
         return DraftVocab.from_json(value, str(path))
     if isinstance(value, dict):
-        return _from_mapping(value, path)
+        if "d2t" in value:
+            return {"d2t": value["d2t"], "t2d": value.get("t2d")}
+        if not {"ids", "token_ids"} & value.keys():
+            keys = ", ".join(repr(key) for key in list(value)[:5])
+            wanted = "expected a list of ids, ids, token_ids, or d2t (and t2d)"
+            raise VocabularyError(f"{path}: {wanted}; found an object with keys {keys}.")
+        value = value.get("ids", value.get("token_ids"))
     if isinstance(value, np.ndarray) and path.name.startswith("d2t"):
         return {"d2t": value}
     return {"ids": value}
@@ -320,18 +326,6 @@ def _read_array(path: Path) -> NDArray[Any]:
     except (OSError, ValueError, EOFError) as error:
         raise VocabularyError(f"{path}: not a readable array of numbers: {error}.") from error
     return array
-
-
-def _from_mapping(value: dict[Any, Any], path: Path) -> dict[str, Any]:
-    for key in ("ids", "token_ids"):
-        if key in value:
-            return {"ids": value[key]}
-    if "d2t" in value:
-        return {"d2t": value["d2t"], "t2d": value.get("t2d")}
-    keys = ", ".join(repr(key) for key in list(value)[:5])
-    raise VocabularyError(
-        f"{path}: expected a list of ids, ids, token_ids, or d2t (and t2d); found an object with keys {keys}."
-    )
 
 
 def _read_artifact(path: Path) -> DraftVocab:
