@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None) -> None:
             break
         row = measure(name, device, args.steps, args.new, args.prompts, args.rounds, args.row_seconds)
         result["rows"].append(row | {"at_s": time.perf_counter() - started})
-        show(result["rows"][-1])
+        show({key: value for key, value in result["rows"][-1].items() if key != "parts"})
         write(result, args.out)
     sys.exit(0 if len(result["rows"]) == len(names) and all(row["is_good"] for row in result["rows"]) else 1)
 

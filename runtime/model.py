@@ -44,7 +44,7 @@ from .drafter.drafter import (
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError, brief, misfit
+from .errors import AcceptanceWarning, UsageError, misfit
 from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
@@ -400,19 +400,13 @@ class SpeculativeModel:
         sequences = join_sequences(call.rows, answers, call.fill, call.device)
         return kind(sequences, tuple(results), stats, call.seed)
 
-    def chat(
-        self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any
-    ) -> GenerationOutput:
+    def chat(self, messages: str | Messages | Sequence[Messages], **options: Any) -> GenerationOutput:
         """Answer a conversation, or a list of conversations, through the chat template.
 
         ``options``: those of `generate`, by name; vLLM's ``max_tokens`` and ``n`` are ``max_new_tokens`` and
         ``num_return_sequences``. ``reuse_prefix`` is the default where it changes no answer: in float32, and where rows
         are exact. Raises `UsageError` and `PromptError` as `encode_chat` and `generate` do.
         """
-        if positional:
-            raise UsageError(
-                f"chat(messages) takes its options by name, such as max_tokens=100; got {brief(positional[0])}."
-            )
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
         is_one = not is_list or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages

@@ -240,8 +240,6 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
 
 
 def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
-    with raises(UsageError, option="messages"):
-        model.chat("Hi", GenerationConfig())
     with raises(UsageError, option="n"):
         model.chat("Hi", n=1, num_return_sequences=1)
     model.tokenizer = object()
