@@ -21,7 +21,6 @@ from __future__ import annotations
 import codecs
 import io
 import json
-import pickle
 import re
 import warnings
 from dataclasses import replace
@@ -375,24 +374,22 @@ def read_pickle(path: Path) -> Any:
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
         return {key: _numpy(part) for key, part in value.items()} if isinstance(value, dict) else _numpy(value)
-    except pickle.UnpicklingError as error:
-        raise VocabularyError(
-            f"{path}: refused, because the pickle holds more than lists and tensors and could run code when loaded "
-            f"({_first_line(error)}). Ask its author for a plain list of ids."
-        ) from error
     # torch's reader raises all kinds of errors on a damaged file, and numpy TypeError for bfloat16.
     except Exception as error:
-        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.") from error
+        # torch names the cause amid advice on how to switch the protection off.
+        if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", str(error)):
+            raise VocabularyError(
+                f"{path}: refused, because the pickle holds more than lists and tensors and would call {code[1]} when "
+                "it is loaded. Ask its author for a plain list of ids."
+            ) from error
+        cause = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+        raise VocabularyError(f"{path}: not a readable torch file: {cause[:200] or type(error).__name__}.") from error
 
 
 def _numpy(value: Any) -> Any:
     import torch
 
     return value.detach().numpy() if isinstance(value, torch.Tensor) else value
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def export_token_map(
