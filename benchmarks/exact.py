@@ -1,17 +1,20 @@
 """Is every answer that of plain decoding, bit for bit, whatever drafts it and whatever runs beside it?
 
     python -m benchmarks.exact [--tokens 200000] [--seconds 600] [--out benchmarks/results/DATE-h200-exact.json]
+    python -m benchmarks.exact --changing --dims qwen2.5-0.5b --target-weights fp8
     python -m benchmarks.exact --seed 0 --episode 17     # one episode again, as a difference names it
     python -m benchmarks.exact --quality [--out benchmarks/results/DATE-h200-quality.json]
 
-The built-in target and head. An episode is a tree (5 to 128 nodes, a chain, one of a random shape, another at every
-step, or none: plain decoding of several sequences) over a draft vocabulary, with a cache of its own that its calls let
-grow: one sequence, several, 16, and more than there are slots, so that slots are taken over and ever fewer are active;
-then the next turn of one of these, after rows that a slot still holds. Questions are chats, and real text and random
-ids that end at multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an
-end. Every answer is compared with plain decoding of that question alone. One call in four follows a call that was
-broken off: its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode depends on ``--seed`` and its
-number only; each seed begins five variants further, so that several short runs go through all of them.
+The built-in target and head, or a random Qwen2 whose next tokens its head often guesses (`decoding.guessable_model`).
+An episode is a tree (5 to 128 nodes, a chain, one of a random shape, another at every step, or none: plain decoding of
+several sequences) over a draft vocabulary, with a cache of its own that its calls let grow: one sequence, several, 16,
+and more than there are slots, so that slots are taken over and ever fewer are active; then the next turn of one of
+these, after rows that a slot still holds. Questions are chats, and real text and random ids that end at multiples of
+64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an end. Every answer is compared
+with plain decoding of that question alone; a question is decoded so once, and asked in many episodes. One call in four
+follows a call that was broken off: its streamer raised an error, or KeyboardInterrupt as Ctrl-C does. An episode
+depends on ``--seed`` and its number only; each seed begins five variants further, so that several short runs go through
+all of them. Kernels of the first episodes are compiled ahead while questions are decoded.
 
 ``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
 ``--target-weights fp8``: of the target in FP8; its divergence is from float32 of what was quantised.
@@ -26,7 +29,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +40,15 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
+from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import BUCKETS
+from eagle_slim.runtime.step.decoder import bucket_of
+from eagle_slim.runtime.step.decoders import capacity_for
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
 
+from benchmarks.shared.ahead import Recorder, compile_in_forks
 from benchmarks.shared.command import Command, show, whole_from, write
-from benchmarks.shared.decoding import compile_ahead
+from benchmarks.shared.decoding import guessable_model
 from benchmarks.shared.quality import TOLERANCE, measure_quality
 from benchmarks.shared.timing import machine
 
@@ -60,9 +69,13 @@ SHORT = 700
 """Tokens of a prompt that is not long."""
 MOST_DIFFERENCES = 10
 """Answers that a result tells of, where more of them are wrong."""
-CALLS = ((1, SHORT), (16, SHORT), (0, 2100), (24, 2100), (20, 8192), (1, 8192))
+LONG = 3900
+"""Most tokens of prompt and answer: a cache grows once, as choices are compiled for each of its sizes."""
+CALLS = ((1, SHORT), (16, SHORT), (0, LONG), (64, LONG), (48, LONG), (1, LONG))
 """Of an episode: how many questions, 0 for 2 to 15 of them, and how long a prompt may be, which lets the cache grow."""
-NUM_QUESTIONS = 96
+NUM_AHEAD = 16
+"""Episodes whose kernels are compiled ahead."""
+NUM_QUESTIONS = 144
 """Each is decoded plainly once."""
 BROKEN_OFF = 0.25
 """Share of the calls that follow one which ended early."""
@@ -83,7 +96,7 @@ class Pool:
     def __init__(self, model: SpeculativeModel, chats: Sequence[Sequence[int]], text: Sequence[int], seed: int,
                  count: int, new_tokens: int = NEW) -> None:  # fmt: skip
         self.model, self.new_tokens = model.with_tree(model.drafter.tree), new_tokens
-        self._answers: dict[Question, list[int]] = {}
+        self.answers: dict[Question, list[int]] = {}
         rng, longest = random.Random(seed), (model.max_model_len or 8192) - 1
         ends = [m + beside for size in (64, 256, 512) for m in range(size, longest, size) for beside in (-1, 0, 1)]
         ends = [1, 2, 3, *(end for end in ends if end <= min(longest, len(text)))]
@@ -115,9 +128,9 @@ class Pool:
 
     def answer(self, question: Question) -> list[int]:
         """Decode a question alone and plainly: `new_tokens`, or fewer up to its end."""
-        if question not in self._answers:
-            self._answers[question] = generate(self.model, [question], self.new_tokens, speculative=False).token_ids[0]
-        return self._answers[question]
+        if question not in self.answers:
+            self.answers[question] = generate(self.model, [question], self.new_tokens, speculative=False).token_ids[0]
+        return self.answers[question]
 
 
 def generate(model: SpeculativeModel, questions: Sequence[Question], new_tokens: int, **options: Any) -> Any:
@@ -155,9 +168,9 @@ class BreakingStreamer:
 class ChangingShapes(ShapeChooser):
     """Draws another shape for every step; plain steps come alone or in runs."""
 
-    def __init__(self, shapes: Sequence[TreeConfig | None], rng: random.Random) -> None:
+    def __init__(self, shapes: Sequence[TreeConfig | None], rng: random.Random, steps: Counter[Any]) -> None:
         super().__init__(Acceptance(), Costs(1, 1), shapes)
-        self.rng, self.last, self.num_plain = rng, shapes[0], 0
+        self.rng, self.last, self.num_plain, self.steps = rng, shapes[0], 0, steps
 
     def next(self, places: int, context: float) -> TreeConfig | None:
         """Draw a shape; a run of plain steps may be longer than what the drafter takes at a time."""
@@ -165,7 +178,7 @@ class ChangingShapes(ShapeChooser):
             self.num_plain -= 1
             return None
         self.last = self.rng.choice([shape for shape in self._shapes if shape != self.last])
-        self.num_plain = self.rng.choice((0, 1, 9, 40)) if self.last is None else 0
+        self.num_plain = self.rng.choice((0, 0, 1, 20)) if self.last is None else 0
         return self.last
 
     def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
@@ -196,20 +209,56 @@ class Fuzz:
     def __init__(self, models: Mapping[str, SpeculativeModel], pool: Pool, trees: Sequence[TreeConfig], seed: int,
                  calls: Sequence[tuple[int, int]] = CALLS, only_changing: bool = False) -> None:  # fmt: skip
         self.models, self.pool, self.seed, self.calls = models, pool, seed, calls
-        drafted = [Variant(rows, tree) for tree in trees for rows in models]
+        names = [*models]
+        drafted = [Variant(names[(seed + place) % len(names)], tree) for place, tree in enumerate(trees)]
         changing = [Variant(rows, LARGE, changes=True) for rows in models]
         self.variants = changing if only_changing else [*drafted, *changing, Variant(next(iter(models)), None)]
         self._of_any_shape: dict[str, SpeculativeModel] = {}
         self.tokens = self.reused = self.differing = 0
         self.counts: Counter[str] = Counter()
+        self.steps: Counter[TreeConfig | None] = Counter()
+        """Steps of each shape, where they change."""
+        self.lengths: dict[str, Counter[int]] = {}
+        """Of each variant, how many passes gave a sequence so many tokens."""
         self.broken_off: Counter[str] = Counter()
         self.differences: list[dict[str, Any]] = []
         self.paths: set[str] = set()
         self.exactness: set[str] = set()
 
-    def coming(self, episode: int | None) -> list[Variant]:
-        """Return all variants, or that of one episode."""
-        return self.variants if episode is None else [self.variants[(episode + 5 * self.seed) % len(self.variants)]]
+    def plan(self, number: int) -> tuple[Variant, list[tuple[list[Question], dict[str, Any]]], random.Random]:
+        """Draw the calls of an episode: questions and options of each; returns what draws the rest, too."""
+        rng, place = random.Random(f"{self.seed}/{number}"), (number + 5 * self.seed) % len(self.variants)
+        # Few numbers of slots for a variant, as each has kernels of its own; fewer and fewer of 16 come to run.
+        fewer, calls = (4, 8, 2)[place % 3], []
+        for count, longest in self.calls:
+            slots = 16 if rng.random() < 0.5 else rng.randint(fewer // 2 + 1, fewer)
+            questions = self.pool.draw(rng, count or rng.randint(min(slots, 9), 15), longest)
+            new = rng.choice((1, *[self.pool.new_tokens] * 4))
+            calls.append((questions, {"max_slots": slots, "reuse_prefix": rng.random() < 0.5, "new_tokens": new}))
+        return self.variants[place], calls, rng
+
+    def _model_of(self, variant: Variant, kept: dict[str, SpeculativeModel]) -> SpeculativeModel:
+        """Return a model whose cache is empty and small; with all shapes it has too many graphs, and is ``kept``."""
+        base = self.models[variant.rows]
+        if not variant.changes:
+            return base.with_tree(variant.tree or base.drafter.tree)
+        return kept.setdefault(variant.rows, base.with_tree(None))
+
+    def rehearse(self, episodes: Iterable[int]) -> None:
+        """Warm up for the calls of episodes, each kind of call once, with models that are dropped."""
+        kept: dict[str, SpeculativeModel] = {}
+        seen = set()
+        for variant, calls, _ in map(self.plan, episodes):
+            model, longest = self._model_of(variant, kept), 0
+            for questions, options in calls:
+                longest = max(longest, *(len(question.prompt) for question in questions))
+                tokens = min(longest + self.pool.new_tokens, model.max_model_len or LONG)
+                slots = bucket_of(min(len(questions), options["max_slots"]))
+                kind = (variant, questions[0].rules, slots, capacity_for(tokens))
+                if kind not in seen:
+                    seen.add(kind)
+                    rules = RULES[questions[0].rules]
+                    model.warmup(slots, tokens, speculative=variant.tree is not None, **rules)
 
     def run(self, is_over: Callable[[], bool], episodes: Iterable[int]) -> None:
         """Run the calls of episodes until it is over."""
@@ -219,26 +268,19 @@ class Fuzz:
             self._run_episode(number, is_over)
 
     def _run_episode(self, number: int, is_over: Callable[[], bool]) -> None:
-        rng = random.Random(f"{self.seed}/{number}")
-        (variant,) = self.coming(number)
-        base = self.models[variant.rows]
-        # Another model is another cache, empty and small; with all shapes it has too many graphs to begin anew.
-        model = self._of_any_shape.get(variant.rows) if variant.changes else None
-        model = model or base.with_tree(None if variant.changes else variant.tree or base.drafter.tree)
+        variant, calls, rng = self.plan(number)
+        model = self._model_of(variant, self._of_any_shape)
         if variant.changes:
-            self._of_any_shape[variant.rows] = model
-            model._decoders.new_chooser = lambda shapes: ChangingShapes(shapes, rng)  # type: ignore[method-assign]
-        for place, (count, longest) in enumerate(self.calls):
-            questions = self.pool.draw(rng, count or rng.randint(2, 15), longest)
-            slots = 16 if rng.random() < 0.5 else rng.randint(1, 16)
+            chooser = partial(ChangingShapes, rng=rng, steps=self.steps)
+            model._decoders.new_chooser = chooser  # type: ignore[method-assign]
+        for place, (questions, options) in enumerate(calls):
             where = {"seed": self.seed, "episode": number, "call": place, "rows": variant.rows, "tree": variant.name}
-            reuse, new = rng.random() < 0.5, rng.choice((1, *[self.pool.new_tokens] * 4))
             if rng.random() < BROKEN_OFF:
                 self._break_off(model, variant, questions[0], rng)
-            self._call(model, variant, questions, where, max_slots=slots, reuse_prefix=reuse, new_tokens=new)
-            if count == 1:
-                self._call(model, variant, [self.pool.next_turn(questions[0], rng)], where, max_slots=slots,
-                           reuse_prefix=True, new_tokens=self.pool.new_tokens)  # fmt: skip
+            self._call(model, variant, questions, where, **options)
+            if len(questions) == 1:
+                again = options | {"reuse_prefix": True, "new_tokens": self.pool.new_tokens}
+                self._call(model, variant, [self.pool.next_turn(questions[0], rng)], where, **again)
             if is_over():
                 break
 
@@ -258,8 +300,10 @@ class Fuzz:
         wanted = [self.pool.answer(question)[: options["new_tokens"]] for question in questions]
         output = generate(model, questions, **options, speculative=variant.tree is not None)
         self.reused += output.stats.num_reused_tokens
-        self.paths.add(output.stats.path)
+        path = output.stats.path
+        self.paths.add(path.rpartition("; ")[0] if variant.changes else path)
         self.exactness.add(str(output.stats.exactness))
+        self.lengths.setdefault(variant.name, Counter()).update(output.stats.accepted_lengths)
         side_by_side = min(len(questions), options["max_slots"])
         for place, (question, own, found) in enumerate(zip(questions, wanted, output.token_ids, strict=True)):
             first = first_difference(found, own)
@@ -278,8 +322,12 @@ class Fuzz:
 
     def result(self) -> dict[str, Any]:
         """Return the compared tokens, all and by kind of case; a token counts once in each of its kinds."""
+        lengths = {name: sum(length * count for length, count in found.items()) / max(1, found.total())
+                   for name, found in self.lengths.items()}  # fmt: skip
         return {
             "seed": self.seed, "tokens": self.tokens, "answers_that_differ": self.differing,
+            "questions": len(self.pool.answers), "tokens_of_their_answers": sum(map(len, self.pool.answers.values())),
+            "tokens_a_pass": lengths, "steps_by_shape": {str(shape): count for shape, count in self.steps.items()},
             "reused_prompt_tokens": self.reused, "calls_broken_off": dict(self.broken_off),
             "tokens_by_kind": dict(sorted(self.counts.items())), "differences": self.differences,
             "exactness": sorted(self.exactness), "paths": sorted(self.paths),
@@ -295,21 +343,22 @@ def random_tree(rng: random.Random) -> TreeConfig:
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("exact", __doc__)
-    command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after comparing this many")
-    command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, compilation apart")
-    command.add_argument("--sizes", default="full,4096", help="draft vocabularies")
+    command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after as many drafted ones")
+    command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, with compilation")
+    command.add_argument("--dims", choices=("smollm2-135m", "qwen2.5-0.5b"), default="smollm2-135m")
     command.add_argument("--seed", type=whole_from(0), default=0)
     command.add_argument("--changing", action="store_true", help="only calls whose every step has another shape")
     command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
     command.add_argument("--quality", action="store_true", help="measure the divergence from float32 instead")
     command.add_argument("--target-weights", choices=("auto", "fp8"), default="auto")
-    args = command.parse_args(argv)
+    start, args = time.perf_counter(), command.parse_args(argv)
     device = command.gpu()
     # Of a text that is forced every node is chosen on the host.
     nodes = 16 if args.quality else 60
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "total_tokens": nodes}
-    model = SpeculativeModel.from_pretrained(**options, target_weights=args.target_weights)
-    tokenizer, result = model.tokenizer, {"machine": machine(device), "target_weights": args.target_weights}
+    model = SpeculativeModel.from_pretrained(**options, target_weights=args.target_weights, max_model_len=LONG)
+    named = {"dims": args.dims, "target_weights": args.target_weights, "changing": args.changing}
+    tokenizer, result = model.tokenizer, {"machine": machine(device), **named}
     assert tokenizer is not None
     text = tokenizer(read_text(), add_special_tokens=False)["input_ids"]
     if args.quality:
@@ -319,23 +368,43 @@ def main(argv: list[str] | None = None) -> None:
         show(result["quality"])
         sys.exit(0 if result["is_good"] else f"worse than transformers by more than {TOLERANCE - 1:.0%}")
     trees = [*TREES, random_tree(random.Random(args.seed))]
-    models = {s: model if s == "full" else model.with_draft_vocab(int(s)) for s in args.sizes.split(",")}
-    pool = Pool(model, read_chats(model), text, args.seed, NUM_QUESTIONS)
+    models = {"full": model, "4096": model.with_draft_vocab(4096)}
+    if args.dims != "smollm2-135m":
+        weights = "fp8" if args.target_weights == "fp8" else "bf16"
+        models = {"full": guessable_model(args.dims, device, tokenizer, weights, max_model_len=LONG)}
+    pool = Pool(models["full"], read_chats(model), text, args.seed, NUM_QUESTIONS)
     fuzz = Fuzz(models, pool, trees, args.seed, only_changing=args.changing)
-    compile_ahead(
-        "smollm2-135m",
-        [(v.tree, slots, models[v.rows].draft_vocab) for v in fuzz.coming(args.episode) if v.tree for slots in BUCKETS],
-        device,
-    )
-    start = time.perf_counter()
+    recorder = Recorder(chip_of(device).capability)
+    with recorder.recording():
+        alone = pool.model.with_tree(pool.model.drafter.tree)
+        for rules in RULES.values():
+            alone.warmup(1, LONG, speculative=False, **rules)
+        num_alone = len(recorder.compiles)
+        fuzz.rehearse(range(NUM_AHEAD) if args.episode is None else [args.episode])
+    del alone
+    # Two processes with one cache then compile the same kernel twice seldom.
+    later = recorder.compiles[num_alone:]
+    kernels = compile_in_forks([*recorder.compiles[:num_alone], *random.sample(later, len(later))])
+    result["kernels_ahead"] = len(kernels)
 
     def is_over() -> bool:
         took_s = time.perf_counter() - start
         write(result | {"seconds": took_s} | fuzz.result(), args.out)
-        return args.episode is None and bool(fuzz.tokens >= args.tokens or took_s >= args.seconds)
+        drafted = fuzz.tokens - fuzz.counts["plain"]
+        return bool(took_s >= args.seconds or (args.episode is None and drafted >= args.tokens))
 
+    wait(kernels[:num_alone], args.seconds / 4)
+    # The longest first, for which the cache grows.
+    for question in sorted(itertools.chain(*pool.questions.values()), key=lambda each: -len(each.prompt)):
+        if is_over() or all(kernel.done() for kernel in kernels):
+            break
+        pool.answer(question)
+    wait(kernels, args.seconds / 3)
+    result["prepared_s"] = time.perf_counter() - start
     fuzz.run(is_over, itertools.count() if args.episode is None else [args.episode])
     is_over()
+    for fork in active_children():
+        fork.terminate()
     show({name: value for name, value in fuzz.result().items() if name != "differences"})
     for difference in fuzz.differences:
         show({name: value for name, value in difference.items() if name != "prompt"})

@@ -16,9 +16,10 @@ choice by step, which begins each round with nothing learned. Rows, those that t
 * ``first token``: seconds from loading the built-in model to its first and its second token, in a fresh process with
   an empty cache of compiled kernels, and in another one with that cache full.
 
-All rows but the last have tokens/s of every variant, as medians over rounds, and the choice over plain and over the
-best of the rest. Exit status 1 where it is under 0.98 of plain decoding, or under 0.97 of the best, and where
-``--seconds`` ended the run before all rows were measured.
+All rows but the last have tokens/s of every variant, by round and as medians over rounds, and the choice over plain
+and over the best of the rest; ``parts`` tells where the time of each round went (`parts_of`). Exit status 1 where the
+choice is under 0.98 of plain decoding, or under 0.97 of the best, and where ``--seconds`` ended the run before all rows
+were measured.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, cached_property, partial
 from multiprocessing import get_context
@@ -40,7 +42,7 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import GenerationStats, SpeculativeModel
 from eagle_slim.runtime.compare.prompts import Prompt, load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import MAX_WAITING, TreeConfig
@@ -113,6 +115,65 @@ def read_prompts() -> list[Prompt]:
     return [prompt for path in sorted(EXAMPLES.glob("*.jsonl")) for prompt in load_prompts(path)]
 
 
+class NotedChooser(ShapeChooser):
+    """A chooser that notes the shape of every step, the times of steps by shape, and its own time on the host."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.host_s = 0.0
+        self.order: list[TreeConfig | None] = []
+        self.step_ms: defaultdict[TreeConfig | None, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.host_s += time.perf_counter() - started
+
+    def next(self, places: int, context: float) -> TreeConfig | None:
+        """Choose as `ShapeChooser.next`, noted."""
+        with self._noted():
+            self.order.append(super().next(places, context))
+        return self.order[-1]
+
+    def see(self, shape: TreeConfig | None, verdicts: Sequence[Sequence[int]]) -> None:
+        """Learn as `ShapeChooser.see`, noted."""
+        with self._noted():
+            super().see(shape, verdicts)
+
+    def time(self, shape: TreeConfig | None, places: int, context: float, ms: float) -> None:
+        """Learn as `ShapeChooser.time`, noted."""
+        self.step_ms[shape].append(ms)
+        with self._noted():
+            super().time(shape, places, context, ms)
+
+
+def parts_of(
+    wall_s: float, stats: Iterable[GenerationStats], orders: Iterable[Sequence[TreeConfig | None]], chooser_s: float
+) -> dict[str, Any]:
+    """Split the time of calls, with the shapes of each one's steps.
+
+    ``steps``: by shape the number of steps, their seconds on the GPU, and the median in milliseconds; the first step
+    that drafts after plain ones stands apart, as the drafter takes their tokens before it. ``between_s``: the GPU
+    waits for the host between steps; ``prompts_s``: all else, prompts above all. ``chooser_s`` of the host lies beside
+    steps that run.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    between_s = 0.0
+    for each, shapes in zip(stats, orders, strict=True):
+        before: TreeConfig | None = TREES[0]
+        for shape, times in zip(shapes, each.steps, strict=True):
+            is_back = before is None and shape is not None
+            found[name_of(shape) + (" after plain" if is_back else "")].append(times.draft_s + times.verify_s)
+            between_s += times.host_s
+            before = shape
+    steps = {name: [len(values), sum(values), statistics.median(values) * 1e3] for name, values in found.items()}
+    prompts_s = wall_s - between_s - sum(map(sum, found.values()))
+    return {
+        "wall_s": wall_s, "prompts_s": prompts_s, "between_s": between_s, "chooser_s": chooser_s, "steps": steps
+    }  # fmt: skip
+
+
 class TextVariants:
     """SmolLM2 with its head over ``rows`` rows, ``slots`` sequences at a time, ready in each of ``shapes``."""
 
@@ -122,6 +183,8 @@ class TextVariants:
         vocab = None if rows == "full" else int(rows)
         base = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, draft_vocab=vocab)
         self.base, self.slots, self.rules = base, slots, rules
+        self.parts: defaultdict[str, list[Any]] = defaultdict(list)
+        """By variant: where the time of each round went (`parts_of`)."""
         self.fixed = {name_of(tree): base.with_tree(tree) for tree in shapes if tree is not None}
         for model in self.fixed.values():
             model.warmup(slots, MAX_LENGTH, max_slots=slots, **rules)
@@ -143,23 +206,44 @@ class TextVariants:
         asked = [self.base.encode_chat(each.turns[0]) for each in prompts]
         calls = [asked] if self.slots > 1 else [[prompt] for prompt in asked]
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "max_slots": self.slots, **self.rules}
+        choosers: list[NotedChooser] = []
 
-        def tokens_per_s(model: SpeculativeModel, speculative: bool) -> float:
+        def noted(shapes: Shapes) -> NotedChooser:
+            choosers.append(NotedChooser(known.acceptance, known.costs, shapes))
+            return choosers[-1]
+
+        def tokens_per_s(name: str, model: SpeculativeModel, calls: Sequence[Any]) -> float:
+            choosers.clear()
             synchronize(self.base.device)
             started = time.perf_counter()
-            outputs = [model.generate(call, speculative=speculative, **options) for call in calls]
-            found = sum(output.stats.num_new_tokens for output in outputs) / (time.perf_counter() - started)
-            if speculative and model is self.base:
-                print(outputs[-1].stats.path.rpartition("; ")[2], flush=True)
-            return found
+            stats = [model.generate(call, speculative=name != "plain", **options).stats for call in calls]
+            wall_s = time.perf_counter() - started
+            tree = None if name == "plain" else model.drafter.tree
+            orders = [chooser.order for chooser in choosers] or [[tree] * len(each.steps) for each in stats]
+            # A step that was chosen for sequences that had ended meanwhile did not run.
+            orders = [order[: len(each.steps)] for order, each in zip(orders, stats, strict=True)]
+            chooser_s = sum(chooser.host_s for chooser in choosers)
+            self.parts[name].append(parts_of(wall_s, stats, orders, chooser_s))
+            return sum(each.num_new_tokens for each in stats) / wall_s
 
-        def choosing() -> float:
+        def choosing(calls: Sequence[Any]) -> float:
             known.acceptance, known.costs = deepcopy(fresh)
-            return tokens_per_s(self.base, True)
+            return tokens_per_s("chosen", self.base, calls)
 
-        variants: dict[str, Callable[[], float]] = {"plain": partial(tokens_per_s, self.base, False)}
-        variants |= {name: partial(tokens_per_s, model, True) for name, model in self.fixed.items()}
-        return _in_turn(variants | {"chosen": choosing}, rounds, seconds)
+        variants: dict[str, Callable[[Sequence[Any]], float]] = {"plain": partial(tokens_per_s, "plain", self.base)}
+        variants |= {name: partial(tokens_per_s, name, model) for name, model in self.fixed.items()}
+        variants["chosen"] = choosing
+        with mock.patch.object(known, "new_chooser", noted):
+            for run in variants.values():
+                # The first call of a model allocates, and each graph is uploaded when it is first launched.
+                run(calls[:2])
+            self.parts.clear()
+            # So that no collection of all that was loaded falls into a round.
+            gc.collect()
+            gc.freeze()
+            found = _in_turn({name: partial(run, calls) for name, run in variants.items()}, rounds, seconds)
+            gc.unfreeze()
+        return found
 
 
 class DrawnVariants:
@@ -168,6 +252,8 @@ class DrawnVariants:
     @torch.inference_mode()
     def __init__(self, model: RandomModel, slots: int, shapes: Shapes, steps: int) -> None:
         self.model, self.slots, self.shapes, self.steps = model, slots, shapes, steps
+        self.parts: defaultdict[str, list[Any]] = defaultdict(list)
+        """Of the choice: its time on the host, and by shape the steps of each round and their median time."""
         cache = model.new_cache(slots, PREFIX + (steps + MAX_WAITING) * LARGE.path_width + LARGE.total_tokens)
         self.decoder = model.drawn_decoder(cache, LARGE, ROWS, draw_ranks(LAWS["0.1"]))
         for shape in shapes:
@@ -178,15 +264,20 @@ class DrawnVariants:
     def run(self, shapes: Sequence[TreeConfig | None], steps: int) -> float:
         """Run steps that choose among some shapes, with nothing learned: tokens/s."""
         fill(self.decoder, self.slots, PREFIX)
-        chooser = ShapeChooser(Acceptance(), Costs(self.model.weight_bytes, self.model.kv_bytes(1)), shapes)
+        chooser = NotedChooser(Acceptance(), Costs(self.model.weight_bytes, self.model.kv_bytes(1)), shapes)
         found = run_steps(self.decoder, self.slots, steps, chooser, PREFIX)
         if len(shapes) > 1:
-            print({name_of(shape): number for shape, number in chooser.steps.items()}, flush=True)
+            ran = {
+                name_of(shape): [number, statistics.median(chooser.step_ms[shape] or [0.0])]
+                for shape, number in chooser.steps.items()
+            }
+            self.parts["chosen"].append({"chooser_s": chooser.host_s, "steps": ran})
         return found.tokens / (found.step_ms * steps) * 1e3
 
     @torch.inference_mode()
     def measure(self, law: str, rounds: int, seconds: float) -> dict[str, list[float]]:
         """Run steps with every variant in turn: tokens/s by round."""
+        self.parts.clear()
         self.decoder.drawn.copy_(draw_ranks(LAWS[law]))
         first = first_shape(self.slots, self.shapes)
         variants = {name_of(shape): partial(self.run, [shape], self.steps) for shape in self.shapes}
@@ -255,11 +346,11 @@ def measure(row: str, device: torch.device, steps: int, new_tokens: int, most: i
             return found | {"row": row}
     variants = kept_variants_of(kind_of(row), steps, device)
     if isinstance(variants, DrawnVariants):
-        return judged(row, variants.measure(rest[1], rounds, seconds))
+        return judged(row, variants.measure(rest[1], rounds, seconds), variants.parts)
     prompts = read_prompts()
     if name == "text":
         prompts = [prompt for prompt in prompts if prompt.category == rest[1]][:most]
-    return judged(row, variants.measure(prompts, new_tokens, rounds, seconds))
+    return judged(row, variants.measure(prompts, new_tokens, rounds, seconds), variants.parts)
 
 
 class Renamed:
@@ -294,7 +385,7 @@ def make_ready(kind: str, shapes: Shapes, device: torch.device) -> None:
 def make_all_ready(rows: Sequence[str], device: torch.device) -> None:
     """Compile all kernels of these rows, side by side in as many processes as there are cores."""
     started, kinds = time.perf_counter(), [kind for kind in dict.fromkeys(map(kind_of, rows)) if "/" in kind]
-    spawn, most = get_context("spawn"), max(1, (os.cpu_count() or 2) - 7)
+    spawn, most = get_context("spawn"), max(1, (os.cpu_count() or 2) - 5)
     with (
         mock.patch.dict(os.environ, OMP_NUM_THREADS="1"), ProcessPoolExecutor(most, spawn) as workers,
         # Each takes 9 GB of the GPU at 8B's dimensions.
@@ -312,14 +403,14 @@ def make_all_ready(rows: Sequence[str], device: torch.device) -> None:
             print(f"{name}: {job.exception() or 'ready'} after {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def judged(name: str, found: Mapping[str, list[float]]) -> dict[str, Any]:
+def judged(name: str, found: Mapping[str, list[float]], parts: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Return a row: medians, and the choice by step over plain decoding and over the best of the rest."""
     medians = {variant: statistics.median(values) for variant, values in found.items()}
     best = max((variant for variant in medians if variant != "chosen"), key=medians.__getitem__)
     row: dict[str, Any] = {"row": name, "tokens_per_s": medians, "best": best}
     row["over_plain"], row["over_best"] = (medians["chosen"] / medians[other] for other in ("plain", best))
     row["is_good"] = row["over_plain"] >= LEAST_OF_PLAIN and row["over_best"] >= LEAST_OF_BEST
-    return row
+    return row | {"rounds": dict(found), "parts": dict(parts)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -342,7 +433,7 @@ def main(argv: list[str] | None = None) -> None:
             break
         row = measure(name, device, args.steps, args.new, args.prompts, args.rounds, args.row_seconds)
         result["rows"].append(row | {"at_s": time.perf_counter() - started})
-        show(result["rows"][-1])
+        show({key: value for key, value in result["rows"][-1].items() if key != "parts"})
         write(result, args.out)
     sys.exit(0 if len(result["rows"]) == len(names) and all(row["is_good"] for row in result["rows"]) else 1)
 

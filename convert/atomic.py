@@ -8,12 +8,13 @@ folder back before it begins.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_slim.vocab_tools.files import expand_home
@@ -21,8 +22,10 @@ from eagle_slim.vocab_tools.files import expand_home
 from .errors import OutputError, OutputExistsError
 
 
-@contextmanager
-def atomic_directory(out: Path | str, force: bool = False, marker: str | None = None) -> Iterator[Path]:
+@contextlib.contextmanager
+def atomic_directory(
+    out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*", wait: bool = False
+) -> Iterator[Path]:
     """Give an empty folder to write into; on success it becomes `out`, after an error nothing of it remains.
 
     Args:
@@ -30,6 +33,8 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         force: replace what is at `out`.
         marker: name of a file that a folder must hold to be replaced, unless it is empty; so that `force` on a wrong
             name cannot delete what this program did not write.
+        own: pattern of the names that such a folder may hold, for the same reason.
+        wait: for another run that is writing `out`, instead of OutputError; what it wrote is then there already.
 
     Yields:
         A new sibling of `out`, on the same file system.
@@ -38,21 +43,21 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         OutputExistsError: as `check_output`.
         OutputError: the disk refuses (every OSError of the body counts as such), or another run is writing `out`.
     """
-    check_output(out, force, marker)
+    check_output(out, force, marker, own)
     out = _real(out)
     new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(new, out)
+        lock = _locked(new, out, wait)
         try:
             _put_back(old, out)
             shutil.rmtree(old, ignore_errors=True)
-            check_output(out, force, marker)
+            check_output(out, force, marker, own)
             yield new
             for path in (*new.rglob("*"), new):
                 _sync(path)
             # Somebody may have written it in the meantime.
-            check_output(out, force, marker)
+            check_output(out, force, marker, own)
             if os.path.lexists(out):
                 os.rename(out, old)
             os.rename(new, out)
@@ -69,7 +74,7 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
+def check_output(out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*") -> None:
     """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written.
 
     For a command that wants to refuse before it downloads or computes anything: touches nothing.
@@ -83,10 +88,14 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
         return
     if not force:
         raise OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
-    if not out.is_dir() or (marker is not None and not (out / marker).is_file()):
-        found = f"it holds files but no {marker}" if out.is_dir() else "it is a file"
+    found = None if out.is_dir() else "it is a file"
+    if found is None and marker is not None and not (out / marker).is_file():
+        found = f"it holds files but no {marker}"
+    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(own, path.name)]):
+        found = f"it holds {', '.join(sorted(strange)[:4])}"
+    if found is not None:
         advice = "Choose another name, or remove it yourself."
-        raise OutputExistsError.at(out, f"not replaced: {found}, so this program did not write it.\n{advice}")
+        raise OutputExistsError.at(out, f"not replaced: {found}; only what this program wrote is.\n{advice}")
 
 
 def _real(path: Path | str) -> Path:
@@ -99,16 +108,24 @@ def _put_back(old: Path, out: Path) -> None:
         os.rename(old, out)
 
 
-def _locked(new: Path, out: Path) -> int:
+def _locked(new: Path, out: Path, wait: bool) -> int:
     """Make an empty folder and return a descriptor that holds its lock; OutputError where another run has it."""
-    new.mkdir(exist_ok=True)
-    lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        problem = "another run is writing it.\nWait for that one, or write to another place with --out."
-        raise OutputError.at(out, problem) from error
+    lock = None
+    while lock is None:
+        new.mkdir(exist_ok=True)
+        # Another run may rename or remove this folder at any time until it is locked.
+        with contextlib.suppress(FileNotFoundError):
+            opened = os.open(new, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(opened), new.stat()):
+                    lock = opened
+            except BlockingIOError as error:
+                problem = "another run is writing it.\nWait for that one, or write to another place with --out."
+                raise OutputError.at(out, problem) from error
+            finally:
+                if lock is None:
+                    os.close(opened)
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock

@@ -33,7 +33,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     """Read `32000`, `8192,16384,32000`, or `full`."""
     parts = [part.strip() for part in (value or "").split(",")]
     if value and not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
-        problem = f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}"
+        problem = f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}."
         raise click.BadParameter(problem, ctx, param)
     return tuple("full" if part == "full" else int(part) for part in parts) if value else None
 
@@ -43,7 +43,7 @@ def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     kinds = tuple(part.strip() for part in value.split(",")) if value else ()
     if not set(kinds) <= {"auto", *_GGUF_TYPES}:
         problem = f"expected types such as bf16 or bf16,q8_0 of {', '.join(_GGUF_TYPES)}, found {value!r}"
-        raise click.BadParameter(f"{problem}; without a type it comes last", ctx, param)
+        raise click.BadParameter(f"{problem}; without a type it comes last.", ctx, param)
     return kinds
 
 

@@ -23,7 +23,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from .artifact import dflash, eagle1, eagle3, provenance
 from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, freq_bytes, freq_name
+from .artifact.format import CARD_NAME, OWN_NAMES, config_of, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output
@@ -81,7 +81,7 @@ class Conversion:
         lm_head: whose rows are gathered; None for EAGLE-1/2.
         tensors: of the weights file.
         files: the small files by name, but for the manifest.
-        manifest: complete once the artifact is written; until then without checksums, `files` and records of reads.
+        manifest: complete once the artifact is written; until then without checksums and `files`.
         gguf: the GGUF files to write; None for none.
         bytes_before, bytes_after: weights that one draft step of the head and of the slim head reads.
     """
@@ -128,7 +128,7 @@ class Conversion:
 
         Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
         """
-        with atomic_directory(self.folder, force=force, marker=MANIFEST_NAME) as folder:
+        with atomic_directory(self.folder, force, MANIFEST_NAME, OWN_NAMES) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
@@ -138,11 +138,10 @@ class Conversion:
                 from .artifact.gguf import write_gguf
 
                 files |= write_gguf(folder, self.gguf, f"{self.manifest.head['name']} v{self.manifest.draft_vocab}")
-            found = provenance.describe_reads(self.manifest, self.head, self.lm_head, self.tensors, written["tensors"])
+            manifest = replace(self.manifest, files=dict(sorted(files.items())))
             if self.lm_head is not None:
                 rows = SafetensorsFile(folder / WEIGHTS_NAME).array(names.LM_HEAD)
-                found["row_checksums"] = row_checksums(rows)
-            manifest = replace(self.manifest, files=dict(sorted(files.items())), **found)
+                manifest = replace(manifest, row_checksums=row_checksums(rows))
             (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
         return replace(self, manifest=manifest)
 
@@ -189,7 +188,7 @@ def plan_conversion(
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
-        check_output(folder, options.force, MANIFEST_NAME)
+        check_output(folder, options.force, MANIFEST_NAME, OWN_NAMES)
     inputs = _open_inputs(name, options, say)
     sizes = _sizes(inputs.head, options)
     request, ranking = options.vocabulary, None
@@ -293,12 +292,13 @@ def _plan(
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
     tensors: Sequence[TensorPlan]
     if lm_head is None:
-        tensors, config = eagle1.plan_tensors(head), eagle1.repaired_config(head, options.flavour)
+        tensors = eagle1.plan_tensors(head)
     elif head.kind == "eagle3":
-        tensors, config = eagle3.plan_tensors(head, lm_head, ids), eagle3.slim_config(head, rows, options.flavour)
+        tensors = eagle3.plan_tensors(head, lm_head, ids)
     else:
         assert ids is not None, "a full vocabulary is refused before"
-        tensors, config = dflash.plan_tensors(head, lm_head, ids), dflash.slim_config(head, rows)
+        tensors = dflash.plan_tensors(head, lm_head, ids)
+    config = config_of(head, rows, options.flavour)
     facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
     findings = conversion_findings(facts)
     manifest = _manifest(inputs, options, ranking, vocab, in_words(findings))
@@ -365,7 +365,7 @@ def _describe_target(inputs: Inputs) -> dict[str, Any]:
         return {**inputs.target.provenance, **sizes}
     if inputs.choice is not None and inputs.choice.reason == targets.RECORDED:
         assert inputs.source.manifest is not None
-        return {key: value for key, value in inputs.source.manifest.target.items() if key != "files"}
+        return inputs.source.manifest.target
     name = None if inputs.choice is None else inputs.choice.name
     if name is not None and expand_home(name).is_dir():
         return {"repo_id": None, "revision": None, "name": expand_home(name).resolve().name}

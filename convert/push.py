@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained, trouble_of
 
-from .artifact.format import CARD_NAME
+from .artifact.format import CARD_NAME, OWN_NAMES
 from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import ArtifactError
+from .verify.rules import READ_TOO
 from .verify.verify import verify_artifact
 
 
@@ -40,19 +42,27 @@ def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -
 def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool | None = None) -> str:
     """Upload files of a folder to the model repository `name/repository` and return its address.
 
-    A repository that does not exist is made, as visible as `private` says, or as the account's default.
+    A repository that does not exist is made, as visible as `private` says, or as the account's default. Of one that
+    does, what another artifact left and this one has not is deleted in the same commit: it is in the history.
 
     Raises:
         SourceError: no token, no right to write, no connection, or not a repository id.
+        ArtifactError: the repository holds other weights; nothing was uploaded.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi(library_name=LIBRARY_NAME)
     with explained(repo_id, purpose="write"):
         created = api.create_repo(repo_id, private=private, exist_ok=True)
-        operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        others = set(api.list_repo_files(created.repo_id)) - {*names}
+        stale = {name for name in others if re.fullmatch(OWN_NAMES, name)}
+        if foreign := sorted(name for name in others - stale if name.endswith(READ_TOO) and "/" not in name):
+            problem = f"not uploaded: it holds {', '.join(foreign[:4])}, which an engine may read, too, or instead"
+            raise ArtifactError.at(repo_id, f"{problem}.\nRemove it there, or choose another repository.")
+        added = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        gone = [CommitOperationDelete(name) for name in sorted(stale)]
         try:
-            api.create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
+            api.create_commit(created.repo_id, [*added, *gone], commit_message="Upload slim draft head")
         # The library's wrapper around whatever stopped the upload of one large file.
         except RuntimeError as error:
             raise trouble_of(error, repo_id, purpose="write") from error

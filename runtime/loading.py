@@ -189,7 +189,7 @@ def _naming(target: str | Path) -> Iterator[None]:
         folder = "" if Path(target).exists() else "there is no such folder here, and "
         # Nothing of a folder is fetched, so the Hub cannot be the reason there.
         if folder and isinstance(error, OSError) and (trouble := trouble_of(error, str(target))).is_unreachable:
-            reason = trouble.headline
+            raise TargetError(f"Target {target}: {folder}{trouble}") from error
         raise TargetError(
             f"Target {target}: {folder}transformers cannot load it ({reason}). Expected the folder of a causal "
             "language model, or its repository on the Hub (name/model). A model of another class, such as a "

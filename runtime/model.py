@@ -44,7 +44,7 @@ from .drafter.drafter import (
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError, brief, misfit
+from .errors import AcceptanceWarning, UsageError, misfit
 from .settings import TreeConfig
 from .step.decoder import WarmUp
 from .step.decoders import Decoders
@@ -78,7 +78,7 @@ class SpeculativeModel:
         self.is_tree_sized = is_tree_sized
         """Whether trees are chosen (`step.shapes`), up to the drafter's; else every step has the drafter's."""
         self._decoders = Decoders(target, drafter)
-        self._num_drafts = self._num_accepted = 0
+        self._num_drafts, self._num_accepted, self._has_warned = 0, 0, False
         """Passes over drafts of calls that were too short to tell whether the head works, and their tokens."""
 
     @classmethod
@@ -400,19 +400,13 @@ class SpeculativeModel:
         sequences = join_sequences(call.rows, answers, call.fill, call.device)
         return kind(sequences, tuple(results), stats, call.seed)
 
-    def chat(
-        self, messages: str | Messages | Sequence[Messages], *positional: object, **options: Any
-    ) -> GenerationOutput:
+    def chat(self, messages: str | Messages | Sequence[Messages], **options: Any) -> GenerationOutput:
         """Answer a conversation, or a list of conversations, through the chat template.
 
         ``options``: those of `generate`, by name; vLLM's ``max_tokens`` and ``n`` are ``max_new_tokens`` and
         ``num_return_sequences``. ``reuse_prefix`` is the default where it changes no answer: in float32, and where rows
         are exact. Raises `UsageError` and `PromptError` as `encode_chat` and `generate` do.
         """
-        if positional:
-            raise UsageError(
-                f"chat(messages) takes its options by name, such as max_tokens=100; got {brief(positional[0])}."
-            )
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
         is_one = not is_list or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
@@ -459,11 +453,12 @@ class SpeculativeModel:
         return encode_conversation(self.tokenizer, messages)
 
     def _warn_if_nothing_is_accepted(self, num_drafts: int, num_accepted: int) -> None:
-        """Warn, as soon as calls were long enough to tell, of a head that hardly drafts a token that is taken."""
+        """Warn once, when calls were long enough to tell, of a head that hardly drafts a token that is taken."""
         drafts, accepted = self._num_drafts + num_drafts, self._num_accepted + num_accepted
         is_enough = drafts >= _WARN_AFTER_PASSES
         self._num_drafts, self._num_accepted = (0, 0) if is_enough else (drafts, accepted)
-        if is_enough and accepted < _WARN_BELOW * drafts:
+        if is_enough and accepted < _WARN_BELOW * drafts and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"Hardly any token of {drafts} drafts was accepted ({accepted / drafts:.2f} tokens per pass). The "
                 "output is exact all the same. Likely causes: the head was trained for another target or version of "

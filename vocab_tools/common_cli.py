@@ -84,7 +84,7 @@ def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None)
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of numbers such as 8192,16384", ctx, param) from None
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 8192,16384.", ctx, param) from None
 
 
 def emit_json(value: Any) -> None:

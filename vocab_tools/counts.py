@@ -96,7 +96,7 @@ class SourceCounts:
     def __post_init__(self) -> None:
         _check_weight(self.name, self.weight, VocabularyError)
         if self.counts.dtype != np.int64 or self.counts.ndim != 1 or self.counts.min(initial=0) < 0:
-            found = f"{_kind(self.counts)} from {self.counts.min(initial=0)} on"
+            found = f"{self.counts.dtype} {list(self.counts.shape)} from {self.counts.min(initial=0)} on"
             raise VocabularyError(f"source {self.name}: counts: expected int64 [vocab] from 0 on, found {found}.")
         ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
@@ -232,7 +232,7 @@ class TokenCounts:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
                     return _from_parts(json.loads(file.metadata()[_KEY]), tensors)
             # A JSONDecodeError is a ValueError; numpy does not know bfloat16 and raises a TypeError.
-            except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
+            except (SafetensorError, LookupError, TypeError, AttributeError, ValueError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
 
 
@@ -364,6 +364,8 @@ def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]])
         token_ids = tensors.get(f"held_out.{position}.token_ids")
         held_out = None if token_ids is None else HeldOut(token_ids, tensors[f"held_out.{position}.doc_offsets"])
         counts = tensors[f"counts.{position}"]
+        if not (isinstance(entry["name"], str) and isinstance(entry["provenance"], dict)):
+            raise TypeError("expected a name and an object as provenance")
         sources.append(SourceCounts(entry["name"], entry["weight"], counts, held_out, entry["provenance"]))
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
 
@@ -371,7 +373,3 @@ def _from_parts(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]])
 def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:
     if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) > 0):
         raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.")
-
-
-def _kind(array: NDArray[Any]) -> str:
-    return f"{array.dtype} {list(array.shape)}"

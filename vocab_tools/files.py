@@ -46,15 +46,19 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """Return the output path, or refuse it before any work is done.
 
     Raises:
-        UsageError: it exists and `force` is off, it is a folder, or its parent is not a folder.
+        UsageError: it exists and `force` is off, it is a folder, a pipe or a device, or its folder does not exist or
+            cannot be written.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder. Name a file to write.")
-    if path.exists() and not force:
-        raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.")
+    if path.exists():
+        regular_file(path, UsageError)
+        if not force:
+            raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path}: the folder {folder} does not exist.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: the folder {folder} cannot be written. Name a file in another one.")
     return path
 
 

@@ -62,7 +62,7 @@ class FloorProblem:
         """
         needed, bound = self.floors, np.inf
         for _ in range(_MAX_ROUNDS):
-            solved = self._solve(-self.score, needed, size)
+            solved = self._solve(needed, size)
             if solved is None:
                 return None
             shares, multipliers = solved
@@ -75,35 +75,19 @@ class FloorProblem:
             needed = self._raised(needed, chosen)
         return None
 
-    def smallest_size(self) -> int | None:
-        """Return a number of ids that holds all floors, near the fewest possible; None where all ids do not."""
-        needed = self.floors
-        for _ in range(_MAX_ROUNDS):
-            solved = self._solve(np.ones(len(self.score)), needed, len(self.score))
-            if solved is None:
-                return None
-            # An x that HiGHS leaves a little above 0 is 0.
-            chosen = solved[0] > 1e-9
-            if self.holds(chosen):
-                return int(chosen.sum())
-            needed = self._raised(needed, chosen)
-        return None
-
     def _raised(self, needed: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
         short = self.floors - self.reached(chosen)
         raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
         # More than all ids cover is never needed, where a floor is no more.
         return np.asarray(np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1))))
 
-    def _solve(
-        self, cost: NDArray[np.float64], needed: NDArray[np.float64], size: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """Return x [ids] of the least cost, and λ [floors]; None where `size` ids do not cover what is needed."""
+    def _solve(self, needed: NDArray[np.float64], size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return the best x [ids], and λ [floors]; None where `size` ids do not cover what is needed."""
         from scipy.optimize import linprog
 
         used = np.flatnonzero(self.is_forced | (self.score > 0) | self.counted.any(axis=0))
         found = linprog(
-            cost[used],
+            -self.score[used],
             np.vstack([-self.counted[:, used], np.ones(len(used))]),
             np.append(-needed, size),
             bounds=np.column_stack([self.is_forced[used], np.ones(len(used))]),

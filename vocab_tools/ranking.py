@@ -31,6 +31,7 @@ from .vocabulary import (
     DraftVocab,
     check_ids,
     doubts_of_rank,
+    lost_floors,
     padding_warning,
     round_up,
     some_ids,
@@ -149,9 +150,12 @@ def rank_by_order(
     if tokenizer is not None:
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
     warnings: list[str] = []
+    counted = None
     if isinstance(order, DraftVocab):
         _check_made_with(order, tokenizer, "the vocabulary")
         warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
+        warnings.extend(lost_floors(order, len(order) if size is None else size))
+        counted = order.counted_ids
         order = order.target_ids
     pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)
     if order is None:
@@ -160,7 +164,11 @@ def rank_by_order(
     else:
         ranked, size = _follow(order, size, pool, warnings)
         found["method"] = "token map"
-    return pool.cut(ranked, size, {**found, **(provenance or {})})
+    if counted is not None:
+        found[COUNTED_IDS] = int(np.isin(ranked[len(pool.forced) : size], counted).sum())
+    vocab = pool.cut(ranked, size, {**found, **(provenance or {})})
+    warnings.extend(uncounted_warning(vocab))
+    return vocab
 
 
 def check_share(option: str, share: float) -> None:
@@ -362,7 +370,7 @@ def _hold_floors(
         if found is None:
             without = zip(floors.items(), problem.reached(chosen), strict=True)
             falls = ", ".join(f"{name} {share:.2%} (floor {floor:.2%})" for (name, floor), share in without)
-            enough = _size_for_floors(problem, size, pool.largest_size)
+            enough = _size_for_floors(problem, np.searchsorted(pool.ids, order), size, pool.largest_size)
             advice = f"{enough} would do" if enough else f"no size does, up to {pool.largest_size}: ask for less"
             raise UsageError(
                 f"--floor: {size} ids cannot hold all of these floors; {advice}. Ranked without floors, {size} cover "
@@ -377,14 +385,24 @@ def _hold_floors(
     return order, {"size": size, "held": held, "weighted": float(problem.score[chosen].sum()), "weighted_bound": bound}
 
 
-def _size_for_floors(problem: FloorProblem, size: int, largest: int) -> int | None:
-    """Return the next multiple that holds floors which `size` ids do not, None where not even the largest does."""
-    fewest = problem.smallest_size()
-    if fewest is None:
+def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int, largest: int) -> int | None:
+    """Return a size near the smallest that holds floors which `size` ids do not; None where not even the largest does.
+
+    `order`: places of the ids as they rank without floors, of which a longer beginning may hold them.
+    """
+    held = (problem.measured[:, order].cumsum(axis=1) >= problem.floors[:, None] - 1e-12).all(axis=0)
+    enough = round_up(int(held.argmax()) + 1) if held.any() else largest + 1
+    if enough > largest and problem.choose(largest) is None:
         return None
-    first = round_up(max(fewest, size + 1))
-    sizes = [*(first + ROUND_TO * ((1 << power) - 1) for power in range(16)), largest]
-    return next((enough for enough in sizes if enough <= largest and problem.choose(enough) is not None), None)
+    enough = min(enough, largest)
+    # Each solution of a large problem takes seconds, and a size for advice need not be exact.
+    for _ in range(5):
+        middle = max(round_up(size + 1), (size + enough) // 2 // ROUND_TO * ROUND_TO)
+        if middle >= enough:
+            break
+        is_enough = problem.choose(middle) is not None
+        size, enough = (size, middle) if is_enough else (middle, enough)
+    return enough
 
 
 def _follow(

@@ -26,9 +26,10 @@ FLOORS = "floors"
 ROUND_TO = 64
 """Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
 
+MOST_PADDING = 2048
+"""Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
+
 _MAX_UNCOUNTED_SHARE = 0.01
-# Rows that targets have beyond their logical vocabulary: 465 in DeepSeek-V3, 128 between sizes of Qwen2.5.
-_MAX_PADDING = 512
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
 # This many ids in order of frequency never ascend by chance.
@@ -85,10 +86,16 @@ class DraftVocab:
         return tuple(self.provenance.get("warnings", ()))
 
     @property
+    def counted_ids(self) -> NDArray[np.int64] | None:
+        """The ids that occur in the counted text, forced ids aside; None where that is not known."""
+        counted = self.provenance.get(COUNTED_IDS)
+        return None if counted is None else self.target_ids[self.num_forced :][:counted]
+
+    @property
     def num_uncounted(self) -> int | None:
         """Number of ids that never occur in the counted text, forced ids aside; None where that is not known."""
-        counted = self.provenance.get(COUNTED_IDS)
-        return None if counted is None else max(0, self.size - self.num_forced - counted)
+        counted = self.counted_ids
+        return None if counted is None else self.size - self.num_forced - len(counted)
 
     def prefix(self, size: int) -> DraftVocab:
         """Return the first `size` ids; raises UsageError below the forced ids, above all, or without a rank."""
@@ -115,7 +122,7 @@ class DraftVocab:
         """
         if target_vocab == self.target_vocab:
             return self
-        if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > _MAX_PADDING:
+        if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > MOST_PADDING:
             raise VocabularyError(
                 f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}."
             )
@@ -160,6 +167,9 @@ class DraftVocab:
             found = type(value.get(key))
             if found is not kind:
                 raise VocabularyError(f"{where}: {key}: expected {kind.__name__}, found {found.__name__}.")
+        for key, kind in {"warnings": list, "forced": dict, FLOORS: dict, COUNTED_IDS: int}.items():
+            if type(value["provenance"].get(key, kind())) is not kind:
+                raise VocabularyError(f"{where}: provenance: {key}: expected {kind.__name__}.")
         with errors_of(where):
             ids = whole_numbers(value["target_ids"], "target_ids")
             return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])

@@ -12,14 +12,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, choose_drafter
 from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.drafter.tuned_cache import open_tuned_cache
@@ -32,7 +34,7 @@ from eagle_slim.runtime.step.decoder import Decoder, Phase
 from eagle_slim.runtime.step.kernels.acceptance import RECORD_HEAD
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
-from eagle_slim.runtime.step.shapes import ShapeChooser
+from eagle_slim.runtime.step.shapes import LARGE, ShapeChooser
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
@@ -47,7 +49,9 @@ from triton import AsyncCompileMode, JITFunction
 from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, draw_lengths, survivals
 from benchmarks.shared.timing import time_queued_us
 
-LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36, "llama-3.3-70b": 80}
+LAYERS = {
+    "smollm2-135m": 30, "qwen2.5-0.5b": 24, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36, "llama-3.3-70b": 80,
+}  # fmt: skip
 TIED = ("smollm2-135m", "llama-3.2-1b")
 TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
 """Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
@@ -67,14 +71,14 @@ AT_ONCE = 6
 def random_target(
     name: str, dims: Dims, dtype: torch.dtype, device: torch.device, weights: str = "bf16", layers: int | None = None
 ) -> nn.Module:
-    """Build a random Llama or Qwen3 of these dimensions on the device; ``layers``: fewer than `LAYERS`.
+    """Build a random Llama, Qwen2 or Qwen3 of these dimensions on the device; ``layers``: fewer than `LAYERS`.
 
     ``weights``: one of `TARGET_WEIGHTS`. The matrices of layers in FP8 are made one at a time.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "qwen3" if name.startswith("qwen3") else "llama", vocab_size=dims.vocab, hidden_size=dims.hidden,
+        name[:5] if name.startswith("qwen") else "llama", vocab_size=dims.vocab, hidden_size=dims.hidden,
         intermediate_size=dims.intermediate, num_hidden_layers=layers or LAYERS[name], num_attention_heads=dims.heads,
         num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=131072,
         tie_word_embeddings=name in TIED,
@@ -96,15 +100,39 @@ def _fill_in_fp8(model: Any, dtype: torch.dtype, device: torch.device, is_by_blo
                 groups = -(-linear.in_features // SCALE_BLOCK)
                 weight = Fp8Weight(weight.words, weight.scales.repeat(1, groups))
             parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, Fp8Linear(weight))
+            setattr(layer.get_submodule(parent), name, Fp8Linear(weight, linear.bias))
     for path, parameter in list(model.named_parameters()):
         parent, _, name = path.rpartition(".")
         values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02)
-        values += parameter.dim() == 1  # a norm's
+        values += path.endswith("norm.weight")
         setattr(model.get_submodule(parent), name, nn.Parameter(values, requires_grad=False))
     model.tie_weights()
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
+def guessable_model(name: str, device: torch.device, tokenizer: Any, weights: str, **options: Any) -> SpeculativeModel:
+    """Build a random model in bf16, and an EAGLE-1 head over its embedding and LM head that often guesses it.
+
+    Each of 4,096 ids is mostly followed by one of two, whatever comes before; the layers add as much again to its
+    embedding. ``weights``: one of `TARGET_WEIGHTS`; ``options`` of `SpeculativeModel`.
+    """
+    torch.manual_seed(0)
+    dims = replace(MODELS[name], vocab=len(tokenizer), kind="eagle")
+    model: Any = random_target(name, dims, torch.bfloat16, device, weights)
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias"):
+            parameter.data.normal_(std=0.3)
+    embedding, lm_head = model.model.embed_tokens.weight.data.normal_(), model.lm_head.weight.data.normal_()
+    first, second = (embedding[torch.randperm(4096, device=device)] for _ in range(2))
+    lm_head *= 0.3
+    lm_head[:4096] = 0.75 * first + 0.7 * second
+    lm_head *= dims.hidden**-0.5
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    head = replace(random_head(dims, device), embedding=embedding, lm_head=lm_head)
+    head.tensors["fc.weight"][:, : dims.hidden] = torch.eye(dims.hidden, device=device)
+    target = TargetModel(model, None, "fused")
+    return SpeculativeModel(target, choose_drafter("auto", head, LARGE), tokenizer, is_tree_sized=True, **options)
 
 
 class RandomModel:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from eagle_slim.vocab_tools.files import read_object
-from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
+from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
@@ -70,8 +70,7 @@ class Manifest:
     @property
     def num_uncounted(self) -> int | None:
         """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
-        counted = (self.vocabulary or {}).get(COUNTED_IDS)
-        return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
+        return None if self.ranks is None else self.ranks.num_uncounted
 
     @property
     def coverage_summary(self) -> list[dict[str, Any]]:
@@ -128,8 +127,12 @@ class Manifest:
                 found = "nothing" if key not in value else type(value[key]).__name__
                 raise _broken(path, f"{key}: expected {getattr(kind, '__name__', kind)}, found {found}")
         for name, entry in value["files"].items():
-            if not isinstance(entry, dict) or type(entry.get("size_bytes")) is not int:
-                raise _broken(path, f"files: {name}: expected an object with size_bytes")
+            is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
+            if not is_entry or type(entry.get("size_bytes")) is not int:
+                raise _broken(path, f"files: {name}: expected an object with size_bytes, and tensors an object")
+        forced = (value["vocabulary"] or {}).get("forced", {})
+        if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
+            raise _broken(path, "vocabulary: forced: expected an object whose keys are ids")
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
             raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]

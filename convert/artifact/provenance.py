@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -11,13 +10,11 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
-from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import LONG_NAMES
 from ..rows.lm_head import LmHead
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import ResolvedSource, open_head_source
 from .manifest import Manifest
-from .writer import TensorPlan
 
 
 def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> dict[str, Any]:
@@ -57,33 +54,6 @@ def describe_dropped(head: DraftHead) -> dict[str, str]:
     if head.kind == "eagle3" and names.EMBEDDING in head.tensors and not head.has_own_embedding:
         dropped[head.tensors.stored[names.EMBEDDING]] = "every engine shares the target's embedding"
     return dict(sorted(dropped.items()))
-
-
-def describe_reads(
-    manifest: Manifest, head: DraftHead, lm_head: LmHead | None, plans: Sequence[TensorPlan], digests: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the manifest's `head` and `target` with what was read of their weights.
-
-    `digests` has the SHA-256 of each written tensor by name, in the order of the file.
-    """
-    plan_of = {plan.name: plan for plan in plans}
-    rows = [(plan_of[name].rows, digest) for name, digest in digests.items()]
-
-    def files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-        written = [part.record(digest) for part, digest in rows if part is not None and part.source is checkpoint]
-        reads = [read for read in checkpoint.reads if read not in written] + written
-        found = []
-        for file in checkpoint.files:
-            own = [read for read in reads if checkpoint.file_of(read["tensor"]) is file]
-            if own:
-                found.append({"name": file.path.name, "size_bytes": file.size_bytes, "reads": own})
-        return found
-
-    described = {"head": {**manifest.head, "files": files(head.tensors.source)}}
-    if lm_head is not None and lm_head.origin == "target":
-        records = [{**record, "name": lm_head.file} for record in files(lm_head.checkpoint)]
-        described["target"] = {**manifest.target, "files": records}
-    return described
 
 
 def open_original(manifest: Manifest, given: str | None = None, offline: bool = True) -> DraftHead | None:

@@ -28,18 +28,16 @@ class TensorPlan(TensorInfo):
 
     Attributes:
         pieces: yields uint8 arrays that are, one after another, the tensor's bytes in row-major order.
-        rows: what of a checkpoint they are; None for what a conversion adds.
     """
 
     pieces: Callable[[], Iterator[Bytes]]
-    rows: SourceRows | None = None
 
     @classmethod
     def of(cls, name: str, rows: SourceRows) -> TensorPlan:
         """Plan rows of a checkpoint as a tensor of the slim head."""
         info, ids = rows.source.info(rows.name), rows.row_ids
         shape = info.shape if ids is None else (len(ids), *info.shape[1:])
-        return cls(name, rows.dtype, shape, math.prod(shape) * item_size(rows.dtype), rows.pieces, rows)
+        return cls(name, rows.dtype, shape, math.prod(shape) * item_size(rows.dtype), rows.pieces)
 
 
 def array_plan(name: str, array: NDArray[Any]) -> TensorPlan:

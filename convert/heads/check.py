@@ -15,9 +15,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_dtypes(tensors: LazyTensors, where: str) -> None:
-    """Raise UnsupportedHeadError unless every tensor but the maps is bf16, fp16 or fp32."""
+    """Raise UnsupportedHeadError unless every tensor but the maps is bf16, fp16 or fp32; MismatchError for a scalar."""
     for name in tensors:
         dtype = tensors.info(name).dtype
+        if not tensors.shape(name):
+            raise MismatchError.at(where, f"{name}: expected rows of numbers, found a scalar.\nFetch the head again.")
         if name not in names.MAPS and dtype not in FLOATS:
             problem = f"{name} is {LONG_NAMES.get(dtype, dtype)}; expected bfloat16, float16 or float32"
             raise UnsupportedHeadError.at(where, f"{problem}.\nConvert an unquantised head in one of these.")

@@ -88,13 +88,15 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         MismatchError: a key is missing or of a wrong type.
     """
-    for key in ("text_config", "transformer_layer_config", "eagle_config"):
+    for key in ("text_config", "transformer_layer_config"):
         if not isinstance(source.get(key), Mapping | None):
             raise _wrong(where, key, "an object or null", source[key])
     config = flattened_text(source)
     if (nested := config.get("transformer_layer_config")) is not None:
         outer = {key: value for key, value in config.items() if key not in _SPECULATORS_KEYS}
         config = {"norm_before_residual": True, **nested, **outer, "model_type": "llama"}
+    if not isinstance(config.get("eagle_config"), Mapping | None):
+        raise _wrong(where, "eagle_config", "an object or null", config["eagle_config"])
     if config.get("model_type") == "llama4_text" and config.get("intermediate_size_mlp") is not None:
         # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
         config["intermediate_size"] = config.pop("intermediate_size_mlp")

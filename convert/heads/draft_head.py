@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 from numpy.typing import NDArray
 
 from ..artifact.manifest import Manifest
@@ -20,10 +21,6 @@ from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
 
 if TYPE_CHECKING:
     import torch
-
-
-MOST_PADDING = 2048
-"""Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
 
 
 def has_padding_of(rows: int, vocab: int) -> bool:
@@ -73,7 +70,7 @@ class LazyTensors:
         if name not in self:
             return False
         # Every bit but the sign of each element, which is the highest of its last byte.
-        raw = self.source.raw(self.stored[name]).reshape(-1, item_size(self.info(name).dtype))
+        raw = self.source.array(self.stored[name]).reshape(-1, item_size(self.info(name).dtype))
         return bool(raw[:, :-1].any() or (raw[:, -1] & 0x7F).any())
 
 

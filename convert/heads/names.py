@@ -85,10 +85,7 @@ OTHER_DRAFTS = {
     ),
     "dflash": ("a DFlash draft of another form than DFlashDraftModel", _WHOLE + "in an engine that knows its class"),
     "dspark": ("a DSpark draft of another form than Qwen3DSparkModel", _WHOLE + "in an engine that knows its class"),
-    # SGLang's `init_lm_head` cuts the target's LM head (`speculative/eagle_worker_v2.py`), but `models/qwen3_5_mtp.py`
-    # ignores what it is given where that is the embedding. None of vLLM's `*mtp*.py` reads `draft_vocab_size` or `d2t`.
-    # llama.cpp expects a `nextn.shared_head_head` for the whole vocabulary in all of `src/models/`, and reads `d2t` in
-    # `eagle3.cpp` and `dflash.cpp` alone.
+    # What each engine reads: docs/serving/dflash.md, MTP.
     "mtp": (
         "a multi-token-prediction (MTP) layer",
         _WHOLE

@@ -31,6 +31,8 @@ from .draft_head import DraftHead, LazyTensors
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
 
 D2tForm = Literal["auto", "offset", "absolute"]
+QUANT_NAME = "hf_quant_config.json"
+"""ModelOpt's configuration of a quantisation, which vLLM reads where config.json has none."""
 
 _INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.uint8}
 
@@ -88,7 +90,7 @@ def read_config(folder: Path, where: str, manifest: Manifest | None = None) -> d
     if manifest is not None and sha256_file(path) != manifest.files.get(CONFIG_NAME, {}).get("sha256"):
         problem = f"{CONFIG_NAME} is not as the manifest beside it records.\nConvert the head again."
         raise CheckpointError.at(where, problem)
-    quantised = folder / "hf_quant_config.json"
+    quantised = folder / QUANT_NAME
     if quantised.exists():
         found = read_object(quantised, CheckpointError)
         # ModelOpt writes the file with a null algorithm beside unquantised heads.
@@ -217,5 +219,5 @@ def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] 
     if info.dtype not in _INTEGERS or len(info.shape) != 1:
         problem = f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}."
         raise MismatchError.at(where, f"{problem}\nFetch the head again.")
-    values = tensors.source.raw(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
+    values = tensors.source.array(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
     return values.astype(np.int64)

@@ -5,11 +5,10 @@ Opening reads headers and indexes; data is mapped, and comes into memory where i
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,12 +34,10 @@ class Checkpoint:
 
     Attributes:
         where: name in messages.
-        reads: for the manifest, a record of each tensor that was read to understand the others (`raw`).
     """
 
     def __init__(self, where: str, file_of: Mapping[str, WeightsFile]) -> None:
         self.where = where
-        self.reads: list[dict[str, Any]] = []
         self._file_of = dict(file_of)
         self._unchecked: dict[str, str] = {}
 
@@ -54,10 +51,10 @@ class Checkpoint:
 
         `tensors` has the SHA-256 of each by name. Raises CheckpointError, now or later, where one differs.
         """
-        (file,) = self.files
+        file, *others = self.files
         with file.path.open("rb") as opened:
             header = opened.read(file.data_offset if isinstance(file, SafetensorsFile) else 0)
-        if sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
+        if others or sha256_of(header) != header_sha256 or set(tensors) != set(self._file_of):
             raise damaged(file.path, "the header is not as the manifest beside it records")
         self._unchecked = dict(tensors)
 
@@ -117,13 +114,6 @@ class Checkpoint:
         for start in range(0, len(array if ids is None else ids), step):
             yield array[start : start + step] if ids is None else array[ids[start : start + step]]
 
-    def raw(self, name: str) -> Bytes:
-        """Return a tensor as `array` does, and record that it was read."""
-        found, info = self.array(name), self.info(name)
-        record = {"tensor": name, "rows": None, "size_bytes": info.size_bytes, "sha256": self.sha256(name)}
-        self.reads += [] if record in self.reads else [record]
-        return found
-
     def sha256(self, name: str) -> str:
         """Return the SHA-256 of the bytes of a tensor."""
         return sha256_of(self.array(name).reshape(-1).data)
@@ -135,7 +125,7 @@ class Checkpoint:
         return torch.from_numpy(array.reshape(-1)).view(dtype).reshape(shape)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SourceRows:
     """Rows of a checkpoint's tensor on their way to the slim file: as they are, or rounded to another dtype.
 
@@ -144,7 +134,6 @@ class SourceRows:
         dtype: of the rows that are written.
         where: source in words, for messages, which also name `target_ids` int64 [rows], the token of each row.
         row_ids: int64 [rows], the rows wanted, in that order; None for all of them.
-        sha256: of the bytes that were read, once all were, where these are not the bytes written.
     """
 
     source: Checkpoint
@@ -153,7 +142,6 @@ class SourceRows:
     where: str
     row_ids: NDArray[np.int64] | None = None
     target_ids: NDArray[np.int64] | None = None
-    sha256: str = field(default="", init=False)
 
     @property
     def rounded(self) -> bool:
@@ -165,27 +153,18 @@ class SourceRows:
 
         Raises CheckpointError for a row with NaN or infinity, MismatchError for a value too large for the dtype.
         """
-        found, start, digest = self.source.info(self.name).dtype, 0, hashlib.sha256()
+        found, start = self.source.info(self.name).dtype, 0
         for rows in self.source.pieces(self.name, self.row_ids):
             if (row := first_nonfinite_row(rows, found)) is not None:
                 problem = f"{self._place(start + row)} holds NaN or infinity"
                 raise CheckpointError(f"{problem}.\nThe checkpoint is damaged: fetch it again.")
             if self.rounded:
-                digest.update(rows.data)
                 rows = rounded(rows, found, self.dtype)
                 if (row := first_nonfinite_row(rows, self.dtype)) is not None:
                     problem = f"{self._place(start + row)} holds a value too large for {LONG_NAMES[self.dtype]}"
                     raise MismatchError(f"{problem}.\nConvert a head in the target's dtype, {LONG_NAMES[found]}.")
             start += len(rows)
             yield rows
-        self.sha256 = digest.hexdigest() if self.rounded else ""
-
-    def record(self, written_sha256: str) -> dict[str, Any]:
-        """Record what was read, for the manifest."""
-        info = self.source.info(self.name)
-        rows = None if self.row_ids is None else len(self.row_ids)
-        size = info.size_bytes if rows is None else rows * info.row_bytes
-        return {"tensor": self.name, "rows": rows, "size_bytes": size, "sha256": self.sha256 or written_sha256}
 
     def _place(self, row: int) -> str:
         token = f"row {row}" if self.target_ids is None else f"row of token {self.target_ids[row]}"

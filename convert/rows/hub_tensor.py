@@ -91,8 +91,8 @@ def cached_tensor(repo_id: str, commit: str) -> Path:
     return folder / f"{commit}.safetensors"
 
 
-def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str, whole: Path, metadata: dict[str, str]) -> None:
-    """Fetch a tensor of a remote file to the path `whole`, with metadata in its header, if it is not there."""
+def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str, whole: Path) -> None:
+    """Fetch a tensor of a remote file to the path `whole`, if it is not there."""
     with explained(file.repo_id):
         whole.parent.mkdir(parents=True, exist_ok=True)
         with whole.with_suffix(".lock").open("ab") as lock:
@@ -102,7 +102,7 @@ def fetch_tensor(file: HubFile, header: SafetensorsFile, tensor: str, whole: Pat
                 return
             info = header.tensors[tensor]
             with whole.with_suffix(".partial").open("a+b") as partial:
-                _complete(file, info, header.offset(tensor), header_bytes([info], metadata), partial)
+                _complete(file, info, header.offset(tensor), header_bytes([info], {}), partial)
             os.replace(partial.name, whole)
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from ..heads import names
-from ..heads.draft_head import MOST_PADDING, DraftHead
+from ..heads.draft_head import DraftHead
 from .checkpoint import Checkpoint, SourceRows
 from .safetensors_file import TensorInfo
 
@@ -24,18 +25,16 @@ class LmHead:
     """The matrix that rows are gathered from: the head's own, or the target's.
 
     Attributes:
-        checkpoint: holds at least this tensor; records what was read.
+        checkpoint: holds at least this tensor.
         name: of the tensor, [rows, hidden], as it is stored.
         where: in words, for messages.
         origin: whose it is.
-        file: name of the target's weights file that holds it.
     """
 
     checkpoint: Checkpoint
     name: str
     where: str
     origin: Literal["head", "target"]
-    file: str = ""
 
     @property
     def info(self) -> TensorInfo:

@@ -85,7 +85,7 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
         only = {find_lm_head(read_index(folder / chosen), label, ties_embedding(folder))}
     checkpoint = open_checkpoint(folder, only)
     name = find_lm_head(checkpoint.names, label, ties_embedding(folder))
-    return _checked(LmHead(checkpoint, name, label, "target", checkpoint.file_of(name).path.name))
+    return _checked(LmHead(checkpoint, name, label, "target"))
 
 
 def _checked(lm_head: LmHead) -> LmHead:
@@ -116,7 +116,7 @@ def _fetch(target: ResolvedSource) -> LmHead:
     if name not in header.tensors:
         problem = f"the index says that {chosen} holds {name}, but it does not.\nGive another --revision."
         raise CheckpointError.at(target.label, problem)
-    fetch_tensor(file, header, name, cached_tensor(snapshot.repo_id, snapshot.commit), {"file": chosen})
+    fetch_tensor(file, header, name, cached_tensor(snapshot.repo_id, snapshot.commit))
     return _fetched(target)
 
 
@@ -124,4 +124,4 @@ def _fetched(target: ResolvedSource) -> LmHead:
     """Open the LM head that was fetched of this commit; CheckpointError where none was."""
     file = SafetensorsFile(cached_tensor(target.snapshot.repo_id, target.snapshot.commit))
     (name,) = file.tensors
-    return _checked(LmHead(Checkpoint.of(file, target.label), name, target.label, "target", file.metadata["file"]))
+    return _checked(LmHead(Checkpoint.of(file, target.label), name, target.label, "target"))

@@ -154,8 +154,8 @@ def embedded_target_folder() -> Path:
     reader = gguf.GGUFReader(str(embedded_gguf()))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     try:
-        # Another process may finish the same export first; the bytes are the same.
-        with contextlib.suppress(OutputExistsError), atomic_directory(out) as folder:
+        # Another process may begin the same export first; the bytes are the same.
+        with contextlib.suppress(OutputExistsError), atomic_directory(out, wait=True) as folder:
             for file in (_DATA / "target").glob("*.json"):
                 shutil.copyfile(file, folder / file.name)
             text = json.dumps(json.loads(_tokenizer(fields).to_str()), indent=2, ensure_ascii=False)

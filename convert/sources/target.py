@@ -10,9 +10,10 @@ from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home, read_object
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 
 from ..errors import MismatchError, SourceError
-from ..heads.draft_head import MOST_PADDING, DraftHead, has_padding_of
+from ..heads.draft_head import DraftHead, has_padding_of
 from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .source import ResolvedSource, target_files
 

@@ -5,6 +5,7 @@ A rule catches what at least one engine accepts silently and then gets wrong; FO
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +18,19 @@ from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from numpy.typing import NDArray
 
 from ..artifact.checksums import row_checksums, sha256_file
-from ..artifact.eagle3 import layer_class
-from ..artifact.format import CARD_NAME, freq_name
+from ..artifact.format import CARD_NAME, config_of, freq_name
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
 from ..heads import names
 from ..heads.draft_head import DraftHead
-from ..heads.open import head_from_checkpoint
+from ..heads.open import QUANT_NAME, head_from_checkpoint
 from ..rows.checkpoint import Checkpoint
 from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
 from ..rows.paths import TORCH_SUFFIXES
 from ..rows.safetensors_file import SafetensorsFile
 
 _MAPS = frozenset(names.MAPS)
-_WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
+READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 _T = TypeVar("_T")
 
 
@@ -117,7 +117,7 @@ class Parts:
         refuse(
             found != dtype or len(info.shape) != 1, f"expected a vector of {dtype}, found {found} {list(info.shape)}"
         )
-        return self.checkpoint.raw(name).reshape(-1).view(dtype)
+        return self.checkpoint.array(name).reshape(-1).view(dtype)
 
     def with_lm_head(self) -> Manifest:
         """Return the manifest of an artifact with an LM head, or skip the check."""
@@ -151,12 +151,12 @@ def _weights(parts: Parts) -> str:
 
 
 def _stray_files(parts: Parts) -> str:
-    """No other weights lie in the folder: SafeAILab reads pytorch_model.bin before model.safetensors."""
+    """No other weights lie in the folder (SafeAILab reads pytorch_model.bin first), and no file that quantises them."""
     others = sorted({path.name for path in parts.folder.iterdir()} - {*parts.manifest.files})
     # The token map, also a pickle, is no weights file.
     own = freq_name(parts.manifest.draft_vocab)
-    weights = [name for name in others if name.endswith(_WEIGHT_SUFFIXES) and name != own]
-    refuse(bool(weights), f"{', '.join(weights)}: an engine may read this instead of {WEIGHTS_NAME}; remove it")
+    weights = [name for name in others if name.endswith(READ_TOO) and name != own]
+    refuse(bool(weights), f"{', '.join(weights)}: an engine may read this, too, or instead; remove it")
     return "none"
 
 
@@ -249,7 +249,7 @@ def _rows(parts: Parts) -> str:
     expected = manifest.row_checksums
     if expected is None:
         raise ArtifactError("the manifest has no row checksums")
-    found = row_checksums(parts.checkpoint.raw(names.LM_HEAD))
+    found = row_checksums(parts.checkpoint.array(names.LM_HEAD))
     changed = np.flatnonzero((found != expected).any(axis=1))
     if len(changed):
         raise ArtifactError(f"{len(changed)} rows are not as they were written, the first is row {changed[0]}")
@@ -265,32 +265,18 @@ def _finite_values(parts: Parts) -> str:
     return f"{len(floating)} tensors"
 
 
-def _config_keys(parts: Parts) -> str:
-    """Values that engines demand, and keys that mislead them."""
-    manifest, config = parts.manifest, parts.config
-    demanded: dict[str, Any] = {} if manifest.kind == "eagle" else {"draft_vocab_size": manifest.draft_vocab}
-    if manifest.kind == "eagle3":
-        demanded |= layer_class(names.HEAD_NORMS["eagle3"][0] in parts.weights.tensors, manifest.flavour)
-        demanded |= {"vocab_size": manifest.target_vocab, "tie_word_embeddings": False, "num_hidden_layers": 1}
-    problems = [
-        f"{key}: expected {value!r}, found {config.get(key)!r}"
-        for key, value in demanded.items()
-        if config.get(key) != value or type(config.get(key)) is not type(value)
-    ]
-    if "bias" in config:
-        problems.append("bias: must be absent, vLLM and SGLang would build biases and leave them uninitialised")
-    if manifest.kind == "eagle3" and config.get("target_hidden_size") == config.get("hidden_size"):
-        problems.append("target_hidden_size: must be absent where it equals hidden_size")
-    join(problems)
-    return f"{len(config)} keys"
+def _config_values(parts: Parts) -> str:
+    """config.json is what a conversion writes: values that engines demand, and none that misleads them."""
+    head, manifest = parts.head, parts.manifest
+    join(config_differences(config_of(head, manifest.draft_vocab, manifest.flavour), parts.config))
+    return f"{len(parts.config)} keys, hidden {head.hidden_size}, {LONG_NAMES[head.dtype_name]}"
 
 
-def _config_sizes(parts: Parts) -> str:
-    """Shapes, dtypes and flags of config.json are those of the tensors, as for any head."""
-    head, stated = parts.head, parts.config.get("torch_dtype")
-    written = LONG_NAMES[head.dtype_name]
-    refuse(head.kind == "eagle3" and stated != written, f"torch_dtype: the tensors are {written}, found {stated!r}")
-    return f"hidden {head.hidden_size}, {written}"
+def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """List the keys whose values, as JSON has them, differ."""
+    known, here = ({key: json.dumps(config[key], sort_keys=True) for key in config} for config in (expected, found))
+    differing = [key for key in sorted({*known, *here}) if known.get(key) != here.get(key)]
+    return [f"{key}: expected {known.get(key, 'no such key')}, found {here.get(key, 'none')}" for key in differing]
 
 
 def _tap_layers(parts: Parts) -> str:
@@ -329,8 +315,7 @@ CHECKS: dict[str, Callable[[Parts], str]] = {
     "ranks": _ranks,
     "lm_head rows": _rows,
     "finite values": _finite_values,
-    "config keys": _config_keys,
-    "config sizes": _config_sizes,
+    "config values": _config_values,
     "tap layers in config": _tap_layers,
     "freq_N.pt": _freq,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +16,17 @@ from typing import Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 
+from ..artifact.format import config_of
 from ..artifact.provenance import open_original
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names
+from ..heads.config import with_tap_layers
 from ..heads.draft_head import DraftHead
 from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
 from ..rows.target import open_target_lm_head
 from ..sources import target as targets
-from .rules import CHECKS, Doubt, Parts, SkipCheck, join, refuse
+from .rules import CHECKS, Doubt, Parts, SkipCheck, config_differences, join, refuse
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def verify_artifact(
     sources = _SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
     checks: dict[str, Callable[[], str]] = {name: partial(check, parts) for name, check in CHECKS.items()}
     checks |= {"tensors of the source head": sources.source_tensors, "target": sources.target}
+    checks["config of the source head"] = sources.source_config
     checks |= {"lm_head rows of the source": sources.source_rows, "tokenizer": sources.tokenizer}
     checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
     return Verification(folder, tuple(map(Check.made, checks, checks.values())))
@@ -158,14 +161,26 @@ class _SourceChecks:
         for name in copied:
             if name not in source.tensors:
                 problems.append(f"{name} is not in the source")
-            elif source.tensors.source.sha256(source.tensors.stored[name]) != parts.digests[name]:
+            elif replace(source.tensors.info(name), name=name) != parts.weights.tensors[name] or (
+                source.tensors.source.sha256(source.tensors.stored[name]) != parts.digests[name]
+            ):
                 problems.append(f"{name} differs from the source's")
         for name in source.row_tensors:
-            rows = source.tensors.rows(name, rows_of_ids(source, parts.ids))
-            if name not in parts.weights.tensors or not parts.checkpoint.tensor(name).equal(rows):
+            rows, mine = source.tensors.rows(name, rows_of_ids(source, parts.ids)), parts.checkpoint.tensor(name)
+            if mine.dtype != rows.dtype or not mine.equal(rows):
                 problems.append(f"{name} differs from the source's rows")
         join(problems)
         return f"{len(copied)} tensors bit-identical to {source.location}"
+
+    def source_config(self) -> str:
+        """config.json has the values that a conversion of the source head writes."""
+        manifest, found = self.parts.manifest, self.parts.config
+        expected = config_of(self._source_head, manifest.draft_vocab, manifest.flavour)
+        if manifest.kind == "eagle3" and manifest.tap_layers:
+            # The source was opened with these layers, which the artifact may name under other keys.
+            expected, found = (with_tap_layers(config, manifest.tap_layers) for config in (expected, found))
+        join(config_differences(expected, found))
+        return f"{len(found)} keys"
 
     def source_rows(self) -> str:
         """Every lm_head row is the row of its token in the head or the target that it came from."""
@@ -182,7 +197,10 @@ class _SourceChecks:
             with self._skipped_unless_named("the target's LM head", "--target", self.target_name):
                 lm_head = open_target_lm_head(self._target.source, offline=self._only_cache)
             lm_head = fitting(lm_head, source, self._target.name)
-        gathered, mine_raw = lm_head.gather(source, ids), written.raw(names.LM_HEAD)
+        gathered, info = lm_head.gather(source, ids), written.info(names.LM_HEAD)
+        expected = (gathered.dtype, (len(ids), lm_head.info.shape[1]))
+        refuse((info.dtype, info.shape) != expected, f"expected {expected}, found {(info.dtype, info.shape)}")
+        mine_raw = written.array(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.pieces():
             mine = mine_raw[start : start + len(chunk)]

@@ -96,7 +96,8 @@ def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"input_ids: character {error.start} of a prompt is half of a surrogate pair.") from error
+        what = "half of a surrogate pair, as bytes that are no UTF-8 become"
+        raise PromptError(f"input_ids: character {error.start} of a prompt is {what}.") from error
     ids: list[int] = tokenizer(text, **options).input_ids
     return ids
 
@@ -116,6 +117,8 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
         content = said[-1].get("content")
         if not isinstance(content, str):
             raise misfit("content of the last of the messages", "text, without a chat template", content)
+        if len(said) > 1 and any(each.get("role") == "system" for each in said):
+            raise UsageError("messages: the tokenizer has no chat template for a system message. Leave that out.")
         return encode_text(tokenizer, content)
     try:
         text = tokenizer.apply_chat_template(list(said), add_generation_prompt=True, tokenize=False)

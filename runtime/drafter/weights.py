@@ -95,13 +95,12 @@ class HeadWeights(NamedFields):
         known = layer_shapes(sizes, "", 2 * hidden if is_eagle3 else hidden)
         known["fc.weight"] = (hidden, self.feature_width if is_eagle3 else 2 * hidden)
         known |= dict.fromkeys(("fc.bias", "hidden_norm.weight", "norm.weight"), (hidden,))
-        needed = {f"self_attn.{part}_proj.weight" for part in "qkvo"} | {"post_attention_layernorm.weight"}
-        needed |= {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-        if is_eagle3:
-            needed |= {"input_layernorm.weight", "hidden_norm.weight", "norm.weight"}
-        if not is_eagle3 or self.feature_width != hidden:
-            needed.add("fc.weight")
-        return {name: shape for name, shape in known.items() if name in needed or name in w}
+        optional = {name for name in known if name.endswith((".bias", "q_norm.weight", "k_norm.weight"))}
+        if not is_eagle3:
+            optional |= {"input_layernorm.weight", "hidden_norm.weight", "norm.weight"}
+        elif self.feature_width == hidden:
+            optional.add("fc.weight")
+        return {name: shape for name, shape in known.items() if name in w or name not in optional}
 
     @property
     def tap_norms(self) -> list[str]:

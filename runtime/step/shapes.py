@@ -45,7 +45,7 @@ _MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 """Observations after which an old one counts a third (exponential forgetting), of the model and of a call."""
 _SWITCH = 1.02
 """Least gain for which the shape changes, so that it does not flap."""
-_EVERY = 4
+_EVERY = 3
 """Steps of a choice, also of a probe: the drafter takes waiting pairs before it, which costs as much for one step."""
 _PROBE_SHARE = 0.004
 """Share of the time of plain steps that probes may cost, without these pairs."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools import DraftVocab
 
 from benchmarks import exact
-from benchmarks.shared import quality
+from benchmarks.shared import decoding, quality
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREES = (TreeConfig(2, 4, 20), TreeConfig(3, 1, 4))
@@ -46,6 +49,8 @@ def test_every_kind_of_case_is_compared(fuzz: exact.Fuzz) -> None:
     assert any("trees of 20 nodes" in path for path in result["paths"])
     assert len(result["exactness"]) == 1
     assert "float32" in result["exactness"][0]
+    assert result["tokens_of_their_answers"] == sum(map(len, fuzz.pool.answers.values()))
+    assert result["tokens_a_pass"]["plain"] == 1
     json.dumps(result)
 
 
@@ -69,6 +74,57 @@ def test_a_wrong_token_is_found_and_told(fuzz: exact.Fuzz, monkeypatch: pytest.M
     again = exact.Fuzz(fuzz.models, fuzz.pool, TREES, 0, CALLS)
     again.run(lambda: False, [1])
     assert again.result() == fuzz.result()
+
+
+def test_a_rehearsal_warms_up_each_kind_of_call_once(fuzz: exact.Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[tuple[int, bool]] = []
+
+    def warmup(model: SpeculativeModel, slots: int, tokens: int, speculative: bool, **rules: Any) -> None:
+        assert tokens <= 256
+        warmed.append((slots, speculative))
+
+    monkeypatch.setattr(SpeculativeModel, "warmup", warmup)
+    numbers = [0, len(fuzz.variants) - 1]
+    fuzz.rehearse(numbers)
+    num_warmed, wanted = len(warmed), set()
+    for variant, calls, _ in map(fuzz.plan, numbers):
+        wanted |= {(exact.bucket_of(min(len(asked), options["max_slots"])), variant.tree is not None)
+                   for asked, options in calls}  # fmt: skip
+    assert set(warmed) == wanted
+    assert num_warmed <= 2 * len(CALLS)
+    fuzz.rehearse(numbers[:1] * 2)
+    assert len(warmed) - num_warmed <= len(CALLS)
+
+
+def test_shapes_change_at_every_step(fuzz: exact.Fuzz) -> None:
+    shapes, steps = [None, *TREES], exact.Counter[Any]()
+    chooser = exact.ChangingShapes(shapes, exact.random.Random(0), steps)
+    chosen = [chooser.next(1, 10.0) for _ in range(400)]
+    drafted = [pair for pair in itertools.pairwise(chosen) if None not in pair]
+    assert all(before != after for before, after in drafted)
+    assert set(chosen) == set(shapes)
+    plain_runs = [len(run) for run in "".join("p" if each is None else " " for each in chosen).split()]
+    # Longer than what a drafter takes at a time, too.
+    assert {1, 2, 21} <= set(plain_runs)
+    assert chooser.steps is steps
+
+
+def test_a_random_qwen2_is_often_guessed_and_its_biases_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(problem.MODELS, "qwen2-tiny", problem.Dims(128, 96, 4, 2, 32, 0))
+    monkeypatch.setitem(decoding.LAYERS, "qwen2-tiny", 2)
+    tokenizer = mock.MagicMock(eos_token_id=2)
+    tokenizer.__len__.return_value = 5000
+    tokenizer.decode.return_value = ""
+    model = decoding.guessable_model("qwen2-tiny", torch.device("cpu"), tokenizer, "bf16", max_model_len=100)
+    assert type(model.target.model).__name__ == "Qwen2ForCausalLM"
+    assert model.target.backend.name == "fused"
+    biases = [each for name, each in model.target.model.named_parameters() if name.endswith("bias")]
+    assert len(biases) == 2 * 3
+    assert all(0.1 < float(each.detach().std()) < 0.6 for each in biases)
+    model = model.with_tree(TreeConfig(2, 4, 8))
+    output = model.generate([[5, 9, 100], [77]], max_new_tokens=24, ignore_eos=True)
+    assert output.stats.mean_accepted_length > 2
+    assert max(max(answer) for answer in output.token_ids) < 4096
 
 
 def test_quality_of_float32_is_perfect(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from eagle_slim.runtime import GenerationStats
+from eagle_slim.runtime.api.stats import StepTimes
 from eagle_slim.runtime.compare.prompts import Prompt
 from eagle_slim.runtime.settings import TreeConfig
 
@@ -18,10 +20,10 @@ from benchmarks.shared.drawn_verdicts import LEVELS
 
 
 def test_a_row_is_judged_by_its_medians() -> None:
-    row = shapes.judged("x", {"plain": [10, 11, 12], "1,1,3": [20, 19, 30], "chosen": [19.7, 19.8, 1]})
+    row = shapes.judged("x", {"plain": [10, 11, 12], "1,1,3": [20, 19, 30], "chosen": [19.7, 19.8, 1]}, {})
     assert (row["best"], row["over_plain"], row["over_best"]) == ("1,1,3", 19.7 / 11, 19.7 / 20)
     assert row["is_good"]
-    assert not shapes.judged("x", {"plain": [10], "1,1,3": [20], "chosen": [19.3]})["is_good"]
+    assert not shapes.judged("x", {"plain": [10], "1,1,3": [20], "chosen": [19.3]}, {})["is_good"]
 
 
 def test_rounds_end_before_one_that_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +41,14 @@ def test_every_variant_of_text_answers_and_the_choice_forgets(model: Any, monkey
     tokens_per_s = found.measure([Prompt(("hello",)), Prompt(("good day",))], 4, 2, 1000)
     assert {name: len(values) for name, values in tokens_per_s.items()} == {"plain": 2, "1,1,3": 2, "chosen": 2}
     assert all(value > 0 for values in tokens_per_s.values() for value in values)
+    assert {name: len(rounds) for name, rounds in found.parts.items()} == {"plain": 2, "1,1,3": 2, "chosen": 2}
+
+
+def test_the_first_draft_after_plain_steps_stands_apart() -> None:
+    tree, times = shapes.TREES[0], [StepTimes(1.0, 0.0, 0.1), StepTimes(4.0, 0.0, 0.2), StepTimes(2.0, 1.0, 0.3)]
+    parts = shapes.parts_of(10, [GenerationStats(steps=tuple(times))], [[None, tree, tree]], 0.5)
+    assert parts["steps"] == {"plain": [1, 1, 1000], "1,1,3 after plain": [1, 4, 4000], "1,1,3": [1, 3, 3000]}
+    assert (parts["between_s"], parts["prompts_s"]) == pytest.approx((0.6, 1.4))
 
 
 def test_every_variant_of_drawn_verdicts_takes_its_law(

@@ -1,11 +1,13 @@
 """Whole or not at all: after errors, interrupts and kills at any moment, the old result or the new one."""
 
+import contextlib
 import errno
 import itertools
 import os
 import signal
 import subprocess
 import sys
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,8 @@ def test_force_replaces_only_what_is_marked(tmp_path: Path) -> None:
     (out / "manifest.json").write_text("{}")
     write(out, "new", force=True, marker="manifest.json")
     assert tree(out) == {"a": "new", "sub/b": "new"}
+    with raises_with(OutputExistsError, "sub"):
+        check_output(out, force=True, own="a|manifest.json")
     (tmp_path / "file").touch()
     with raises_with(OutputExistsError, "file"):
         write(tmp_path / "file", "new", force=True)
@@ -179,6 +183,25 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match="another run"):
             write(out, "second")
     assert tree(tmp_path) == {"out/a": "first"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_writer_that_waits_for_another(tmp_path: Path, fails: bool) -> None:
+    out = tmp_path / "out"
+
+    def second() -> None:
+        with atomic_directory(out, wait=True) as folder:
+            (folder / "a").write_text("second")
+
+    with futures.ThreadPoolExecutor(1) as pool, contextlib.suppress(KeyError), atomic_directory(out) as folder:
+        waiting = pool.submit(second)
+        with pytest.raises(futures.TimeoutError):
+            waiting.result(0.3)
+        (folder / "a").write_text("first")
+        if fails:
+            raise KeyError
+    assert type(waiting.exception(10)) is (type(None) if fails else OutputExistsError)
+    assert tree(tmp_path) == {"out/a": "second" if fails else "first"}
 
 
 def test_what_comes_to_the_name_meanwhile_stays(tmp_path: Path) -> None:

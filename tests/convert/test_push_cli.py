@@ -58,6 +58,22 @@ def test_a_damaged_artifact_is_not_uploaded(run, hub, slim):
     assert (hub.repos, hub.requests) == ({}, [])
 
 
+def test_what_another_artifact_left_in_a_repository_goes_and_other_weights_stay(run, hub, slim, tmp_path, target):
+    head = tmp_path / "head"
+    convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, gguf=["bf16"], out=tmp_path / "before")
+    for folder in ("before", "slim"):
+        code, _, err = run(push_command, folder, "tester/slim")
+        assert code == 0, err
+    own = {path.name: path.read_bytes() for path in slim.iterdir()}
+    assert hub.repo("tester/slim").files == own
+    hub.repo("tester/slim").commit(own | {"pytorch_model.bin": b"", "onnx/model.bin": b"", "notes.txt": b""})
+    for path in slim.glob("*.md"):
+        path.write_text("another card")
+    code, _, err = run(push_command, "slim", "tester/slim")
+    assert (code, "pytorch_model.bin" in err, "onnx" in err) == (1, True, False)
+    assert hub.repo("tester/slim").files["README.md"] == own["README.md"]
+
+
 def test_a_card_that_is_a_link_is_not_uploaded(run, hub, slim, tmp_path):
     (tmp_path / "token").write_text("hf_secret")
     (slim / "README.md").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel
 from eagle_slim.runtime.api.request import Request
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from support.raising import raises, raises_with
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
@@ -146,8 +148,12 @@ def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:
     with pytest.warns(AcceptanceWarning, match="tap layers"):
         output = model.generate(random_prompts([5, 6, 7]), max_new_tokens=40, ignore_eos=True)
     assert output.stats.mean_accepted_length < 1.05
-    # Short answers, one after another, tell it as well.
-    for prompt in random_prompts([5, 6]):
-        model.generate(prompt, max_new_tokens=16, ignore_eos=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(random_prompts([5, 6, 7]), max_new_tokens=40, ignore_eos=True)
+        # Short answers, one after another, tell it as well.
+        other = model.with_tree(TreeConfig(1, 1, 3))
+        for prompt in random_prompts([5, 6]):
+            other.generate(prompt, max_new_tokens=16, ignore_eos=True)
     with pytest.warns(AcceptanceWarning, match="of 4. drafts"):
-        model.generate(random_prompts([7]), max_new_tokens=16, ignore_eos=True)
+        other.generate(random_prompts([7]), max_new_tokens=16, ignore_eos=True)

@@ -188,7 +188,7 @@ def test_a_target_that_cannot_be_looked_up_is_told(pair: Pair, tmp_path: Path, m
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with (
         connected(hub, tmp_path / "home"),
-        pytest.raises(TargetError, match=r"no such folder here, and .* cannot be reached"),
+        pytest.raises(TargetError, match=r"no such folder here, and .* cannot be reached.*\nCheck the connection"),
     ):
         SpeculativeModel.from_pretrained("nope", pair.slim)
 

@@ -373,9 +373,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(403, "", f"You don't have the rights to create a model under the namespace {owner}")
         repo_id = f"{owner}/{wanted['name']}"
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
-        self.hub.repo(repo_id).commit({})
-        self.send(200, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
+        is_new = ("model", repo_id) not in self.hub.repos
+        if is_new:
+            self.hub.repos["model", repo_id] = Repo(repo_id, "model", private=private)
+            self.hub.repo(repo_id).commit({})
+        self.send(200 if is_new else 409, {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id})
 
     def preupload(self, kind: str, repo: str, revision: str) -> None:
         self._check_writer()
@@ -392,6 +394,8 @@ class _Handler(BaseHTTPRequestHandler):
             value = item["value"]
             if item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
         oid = entry.commit(files, revision)
         url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
         self.send(200, {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})

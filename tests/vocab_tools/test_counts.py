@@ -123,6 +123,9 @@ def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
         (lambda tensors, header: header.update(version=3), "format version 3"),
         (lambda tensors, header: tensors.pop("held_out.0.doc_offsets"), "damaged"),
         (lambda tensors, header: header.pop("sources"), "damaged"),
+        (lambda tensors, header: header["sources"][0].update(provenance=None), "damaged"),
+        (lambda tensors, header: header["sources"][0].update(name=[]), "damaged"),
+        (lambda tensors, header: tensors.update({"held_out.0.doc_offsets": np.zeros(0, np.int64)}), "damaged"),
     ],
 )
 def test_files_of_another_version_or_without_a_part_are_refused(

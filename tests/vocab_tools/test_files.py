@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.vocab_tools.counts import TokenCounts
-from eagle_slim.vocab_tools.errors import EagleSlimError
-from eagle_slim.vocab_tools.files import write_file
+from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+from eagle_slim.vocab_tools.files import refuse_existing, write_file
 from eagle_slim.vocab_tools.sources import CorpusSource, open_source
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.raising import waiting_for_nothing
+from support.raising import raises_with, waiting_for_nothing
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -30,6 +30,17 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(
         write_file(tmp_path / "x", b"new")
     assert caught.value.filename == str(tmp_path / "x")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("x", b"old")]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with raises_with(UsageError, "a pipe or a device"):
+        refuse_existing(tmp_path / "pipe", force=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with raises_with(UsageError, str(tmp_path), "cannot be written"):
+        refuse_existing(tmp_path / "x")
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {

@@ -265,6 +265,9 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"num_attention_heads": 2}, MismatchError, [f"{ATTENTION}.q_proj.weight", "[32, 64]"]),
         ({"vocab_size": True}, MismatchError, ["vocab_size", "True"]),
         ({"text_config": [1]}, MismatchError, ["text_config"]),
+        ({"eagle_config": [1], "spelling": "speculators"}, MismatchError, ["eagle_config"]),
+        ({"scalar": "fc.weight"}, MismatchError, ["fc.weight", "a scalar"]),
+        ({"scalar": "lm_head.weight"}, MismatchError, ["lm_head.weight", "a scalar"]),
         ({"rope_scaling": "yarn"}, MismatchError, ["rope_scaling", "yarn"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, MismatchError, ["rope_scaling.factor", "0"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
@@ -290,12 +293,13 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
     ],
 )
 def test_refused(tmp_path, arguments, error, words):
-    """`drop`: a tensor that is missing; `stored`: the dtype of one."""
+    """`drop`: a tensor that is missing; `stored`: the dtype of one; `scalar`: one without a dimension."""
     arguments = {"ids": trained_ids(), **arguments}
-    dropped, dtype = arguments.pop("drop", None), arguments.pop("stored", None)
-    if dropped or dtype:
+    dropped, dtype, scalar = (arguments.pop(name, None) for name in ("drop", "stored", "scalar"))
+    if dropped or dtype or scalar:
         tensors = eagle3_tensors(rows=200)
         tensors.pop(dropped, None)
+        tensors |= {scalar: torch.zeros((), dtype=torch.bfloat16)} if scalar else {}
         arguments["tensors"] = tensors | ({"fc.weight": tensors["fc.weight"].to(dtype)} if dtype else {})
     folder = write_eagle3(tmp_path / "head", **arguments)
     with raises_with(error, *words):

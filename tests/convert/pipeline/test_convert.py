@@ -23,9 +23,11 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.errors import OutputExistsError
 from eagle_slim.convert.options import ConvertOptions
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.sources import parse_source
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
@@ -46,7 +48,7 @@ from support.heads import (
     write_freq,
     write_target,
 )
-from support.raising import raises
+from support.raising import raises, raises_with
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tampering import change_manifest
 from support.token_counts import source as source_counts
@@ -627,6 +629,17 @@ def test_weights_of_the_target_are_looked_at_before_text_is_counted(tmp_path, ta
         convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
 
+def test_force_replaces_an_artifact_and_nothing_else(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    options = {"draft_vocab": 300, "vocabulary": BY_ID, "target": target, "out": tmp_path / "slim", "force": True}
+    convert(head, **options)
+    convert(head, **options)
+    shutil.copytree(head, tmp_path / "slim" / "inside")
+    with raises_with(OutputExistsError, "inside"):
+        convert(tmp_path / "slim" / "inside", **options)
+    assert (tmp_path / "slim" / "inside" / "model.safetensors").is_file()
+
+
 def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
     head = write_eagle1(tmp_path / "old", extra={"fc.bias": random((HIDDEN,), 1)})
     ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(330)))
@@ -675,6 +688,23 @@ def test_ids_that_no_text_holds_are_told_of_everywhere(run, tmp_path, target):
     assert Artifact.load(tmp_path / "o").manifest.num_uncounted == missing
     check = verify_artifact(tmp_path / "o")["ranks"]
     assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
+
+
+def test_what_a_ranking_lost_is_told_where_it_comes_as_a_token_map(run, tmp_path, target):
+    """300 to 303 counted, 310 forced at first and 300 later: 3 of the 320 others are counted."""
+    counts = source_counts([9 if token in range(300, 304) else 0 for token in range(TOKENS)], name="en")
+    tokenizer = load_tokenizer(str(target))
+    counted = TokenCounts((counts,), tokenizer.tokenizer_hash)
+    vocab = rank_vocabulary(counted, 330, tokenizer=tokenizer, floors={"en": 1.0})
+    assert vocab.num_uncounted == 330 - 259 - 4
+    vocab.save(tmp_path / "vocab.json")
+    arguments = (write_eagle3(tmp_path / "head"), "--target", target, "--token-map", "vocab.json", "--out", "o")
+    code, out, err = run(convert_command, *arguments, "--draft-vocab", "320", "--force-id", "300")
+    assert code == 0, err
+    missing = 320 - 260 - 3
+    assert f"never counted         {missing}" in out
+    assert f"{missing} of the 320 ids never occur" in err
+    assert "the floors hold with 330 ids, and 320 are taken" in err
 
 
 def test_floors_are_held_at_each_size(run, tmp_path, target):

@@ -131,7 +131,7 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     head = open_local_lm_head(tmp_path, "target")
     assert (head.name, head.info.shape) == ("lm_head.weight", (4, 2))
-    assert head.file == "model-00002-of-00002.safetensors"
+    assert [file.path.name for file in head.checkpoint.files] == ["model-00002-of-00002.safetensors"]
     assert torch.equal(head.checkpoint.tensor(head.name), two["lm_head.weight"])
 
 
@@ -152,8 +152,9 @@ def test_choice_of_weights(names: list[str], chosen: str) -> None:
     "names", [[], ["config.json"], [f"{name}.safetensors" for name in "ab"], ["model-00001-of-00002.safetensors"]]
 )
 def test_no_choice_of_weights(names: list[str]) -> None:
-    with raises_with(CheckpointError, *names or ["no weights"]):
+    with raises_with(CheckpointError, *names or ["no weights"]) as caught:
         choose_weights(names, "here")
+    assert (".index.json too" in str(caught.value)) == any("-of-" in name for name in names)
 
 
 def test_lm_head_names() -> None:

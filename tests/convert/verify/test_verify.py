@@ -6,8 +6,9 @@ import pytest
 import torch
 from eagle_slim.convert import Artifact, ArtifactError, CheckpointError, open_head, verify_artifact
 from eagle_slim.convert.rows.safetensors_file import SafetensorsFile
+from safetensors.torch import load_file
 from support.conversion import BY_ID, convert, convert_all
-from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target
+from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target, write_tensors
 from support.tampering import change_config, change_manifest, change_tensors, sign_file
 
 
@@ -60,22 +61,24 @@ LM_HEAD = "lm_head.weight"
 @pytest.mark.parametrize(
     ("change", "failing"),
     [
-        (lambda t: t.pop("d2t"), {"tensor names", "d2t", "config sizes"}),
+        (lambda t: t.pop("d2t"), {"tensor names", "d2t", "config values"}),
         (lambda t: t.pop("t2d"), {"tensor names", "t2d"}),
-        (lambda t: t.pop("lm_head.weight"), {"tensor names", "lm_head rows", "config sizes"}),
-        (lambda t: t.pop("norm.weight"), {"tensor names", "config sizes"}),
+        (lambda t: t.pop("lm_head.weight"), {"tensor names", "lm_head rows", "config values"}),
+        (lambda t: t.pop("norm.weight"), {"tensor names", "config values"}),
         (lambda t: t.update(frequencies=torch.ones(3)), {"tensor names"}),
         (lambda t: t.update({"fc.bias": torch.zeros(HIDDEN, dtype=torch.bfloat16)}), {"tensor names"}),
         (lambda t: t["d2t"].add_(torch.arange(320)), {"d2t"}),
         (lambda t: t["d2t"][10].copy_(t["d2t"][9] - 1), {"d2t"}),
         (by_frequency, {"d2t", "lm_head rows"}),
         (lambda t: t.update(d2t=t["d2t"].int()), {"d2t"}),
-        (lambda t: t.update(d2t=t["d2t"].bfloat16(), t2d=t["t2d"].bfloat16()), {"d2t", "t2d", "config sizes"}),
+        (lambda t: t.update(d2t=t["d2t"].bfloat16(), t2d=t["t2d"].bfloat16()), {"d2t", "t2d", "config values"}),
         (other_mask, {"t2d"}),
         (swap_rows, {"lm_head rows", "lm_head rows of the source"}),
         (lambda t: t[LM_HEAD][7].fill_(float("nan")), {"finite values", "lm_head rows", "lm_head rows of the source"}),
-        (lambda t: t.update({LM_HEAD: t[LM_HEAD][:-1]}), {"lm_head rows", "config sizes"}),
+        (lambda t: t.update({LM_HEAD: t[LM_HEAD][:-1]}), {"lm_head rows", "config values"}),
         (lambda t: t["midlayer.mlp.up_proj.weight"].add_(1), {"tensors of the source head"}),
+        # The same bytes under another dtype.
+        (lambda t: t.update({"norm.weight": t["norm.weight"].view(torch.float16)}), {"tensors of the source head"}),
     ],
 )
 def test_faults_of_tensors(slim, made, change, failing):
@@ -91,25 +94,40 @@ def test_rows_that_were_swapped_and_signed_are_found_at_the_source(slim, made):
     assert (failed.name, "the first is row 3" in failed.detail) == ("lm_head rows of the source", True)
 
 
+@pytest.mark.parametrize("cast", [torch.Tensor.float, lambda rows: rows.view(torch.float16)])
+def test_rows_of_another_dtype_that_were_signed_are_found_at_the_source(slim, made, cast):
+    change_tensors(slim, lambda tensors: tensors.update({LM_HEAD: cast(tensors[LM_HEAD])}), sign_rows=True)
+    (failed,) = verify(slim, made).failed
+    assert (failed.name, "'BF16', (320, 32)" in failed.detail) == ("lm_head rows of the source", True)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "failing"),
     [
-        ("tie_word_embeddings", True, "config keys"),
-        ("bias", True, "config keys"),
-        ("draft_vocab_size", 319, "config keys"),
-        ("draft_vocab_size", VOCAB, "config sizes"),
-        ("vocab_size", VOCAB + 1, "config keys"),
-        ("num_hidden_layers", 2, "config keys"),
-        ("architectures", ["LlamaForCausalLM"], "config keys"),
-        ("model_type", "qwen3", "config keys"),
-        ("target_hidden_size", HIDDEN, "config keys"),
-        ("hidden_size", 64, "config sizes"),
-        ("torch_dtype", "float16", "config sizes"),
-        ("norm_before_fc", True, "config sizes"),
+        ("tie_word_embeddings", True, "config values"),
+        ("bias", True, "config values"),
+        ("draft_vocab_size", 319, "config values"),
+        ("draft_vocab_size", VOCAB, "config values"),
+        ("vocab_size", VOCAB + 1, "config values"),
+        ("num_hidden_layers", 2, "config values"),
+        ("architectures", ["LlamaForCausalLM"], "config values"),
+        ("model_type", "qwen3", "config values"),
+        ("target_hidden_size", HIDDEN, "config values"),
+        ("hidden_size", 64, "config values"),
+        ("torch_dtype", "float16", "config values"),
+        ("norm_before_fc", True, "config values"),
         ("eagle_aux_hidden_state_layer_ids", [1, 4, 5], "tap layers in config"),
+        # What only the source tells.
+        ("rope_theta", 500000.0, "config of the source head"),
+        ("rms_norm_eps", 1e-3, "config of the source head"),
+        ("num_attention_heads", 8, "config of the source head"),
+        ("norm_before_residual", True, "config of the source head"),
+        ("surprise", 1, "config of the source head"),
     ],
 )
 def test_faults_of_the_configuration(slim, made, key, value, failing):
+    if key == "num_attention_heads":
+        change_config(slim, lambda config: config.update(num_key_value_heads=4, head_dim=4))
     change_config(slim, lambda config: config.update({key: value}))
     result = verify(slim, made)
     assert failing in {check.name for check in result.failed}
@@ -130,7 +148,8 @@ def test_tampered_bytes_are_found_by_checksum(slim, made):
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    "name",
+    ["pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "hf_quant_config.json"],
 )
 def test_weights_that_an_engine_may_read_instead(slim, made, name):
     (slim / "notes.txt").write_bytes(b"x")
@@ -179,16 +198,22 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
     result = verify_artifact(slim)
     assert result.ok
     skipped = {check.name: check.detail for check in result.checks if check.status == "skipped"}
-    assert set(skipped) == {"tensors of the source head", "target", "lm_head rows of the source", "tokenizer"}
+    of_the_source = {"tensors of the source head", "config of the source head", "lm_head rows of the source"}
+    assert set(skipped) == {*of_the_source, "target", "tokenizer"}
     assert all("--" in reason for reason in skipped.values())
 
 
 @pytest.mark.parametrize(
-    ("named", "check"), [("head", "tensors of the source head"), ("target", "target"), ("tokenizer", "tokenizer")]
+    ("named", "checks"),
+    [
+        ("head", ["tensors of the source head", "config of the source head"]),
+        ("target", ["target"]),
+        ("tokenizer", ["tokenizer"]),
+    ],
 )
-def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, check):
+def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named, checks):
     result = verify_artifact(slim, offline=True, **{named: tmp_path / "nope"})
-    assert [found.name for found in result.failed] == [check]
+    assert [found.name for found in result.failed] == checks
 
 
 def test_faults_of_an_eagle1_artifact(made, tmp_path):
@@ -196,7 +221,7 @@ def test_faults_of_an_eagle1_artifact(made, tmp_path):
     slim = convert(head, draft_vocab=300, vocabulary=BY_ID, target=made / "target", out=tmp_path / "slim").folder
     change_tensors(slim, lambda tensors: tensors.pop("fc.bias"))
     change_config(slim, lambda config: config.update(bias=True))
-    assert [check.name for check in verify_artifact(slim).failed] == ["tensor names", "config keys"]
+    assert [check.name for check in verify_artifact(slim).failed] == ["tensor names", "config values"]
 
 
 def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_path):
@@ -220,6 +245,14 @@ def test_what_reads_an_artifact_checks_the_bytes_that_it_takes(slim, made, tmp_p
     assert not (tmp_path / "again").exists()
     with pytest.raises(CheckpointError):
         open_head(slim).tensors.get(names.get(damaged, "lm_head.weight"))
+
+
+def test_an_artifact_that_was_cut_into_shards_is_none(slim, tmp_path):
+    tensors = load_file(slim / "model.safetensors")
+    (slim / "model.safetensors").unlink()
+    write_tensors(slim, tensors, "sharded")
+    with pytest.raises(CheckpointError, match="manifest beside it records"):
+        open_head(slim)
 
 
 def load_fails(slim, match):
@@ -252,6 +285,8 @@ def test_what_cannot_be_loaded(slim, made, tmp_path):
         ("num_forced", 321, "num_forced"),
         ("kind", "medusa", "kind"),
         ("files/README.md", None, "files: README.md"),
+        ("files/model.safetensors/tensors", 5, "tensors"),
+        ("vocabulary/forced", {"one": ""}, "forced"),
     ],
 )
 def test_manifests_that_cannot_be_loaded(slim, path, value, named):

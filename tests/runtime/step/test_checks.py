@@ -71,6 +71,15 @@ def test_wrong_drafts_are_named(tmp_path: Path, name: str) -> None:
         model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
 
 
+def test_a_function_that_drafts_no_tree_is_told_without_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EAGLE_SLIM_CHECK")
+    for draft in (lambda *_: None, spoil_draft(lambda b: b.parents.zero_())):
+        with pytest.raises(CheckError, match="after draft, slot 0"):
+            build(tmp_path, drafter=draft).generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
+
+
 @pytest.mark.parametrize("what", ["logits", "features"])
 def test_numbers_of_a_forward_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     model, calls = build(tmp_path), []

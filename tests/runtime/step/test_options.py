@@ -161,7 +161,7 @@ def test_padding_is_what_transformers_pads_with(
      ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"), ({"eos_token_id": "</s>"}, "eos_token_id"),
      ({"repetition_penalty": "1.2"}, "repetition_penalty"), ({"streamer": print}, "streamer"),
      ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
-     ({"stopping_criteria": lambda ids, scores: None}, "stopping criterion")],
+     pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict")],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], named: str) -> None:
@@ -234,13 +234,12 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
     model.tokenizer.chat_template = None
     with pytest.raises(PromptError, match="character 2"):
         model.generate("Hi\udfff")
-    with raises(UsageError, option="messages"):
-        model.encode_chat([{"role": "user", "content": None}])
+    for role, content in (("system", "Hi"), ("user", None)):
+        with raises(UsageError, option="messages"):
+            model.encode_chat([{"role": role, "content": "Hi"}, {"role": "user", "content": content}])
 
 
 def test_a_chat_takes_its_options_by_name(model: SpeculativeModel) -> None:
-    with raises(UsageError, option="messages"):
-        model.chat("Hi", GenerationConfig())
     with raises(UsageError, option="n"):
         model.chat("Hi", n=1, num_return_sequences=1)
     model.tokenizer = object()

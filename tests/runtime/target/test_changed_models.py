@@ -26,8 +26,9 @@ from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.wrapper import TargetModel
 from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStandIn, lora
 from support.raising import raises
-from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from support.tiny_models import SIZES, plain_greedy, random_prompts, tiny_target, widen, write_head
 from torch import nn
+from transformers import PhiConfig, PhiForCausalLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning"),
@@ -130,6 +131,17 @@ def test_each_family_is_fused_and_a_changed_window_or_scaling_is_not(kind: str, 
     tokens, path = answer(model)
     assert tokens == own_answer(own)
     assert "target transformers (model.layers.1.self_attn." in path
+
+
+def test_a_model_in_training_answers_without_dropout(head: Path) -> None:
+    torch.manual_seed(0)
+    target = PhiForCausalLM(PhiConfig(**SIZES, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5)).eval()
+    widen(target.named_parameters())
+    wanted = plain_greedy(target, [3, 4, 5], 12, eos=None)
+    model = SpeculativeModel.from_pretrained(target.train(), head)
+    for _ in range(2):
+        assert model.generate([3, 4, 5], max_new_tokens=12, ignore_eos=True).token_ids == [wanted]
+        assert target.training
 
 
 def test_adapters_are_switched_scaled_and_taken_away_between_calls(head: Path) -> None:
