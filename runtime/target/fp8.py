@@ -55,11 +55,6 @@ class Fp8Weight:
         """Shape of the matrix, [out, in]."""
         return torch.Size((self.words.shape[0], 4 * self.words.shape[1]))
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the matrix."""
-        return self.words.device
-
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [out, in] in another type, each number rounded once from fp32."""
         scales = self.scales

@@ -152,25 +152,12 @@ def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _is_even(SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Whether all steps are whole, of FP8 weights with a scale a row: what bounds their product is instructions."""
-    return SHAPE.groups == 1 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0
-
-
-@triton.jit
-def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    if _is_even(SHAPE, TILES):
-        return tl.load(w_at, mask=n_inside[:, None], other=0)
+def _load(at, inside, in_part, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """A step of w or x; of FP8 weights with a scale a row, which instructions bound, whole steps mask no column."""
+    if SHAPE.groups == 1 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0:
+        return tl.load(at, mask=inside, other=0)
     else:
-        return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0)
-
-
-@triton.jit
-def _columns(x_at, inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    if _is_even(SHAPE, TILES):
-        return tl.load(x_at, mask=inside[None, :], other=0.0)
-    else:
-        return tl.load(x_at, mask=inside[None, :] & (k < stop)[:, None], other=0.0)
+        return tl.load(at, mask=inside & in_part, other=0)
 
 
 @triton.jit
@@ -228,8 +215,9 @@ def _sum_part(
     x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
     for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
         first = at // SHAPE.packed
-        w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE, TILES)
-        x = _columns(x_at + at, inside, at + k, stop, SHAPE, TILES)
+        in_part = first + element < stop // SHAPE.packed
+        w = _load(w_at + first, n_inside[:, None], in_part[None, :], SHAPE, TILES)
+        x = _load(x_at + at, inside[None, :], (at + k < stop)[:, None], SHAPE, TILES)
         acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
     return acc
 
@@ -300,23 +288,22 @@ def _part(scratch, part, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _whole(scratch, acc, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The sum of a tile for the rows that this program writes: of parts, two or four, in order.
+def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """The sum of a tile for the rows that this program writes, times `_row_scales`: of parts, two or four, in order.
 
     All are on their way before the first is added.
     """
-    if TILES.walks or SHAPE.splits == 1:
-        return acc
-    else:
+    if not (TILES.walks or SHAPE.splits == 1):
         tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
         first = _part(scratch, 0, row, inside, SHAPE, TILES)
         second = _part(scratch, 1, row, inside, SHAPE, TILES)
         if SHAPE.splits == 4:
             third = _part(scratch, 2, row, inside, SHAPE, TILES)
             fourth = _part(scratch, 3, row, inside, SHAPE, TILES)
-            return ((first + second) + third) + fourth
+            acc = ((first + second) + third) + fourth
         else:
-            return first + second
+            acc = first + second
+    return acc * scales[:, None] if SHAPE.groups > 0 else acc
 
 
 @triton.jit
@@ -330,15 +317,6 @@ def _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE: tl.constexpr):
         return tl.load(scale_ptr + n, mask=n_inside, other=0.0) * POWER
     else:
         return tl.full([n.shape[0]], POWER, tl.float32)
-
-
-@triton.jit
-def _scaled(total, scales, SHAPE: tl.constexpr):
-    """Apply `_row_scales` to a tile's sum."""
-    if SHAPE.groups > 0:
-        return total * scales[:, None]
-    else:
-        return total
 
 
 @triton.jit
@@ -387,7 +365,7 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
         k = part * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
         w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
-        w = _weights(w_at, n_inside, k, stop, SHAPE, TILES)
+        w = _load(w_at, n_inside[:, None], (k < stop)[None, :], SHAPE, TILES)
         if OVERLAP:
             _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
@@ -422,7 +400,8 @@ def _product(
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
-        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
+        x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
+        x = _load(x_at, inside[None, :], (k < stop)[:, None], SHAPE, TILES)
         acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
         acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
     return acc
@@ -558,7 +537,7 @@ def add_product_kernel(
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-        total = _scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE)
+        total = _whole(scratch, acc, scales, own, own_inside, SHAPE, TILES)
         if BIAS:
             total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
@@ -569,7 +548,7 @@ def add_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def head_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr,
     GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Logits; of one part."""
@@ -580,7 +559,9 @@ def head_product_kernel(
     inside, n_inside = row < rows, n < SHAPE.size
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, None, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False
+    )  # fmt: skip
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -611,7 +592,7 @@ def gated_product_kernel(
         w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
     )  # fmt: skip
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
-        gate, up = _pairs(_scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE))
+        gate, up = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         n = tile * PAIRS + tl.arange(0, PAIRS)
         n_inside = n < SIZE
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
@@ -664,7 +645,7 @@ def qkv_product_kernel(
         turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & own_inside[None, :]
         cos = tl.load(heads.cos + at, mask=turned, other=1.0)
         sin = tl.load(heads.sin + at, mask=turned, other=0.0)
-        first, second = _pairs(_scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE))
+        first, second = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         first *= times[None, :]
         second *= times[None, :]

@@ -21,16 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..fp8 import SCALE_BLOCK, Fp8Weight, Weight
 from . import product_kernels as kernels
 from .machine import NO_FUSION, major_capability, num_processors, overlapping, programs_wait
-from .product_kernels import (
-    LIFT,
-    SQUARES_GROUP,
-    FactorArgs,
-    HeadArgs,
-    HeadShape,
-    ProductShape,
-    ProductTiles,
-    SplitScratch,
-)
+from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
 
 SUMS_VERSION = 3
 """Version of the summation order; bump it when a constant of shape and type changes."""
@@ -43,7 +34,7 @@ _SMALL = 4 << 20
 
 def lift_of(weight: Weight | None, dtype: torch.dtype) -> float:
     """Return how many times larger rows of a type must be that a weight multiplies: not 1 for FP8 weights and bf16."""
-    return LIFT if isinstance(weight, Fp8Weight) and dtype == torch.bfloat16 else 1.0
+    return kernels.LIFT if isinstance(weight, Fp8Weight) and dtype == torch.bfloat16 else 1.0
 
 
 class Norm(NamedTuple):
@@ -180,30 +171,22 @@ def product_tiles(
 _FP8_ROWS = (16, 32, 64)
 _FP8_TILES = {
     "few pairs": (
-        ProductTiles(128, 128, 16, 8, 4, ahead=256),
-        ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True),
-        ProductTiles(128, 64, 128, 4, 4, bulk=True),
+        ProductTiles(128, 128, 16, 8, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
     "many pairs": (
-        ProductTiles(128, 128, 16, 4, 4, ahead=256),
-        ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 64, 64, 4, 4, ahead=256, bulk=True),
-        ProductTiles(128, 64, 128, 4, 4, bulk=True),
+        ProductTiles(128, 128, 16, 4, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 64, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
     "few sum": (
-        ProductTiles(64, 256, 16, 4, 3, ahead=256),
-        ProductTiles(64, 256, 32, 4, 3, ahead=256),
-        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True),
-        ProductTiles(128, 64, 256, 8, 4, bulk=True),
+        ProductTiles(64, 256, 16, 4, 3, ahead=256), ProductTiles(64, 256, 32, 4, 3, ahead=256),
+        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 256, 8, 4, bulk=True),
     ),
     "many sum": (
-        ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True),
-        ProductTiles(128, 128, 32, 8, 4, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True),
-        ProductTiles(128, 64, 256, 8, 4, bulk=True),
+        ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True), ProductTiles(128, 128, 32, 8, 4, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 256, 8, 4, bulk=True),
     ),
-}
+}  # fmt: skip
 """Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more.
 
 Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Descriptors pay where a
@@ -227,9 +210,7 @@ def _fp8_tiles(shape: ProductShape, rows: int, kind: str, is_small: bool, large_
         return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 16 else 32, 4, 4, ahead=256)
     # Of more rows two sums at once, of a step and of all before it, do not fit into the registers; nor does one sum and
     # the widened weights where matrix instructions take both from registers.
-    if rows > 64:
-        return ProductTiles(128, SCALE_BLOCK, 64, 8, 3 if shape.splits > 1 else 2)
-    return ProductTiles(128, SCALE_BLOCK, 64, 8, 3, ahead=256)
+    return ProductTiles(128, SCALE_BLOCK, 64, 8, 3 if rows <= 64 or shape.splits > 1 else 2, ahead=256)
 
 
 def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
@@ -244,7 +225,7 @@ def has_descriptors(weight: Weight, x: Tensor) -> bool:
     """
     source = _source(weight)
     return (
-        major_capability(weight.device) in (9, 10) and x.itemsize == 2
+        major_capability(x.device) in (9, 10) and x.itemsize == 2
         and weight.shape[1] % 8 == 0 and source.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     )  # fmt: skip
 
@@ -397,7 +378,7 @@ def qkv_product(
         )  # fmt: skip
     elif 2 * half_block > tiles.block_n:
         tiles = replace(tiles, block_n=2 * half_block)
-    overlaps, options = overlapping(weight.device)
+    overlaps, options = overlapping(rows.scaled.device)
     norm_q, norm_k = (norm.gain, norm.gain) if head_norms is None else head_norms
     args = HeadArgs(
         norm.gain if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
@@ -407,10 +388,11 @@ def qkv_product(
     in_tile = tiles.block_n // 2 // half_block
     if tiles.bulk and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
-        tiles = replace(tiles, bulk=False, num_stages=min(tiles.num_stages, 3))
+        warps = max(tiles.num_warps, min(tiles.block_rows // 16, 8))
+        tiles = replace(tiles, bulk=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
-        *_operands(rows.scaled, weight, tiles, True), _scales(weight), _factor(rows, norm), args, count, scratch,
+        *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch,
         SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
         HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
@@ -442,7 +424,7 @@ def add_product(
     tiles = tiles or _tiles(shape, count, "sum", weight, x)
     overlaps, options = overlapping(x.device)
     kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(x, weight, tiles, False), _scales(weight), norm.gain if bias is None else bias, norm.gain,
+        *_operands(x, weight, tiles, False), norm.gain if bias is None else bias, norm.gain,
         norm.shrink * norm.lift, count, *rows, *_tap(rows, tap), scratch,
         SHAPE=shape, TILES=tiles, BIAS=bias is not None, TAP=tap is not None, OVERLAP=overlaps,
         num_warps=tiles.num_warps, **options,
@@ -472,7 +454,7 @@ def gated_product(
     tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
     overlaps, options = overlapping(out.device)
     kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, True), _scales(weight), norm.gain if bias is None else bias,
+        *_operands(rows.scaled, weight, tiles, True), norm.gain if bias is None else bias,
         _factor(rows, norm), count, out, scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth), LIFT=lift,
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
@@ -500,9 +482,8 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 def _tiles(
     shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Weight, x: Tensor
 ) -> ProductTiles:  # fmt: skip
-    device = weight.device
-    tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(device), has_descriptors(weight, x))
-    return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks)
+    tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(x.device), has_descriptors(weight, x))
+    return replace(tiles, shares=programs_wait(x.device) and shape.splits > 1 and not tiles.walks)
 
 
 def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
@@ -510,19 +491,15 @@ def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) 
 
 
 def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
-    """Rows and a weight, as tensors and as what copies their tiles."""
-    source = _source(weight)
+    """Rows and a weight, as tensors and as what copies their tiles, and the weight's scales."""
+    source, scales = _source(weight), weight.scales if isinstance(weight, Fp8Weight) else None
     if not tiles.bulk:
-        return x, source, x, source
+        return x, source, x, source, scales
     tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
     return (
         x, source, TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
-        TensorDescriptor.from_tensor(source, tile),
+        TensorDescriptor.from_tensor(source, tile), scales,
     )  # fmt: skip
-
-
-def _scales(weight: Weight) -> Tensor | None:
-    return weight.scales if isinstance(weight, Fp8Weight) else None
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
