@@ -152,12 +152,25 @@ def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _load(at, inside, in_part, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """A step of w or x; of FP8 weights with a scale a row, which instructions bound, whole steps mask no column."""
-    if SHAPE.groups == 1 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0:
-        return tl.load(at, mask=inside, other=0)
+def _is_even(SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Whether all steps are whole, of FP8 weights with a scale a row: what bounds their product is instructions."""
+    return SHAPE.groups == 1 and SHAPE.depth % SHAPE.split_size == 0 and SHAPE.split_size % TILES.block_k == 0
+
+
+@triton.jit
+def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    if _is_even(SHAPE, TILES):
+        return tl.load(w_at, mask=n_inside[:, None], other=0)
     else:
-        return tl.load(at, mask=inside & in_part, other=0)
+        return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0)
+
+
+@triton.jit
+def _columns(x_at, inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    if _is_even(SHAPE, TILES):
+        return tl.load(x_at, mask=inside[None, :], other=0.0)
+    else:
+        return tl.load(x_at, mask=inside[None, :] & (k < stop)[:, None], other=0.0)
 
 
 @triton.jit
@@ -215,9 +228,8 @@ def _sum_part(
     x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
     for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
         first = at // SHAPE.packed
-        in_part = first + element < stop // SHAPE.packed
-        w = _load(w_at + first, n_inside[:, None], in_part[None, :], SHAPE, TILES)
-        x = _load(x_at + at, inside[None, :], (at + k < stop)[:, None], SHAPE, TILES)
+        w = _weights(w_at + first, n_inside, first + element, stop // SHAPE.packed, SHAPE, TILES)
+        x = _columns(x_at + at, inside, at + k, stop, SHAPE, TILES)
         acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
     return acc
 
@@ -308,10 +320,7 @@ def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.con
 
 @triton.jit
 def _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE: tl.constexpr):
-    """What the sums of a tile of FP8 weights, as `_widened` leaves them, are multiplied by.
-
-    A row's scale; where `_step` has applied those of columns, a power of two alone.
-    """
+    """What sums of `_widened` weights are multiplied by: a row's scale if `_step` has applied none, a power of two."""
     POWER: tl.constexpr = _LIFT if x_ptr.dtype.element_ty == tl.bfloat16 else 256.0
     if SHAPE.groups == 1:
         return tl.load(scale_ptr + n, mask=n_inside, other=0.0) * POWER
@@ -365,7 +374,7 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
         k = part * SHAPE.split_size // SHAPE.packed + tl.arange(0, TILES.block_k // SHAPE.packed)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth) // SHAPE.packed
         w_at = w_ptr + n.to(tl.int64)[:, None] * (SHAPE.depth // SHAPE.packed) + k[None, :]
-        w = _load(w_at, n_inside[:, None], (k < stop)[None, :], SHAPE, TILES)
+        w = _weights(w_at, n_inside, k, stop, SHAPE, TILES)
         if OVERLAP:
             _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
@@ -400,8 +409,7 @@ def _product(
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
-        x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
-        x = _load(x_at, inside[None, :], (k < stop)[:, None], SHAPE, TILES)
+        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop, SHAPE, TILES)
         acc = _step(first_weights, x, acc, scale_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
         acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
     return acc
