@@ -242,12 +242,11 @@ def _bulk_part(
     """A part of a tile by descriptors: rows of w from the first of ``n`` on, of pairs as many from ``second`` on."""
     row_0, first = tl.min(row, 0), tl.min(n, 0)
     ROWS: tl.constexpr = TILES.block_rows
-    SIZE: tl.constexpr = TILES.block_n // 2 if PAIRS else TILES.block_n
     start = part * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
     if PAIRS and SHAPE.groups == 0:
-        one = tl.zeros([SIZE, ROWS], tl.float32)
-        two = tl.zeros([SIZE, ROWS], tl.float32)
+        one = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
+        two = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
         for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
             x = x_tiles.load([row_0, at]).T
             one = tl.dot(w_tiles.load([first, at]), x, one, input_precision=SHAPE.precision)

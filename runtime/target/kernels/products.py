@@ -104,13 +104,12 @@ def product_shape(weight: Weight) -> ProductShape:
     """
     size, depth = weight.shape
     splits = 1
-    enough = _MOST_TILES if isinstance(weight, Fp8Weight) else _MOST_TILES // 2
+    groups = weight.scales.shape[1] if isinstance(weight, Fp8Weight) else 0
+    enough = _MOST_TILES if groups else _MOST_TILES // 2
     while splits < 4 and depth >= 2048 * splits and size // 64 * splits < enough:
         splits *= 2
     part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
-    if isinstance(weight, Fp8Weight):
-        return ProductShape(size, depth, -(-depth // part), part, "tf32", weight.scales.shape[1])
-    return ProductShape(size, depth, -(-depth // part), part, _precision(weight))
+    return ProductShape(size, depth, -(-depth // part), part, _precision(_source(weight)), groups)
 
 
 def _precision(weight: Tensor) -> str:
