@@ -90,7 +90,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Do everything but write: count, check, and print what would be written.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @json_option
-@version_option()
+@version_option
 def convert(
     head: str | None, dry_run: bool, progress: bool | None, as_json: bool, flavour: str | None, **options: Any
 ) -> None:

@@ -21,7 +21,7 @@ Examples:
 @click.option("--private/--public", default=None, help="Visibility of a new repository; default: your account's.")
 @click.option("--dry-run", is_flag=True, help="Audit, print the files, and stop; the Hub is not asked.")
 @json_option
-@version_option()
+@version_option
 def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json: bool) -> None:
     """Upload a converted head to a model repository of the Hugging Face Hub, made if it does not exist.
 

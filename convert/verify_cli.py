@@ -28,7 +28,7 @@ Examples:
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
 @json_option
-@version_option()
+@version_option
 def verify(folder: str, as_json: bool, **options: Any) -> int:
     """Check a converted head against its manifest, its source, its target and its tokenizer.
 

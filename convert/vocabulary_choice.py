@@ -209,8 +209,8 @@ def make_ranking(
         counts = load_embedded_counts()
         return Ranking(head, request, tokenizer, counts, embedded_counts_with_held_out(counts, tokenizer))
     if request.counts:
-        loaded = [item if isinstance(item, TokenCounts) else TokenCounts.load(item) for item in request.counts]
-        counts = loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+        given = (item if isinstance(item, TokenCounts) else TokenCounts.load(item) for item in request.counts)
+        counts = merge_counts(list(given))
     else:
         sources = request.corpus
         if not sources and offline:

@@ -49,7 +49,7 @@ class DeviceMemoryError(EagleSlimError):
 
 
 class CheckError(DrafterError):
-    """A `DraftFunction` gave a wrong tree; with ``EAGLE_SLIM_CHECK=1``, any wrong value in a step: a defect."""
+    """``EAGLE_SLIM_CHECK=1`` found a wrong value in a decoding step: a defect, to be reported with the message."""
 
 
 class GPUAssertionError(DrafterError):

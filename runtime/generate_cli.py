@@ -55,7 +55,7 @@ Examples:
               help="End the answer at this text, and print it as a whole; repeat for more than one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
-@version_option()
+@version_option
 def generate(
     prompt: str | None, system: str | None, raw: bool, check: bool, as_json: bool, depth: int, draft_top_k: int,
     total_tokens: int | None, draft_vocab: int | None, follow: str | None, **options: Any,

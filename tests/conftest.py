@@ -1,8 +1,9 @@
 """What every test may rely on: a visible skip for GPU tests where there is no GPU, one thread, a seed, and Ctrl-C."""
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -23,6 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # An example may take as long as a slow or busy machine needs.
         settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("any machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would look through everything that tests import many times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

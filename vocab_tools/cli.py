@@ -57,7 +57,7 @@ _target_vocab_option = click.option(
         "eagle-vocab export vocab.json freq_32000.pt --for sglang",
     ),
 )
-@version_option()
+@version_option
 def vocab() -> None:
     """Count tokens on real text, rank the vocabulary, measure what a smaller one covers."""
 
@@ -216,14 +216,9 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
 @force_option
 @json_option
 def import_command(
-    token_map: str,
-    target_vocab: int | None,
-    d2t_form: D2TForm | None,
-    out: str,
-    force: bool,
-    as_json: bool,
+    token_map: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Import a list of ids or a token map from another tool, and tell what is missing or odd about it.
 
     With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
@@ -300,8 +295,7 @@ def main() -> NoReturn:
 def _load_counts(files: tuple[str, ...]) -> TokenCounts:
     from .counts import TokenCounts, merge_counts
 
-    loaded = [TokenCounts.load(file) for file in files]
-    return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+    return merge_counts([TokenCounts.load(file) for file in files])
 
 
 def _ranked_beside(held: DraftVocab, counts: TokenCounts, weights: dict[str, float]) -> DraftVocab:

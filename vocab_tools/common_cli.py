@@ -12,16 +12,14 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
 from .errors import INTERRUPTED, EagleSlimError, UsageError, printable
 from .hub import limit_silence
-
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 class _Debuggable:
@@ -48,17 +46,13 @@ class EagleGroup(_Debuggable, click.Group):
         return list(self.commands)
 
 
-def version_option() -> Callable[[_Decorated], _Decorated]:
-    """Return the decorator that adds --version."""
-    return click.version_option(version("eagle-slim"), prog_name="eagle-slim")
-
-
 def example(*lines: str) -> str:
     """Return the epilog of a help text that shows these command lines."""
     return "\n  ".join(["\b\nExample:", *lines])
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+version_option = click.version_option(version("eagle-slim"), prog_name="eagle-slim")
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
 
 

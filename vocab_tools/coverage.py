@@ -32,7 +32,8 @@ class SourceCoverage:
     Attributes:
         name: of the source; "all sources" is their weighted mean.
         weight: share of the source in the mean, 1 in sum.
-        part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking).
+        part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking); of the
+            mean "held-out and counted" where the sources differ.
         documents: number measured; 0 for counted text, where documents are not known.
         tokens: number measured.
         coverage: share of the tokens covered, float64 [sizes].
@@ -284,7 +285,7 @@ def _weighted_mean(measured: Sequence[SourceCoverage]) -> SourceCoverage:
     return SourceCoverage(
         name=MEAN,
         weight=1.0,
-        part="held-out" if all(entry.part == "held-out" for entry in measured) else "counted",
+        part=measured[0].part if len({entry.part for entry in measured}) == 1 else "held-out and counted",
         documents=sum(entry.documents for entry in measured),
         tokens=sum(entry.tokens for entry in measured),
         coverage=weights @ np.stack([entry.coverage for entry in measured]),

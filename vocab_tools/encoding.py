@@ -119,8 +119,10 @@ def encode_all(encode: Encode, texts: Sequence[str]) -> Encoded:
     if not texts:
         return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
     parts = [_parts(text) for text in texts]
-    encoded = _join([encode(batch) for batch in _batches(list(chain.from_iterable(parts)))])
-    return Encoded(encoded.token_ids, encoded.offsets[np.cumsum([0, *map(len, parts)])])
+    batches = [encode(batch) for batch in _batches(list(chain.from_iterable(parts)))]
+    offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *(np.diff(batch.offsets) for batch in batches)]))
+    token_ids = np.concatenate([batch.token_ids for batch in batches])
+    return Encoded(token_ids, offsets[np.cumsum([0, *map(len, parts)])])
 
 
 def _parts(text: str) -> list[str]:
@@ -145,12 +147,6 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
             start, size = position, 0
         size += len(text)
     yield texts[start:]
-
-
-def _join(parts: Sequence[Encoded]) -> Encoded:
-    starts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
-    offsets = [np.zeros(1, np.int64), *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))]
-    return Encoded(np.concatenate([part.token_ids for part in parts]), np.concatenate(offsets))
 
 
 def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint32]:

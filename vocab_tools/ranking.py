@@ -38,7 +38,7 @@ from .vocabulary import (
     uncounted_warning,
 )
 
-Part = Literal["held-out", "counted"]
+Part = Literal["held-out", "counted", "held-out and counted"]
 
 
 def rank_vocabulary(

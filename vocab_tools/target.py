@@ -36,8 +36,8 @@ def read_target(source: str, offline: bool = False) -> TargetConfig:
     eos_ids: set[int] = set()
     for part in (*_parts(config), generation):
         value = part.get("eos_token_id")
-        eos_ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    sizes = [part["vocab_size"] for part in _parts(config) if "vocab_size" in part]
+        eos_ids.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
+    sizes = [part["vocab_size"] for part in _parts(config) if type(part.get("vocab_size")) is int]
     return TargetConfig(source, sizes[0] if sizes else None, says_tied(config), tuple(sorted(eos_ids)))
 
 

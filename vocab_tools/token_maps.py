@@ -21,7 +21,6 @@ from __future__ import annotations
 import codecs
 import io
 import json
-import pickle
 import re
 import warnings
 from dataclasses import replace
@@ -292,7 +291,13 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
     if is_native(value):
         return DraftVocab.from_json(value, str(path))
     if isinstance(value, dict):
-        return _from_mapping(value, path)
+        if "d2t" in value:
+            return {"d2t": value["d2t"], "t2d": value.get("t2d")}
+        if not {"ids", "token_ids"} & value.keys():
+            keys = ", ".join(repr(key) for key in list(value)[:5])
+            wanted = "expected a list of ids, ids, token_ids, or d2t (and t2d)"
+            raise VocabularyError(f"{path}: {wanted}; found an object with keys {keys}.")
+        value = value.get("ids", value.get("token_ids"))
     if isinstance(value, np.ndarray) and path.name.startswith("d2t"):
         return {"d2t": value}
     return {"ids": value}
@@ -320,18 +325,6 @@ def _read_array(path: Path) -> NDArray[Any]:
     except (OSError, ValueError, EOFError) as error:
         raise VocabularyError(f"{path}: not a readable array of numbers: {error}.") from error
     return array
-
-
-def _from_mapping(value: dict[Any, Any], path: Path) -> dict[str, Any]:
-    for key in ("ids", "token_ids"):
-        if key in value:
-            return {"ids": value[key]}
-    if "d2t" in value:
-        return {"d2t": value["d2t"], "t2d": value.get("t2d")}
-    keys = ", ".join(repr(key) for key in list(value)[:5])
-    raise VocabularyError(
-        f"{path}: expected a list of ids, ids, token_ids, or d2t (and t2d); found an object with keys {keys}."
-    )
 
 
 def _read_artifact(path: Path) -> DraftVocab:
@@ -381,24 +374,22 @@ def read_pickle(path: Path) -> Any:
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
         return {key: _numpy(part) for key, part in value.items()} if isinstance(value, dict) else _numpy(value)
-    except pickle.UnpicklingError as error:
-        raise VocabularyError(
-            f"{path}: refused, because the pickle holds more than lists and tensors and could run code when loaded "
-            f"({_first_line(error)}). Ask its author for a plain list of ids."
-        ) from error
     # torch's reader raises all kinds of errors on a damaged file, and numpy TypeError for bfloat16.
     except Exception as error:
-        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.") from error
+        # torch names the cause amid advice on how to switch the protection off.
+        if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", str(error)):
+            raise VocabularyError(
+                f"{path}: refused, because the pickle holds more than lists and tensors and would call {code[1]} when "
+                "it is loaded. Ask its author for a plain list of ids."
+            ) from error
+        cause = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+        raise VocabularyError(f"{path}: not a readable torch file: {cause[:200] or type(error).__name__}.") from error
 
 
 def _numpy(value: Any) -> Any:
     import torch
 
     return value.detach().numpy() if isinstance(value, torch.Tensor) else value
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def export_token_map(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import SourceError, TokenizerError
-from .files import expand_home, read_json, read_text, regular_file
+from .files import expand_home, read_object, read_text, regular_file
 from .hub import find_snapshot
 
 if TYPE_CHECKING:
@@ -244,10 +244,7 @@ def _load(source: str, file: Path, folder: Path | None, commit: str | None = Non
     def beside(name: str) -> dict[str, Any]:
         if folder is None or not (folder / name).is_file():
             return {}
-        value = read_json(folder / name, TokenizerError)
-        if not isinstance(value, dict):
-            raise TokenizerError(f"{folder / name}: expected a JSON object, found {type(value).__name__}.")
-        return value
+        return read_object(folder / name, TokenizerError)
 
     if not file.is_file():
         raise TokenizerError(

@@ -60,7 +60,7 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
         if dims == BUILT_IN:
             base = LlamaForCausalLM.from_pretrained(embedded_target_folder(), torch_dtype=dtype).to(device)
             head = open_any_head(None).head
-            state = {name: head.tensors.get(name).to(device, dtype) for name in head.tensors.names}
+            state = {name: head.tensors.get(name).to(device, dtype) for name in head.tensors}
             # The head drafts with the target's own LM head, and upstream's EAGLE-3 always has one.
             state["lm_head.weight"] = base.lm_head.weight.data
             own = {name: head.config[name] for name in ("rope_theta", "rms_norm_eps")}

@@ -46,8 +46,7 @@ def model_card(
 
 def _front_matter(manifest: Manifest, licence: str | None) -> str:
     lines = ["---"]
-    target = manifest.target.get("repo_id")
-    if target:
+    if target := manifest.target.get("repo_id"):
         lines.append(f"base_model: {target}")
     counted = [source.get("provenance") or {} for source in (manifest.vocabulary or {}).get("sources") or []]
     parts = [part for provenance in counted for part in provenance.get("parts", [provenance])]
@@ -122,8 +121,7 @@ def _commands(manifest: Manifest, target: str, refused: Collection[str]) -> dict
     )
     if manifest.kind == "eagle":
         return {"SGLang": sglang}
-    served |= {"SGLang": sglang}
-    served = {name: command for name, command in served.items() if name.lower() not in refused}
+    served = {name: each for name, each in {**served, "SGLang": sglang}.items() if name.lower() not in refused}
     return served | {"eagle-slim": f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'"}
 
 

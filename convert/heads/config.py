@@ -216,13 +216,10 @@ def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[
     """Set both keys so that vLLM and SGLang capture the inputs of the same `layers`, and remove all others."""
     named = _tap_lists(config)
     kept = {key: value for key, value in config.items() if key not in named}
-    nested = _part(config, "eagle_config")
-    nested = {key: value for key, value in nested.items() if f"eagle_config.{key}" not in named}
-    return {
-        **kept,
-        AUX_LAYER_KEY: list(layers),
-        "eagle_config": {**nested, AUX_LAYER_KEY: [layer - 1 for layer in layers]},
-    }
+    nested = _part(config, "eagle_config").items()
+    nested_kept = {key: value for key, value in nested if f"eagle_config.{key}" not in named}
+    outputs = [layer - 1 for layer in layers]
+    return {**kept, AUX_LAYER_KEY: list(layers), "eagle_config": {**nested_kept, AUX_LAYER_KEY: outputs}}
 
 
 def _tap_lists(config: Mapping[str, Any]) -> dict[str, Any]:

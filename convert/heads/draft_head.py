@@ -38,16 +38,11 @@ class LazyTensors:
     source: Checkpoint
     stored: Mapping[str, str]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Canonical names, sorted."""
-        return tuple(sorted(self.stored))
-
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(sorted(self.stored))
 
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape and size of a tensor, from the header."""

@@ -152,7 +152,12 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
     """
     ordered = sorted(names)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
-    _refuse_others(set(bare.values()), where)
+    shorts = set(bare.values())
+    for draft, pattern in _OTHER_MARKS.items():
+        if any(map(pattern.fullmatch, shorts)):
+            raise other_draft(draft, where)
+    if FC not in shorts and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= shorts:
+        raise other_draft("model", where)
     # An incomplete head may lack any of these.
     is_eagle3 = any(
         name.endswith(".hidden_norm.weight") or name.startswith("midlayer.") or name in MAPS for name in bare.values()
@@ -209,14 +214,6 @@ def other_draft(draft: str, where: str) -> UnsupportedHeadError:
     """Make the error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
     found, advice = OTHER_DRAFTS[draft]
     return UnsupportedHeadError.at(where, f"this is {found}; {advice}.")
-
-
-def _refuse_others(bare: Collection[str], where: str) -> None:
-    for draft, pattern in _OTHER_MARKS.items():
-        if any(map(pattern.fullmatch, bare)):
-            raise other_draft(draft, where)
-    if FC not in bare and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare):
-        raise other_draft("model", where)
 
 
 def _eagle3_name(short: str) -> str:

@@ -116,7 +116,7 @@ Examples:
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
-@version_option()
+@version_option
 def compare(
     prompt_file: str, limit: int | None, temperature: float, seed: int, out: str | None, force: bool, as_json: bool,
     **options: Any,
@@ -170,7 +170,7 @@ def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
-@version_option()
+@version_option
 def servers(
     urls: dict[str, str], prompt_file: str, limit: int | None, timeout_s: float, out: str | None, force: bool,
     as_json: bool, **options: Any,

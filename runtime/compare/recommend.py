@@ -27,7 +27,12 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
         reason = "Every answer ended with its first token. Give more prompts or more new tokens."
         return Advice(mode, batch, f"{where}: no step was measured", plain.label, 0, False, (), None, (reason,))
     best = max(measured, key=lambda row: row.tokens_per_s)
-    others = {row.label: _compare(row, best, max(1, len(measured) - 1)) for row in measured if row is not best}
+    figures, comparisons = {row.label: row.measured for row in measured if row.measured}, max(1, len(measured) - 1)
+    others = {
+        label: ratio(found, figures[best.label], best.num_prompts, comparisons)
+        for label, found in figures.items()
+        if label != best.label
+    }
     close = [row for row in measured if row is best or not _is_slower(others[row.label])]
     chosen = min(close, key=lambda row: (row.candidate.draft_bytes, -row.tokens_per_s))
     # Plain decoding must beat all that may be the fastest.
@@ -35,7 +40,7 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     beats = False if verdicts == {False} else _beats(chosen.speedup) or None
     advised = plain if beats is False else chosen
     is_decided = beats is False or all(row is best or _is_as_fast(others[row.label]) for row in close)
-    reasons = (*_reasons(chosen, best, close, measured, others), *_reasons_to_follow(measured))
+    reasons = tuple(_reasons(chosen, best, close, measured, others))
     return Advice(
         mode, batch, f"{where}: {_headline(plain, chosen, close, beats)}", advised.label,
         advised.candidate.draft_vocab, is_decided, tuple(row.label for row in close), beats, reasons,
@@ -56,13 +61,6 @@ def _headline(plain: Row, chosen: Row, close: Sequence[Row], beats: bool | None)
     is_smaller = len({row.candidate.draft_bytes for row in close}) > 1
     merit = f", of which {chosen.label} reads the fewest bytes" if is_smaller else ""
     return f"{begin}; no significant difference between {names}{merit}"
-
-
-def _compare(row: Row, other: Row, comparisons: int = 1) -> Estimate:
-    """Return how many times faster ``row`` is than ``other``; both were measured."""
-    assert row.measured is not None
-    assert other.measured is not None
-    return ratio(row.measured, other.measured, row.num_prompts, comparisons)
 
 
 def _is_as_fast(speed: Estimate) -> bool:
@@ -96,22 +94,6 @@ def _reasons(
         if row is not best:
             how = _NO_DIFFERENCE if row in close else "slower"
             reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
-    return reasons
-
-
-def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
-    """Say of each size that follows the prompt how it compares with the same size alone."""
-    alone = {(row.candidate.head, row.candidate.tree, f"{row.candidate.size} + prompt"): row for row in measured}
-    reasons = []
-    for row in measured:
-        other = alone.get((row.candidate.head, row.candidate.tree, row.candidate.size))
-        if other is not None:
-            speed = _compare(row, other)
-            verdict = {True: "it pays", False: "it does not pay", None: _NO_DIFFERENCE}[_beats(speed)]
-            reasons.append(
-                f"{row.label}: {row.stats.mean_accepted_length:.2f} tokens per pass where {other.label} has "
-                f"{other.stats.mean_accepted_length:.2f}, at {_interval(speed)} times its speed: {verdict}."
-            )
     return reasons
 
 

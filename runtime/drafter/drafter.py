@@ -276,7 +276,7 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
 
     ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
     """
-    second_layer = [name for name in head.tensors.names if name.startswith("layers.1.")]
+    second_layer = [name for name in head.tensors if name.startswith("layers.1.")]
     if second_layer:
         raise UnsupportedModelError(
             f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here. Serve it with "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import DrafterError, UsageError, check_choice, misfit
 from ..ops import Launches, Ops, count_launches
+from ..tree import layout_tree
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
 from .follow import UNIT_ROWS
@@ -57,7 +58,7 @@ def launch_drafter(
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
     PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers of
     another configuration, fewer features than new tokens (as `Buffers.set_step` wrote them) and an unknown backend;
-    `DrafterError` where the kernel cannot run.
+    `DrafterError` where the kernel cannot run, and for a `DraftFunction` that writes no tree.
     """
     if not callable(backend):
         check_choice("backend", backend, BACKENDS)
@@ -88,6 +89,29 @@ def run_draft(
         return
     draft, cfg = backend if callable(backend) else draft_ref, cfg.with_tree(bufs.tree)
     draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
+    if callable(backend):
+        _check_drafted(cfg, bufs)
+
+
+def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
+    """Raise `DrafterError` where a `DraftFunction` wrote no tree: the walk over it might not end."""
+    slots = bufs.active_slots[: int(bufs.active_count)].long()
+    tokens, parents = bufs.draft_tokens[slots], bufs.parents[slots]
+    node = torch.arange(tokens.shape[1], device=tokens.device)
+    wrong = torch.where(node == 0, parents != -1, (parents < 0) | (parents >= node))
+    wrong |= (tokens < 0) | (tokens >= cfg.target_vocab)
+    wrong[:, :1] |= tokens[:, :1] != bufs.new_tokens[slots].gather(1, bufs.num_new[slots, None].long() - 1)
+    if not wrong.any():
+        tree = layout_tree(tokens, parents, cfg.tree.path_width)
+        wrong = bufs.tree_position_ids[slots] != tree.tree_position_ids
+        wrong |= (bufs.tree_mask[slots] != tree.tree_mask)[:, 0].any(-1)
+    for place, number in wrong.nonzero().tolist():
+        raise DrafterError(
+            f"The drafting function wrote no tree: slot {int(slots[place])}, node {number} has token "
+            f"{int(tokens[place, number])} and parent {int(parents[place, number])}. Expected the newest token as the "
+            f"root (parent -1), then ids below {cfg.target_vocab} behind their parents, and mask and positions as "
+            "tree.layout_tree gives them."
+        )
 
 
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:

@@ -220,9 +220,7 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
     own = {"embed_tokens.weight", "lm_head.weight"}
     tensors = {
-        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
-        for name in head.tensors.names
-        if name not in own
+        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype) for name in head.tensors if name not in own
     }
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.

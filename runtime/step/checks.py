@@ -1,8 +1,8 @@
 """``EAGLE_SLIM_CHECK=1``: rules that hold after every phase of a step, checked on the device.
 
-For debugging wrong drafts; those of a `DraftFunction` are always checked. Each rule is a comparison of tensors that
-ends in one small tensor, the first fault: nothing waits, so that a graph can hold it. After a fault no slot runs any
-more, so that later phases read nothing by wrong numbers; the loop raises `CheckError` when it reads that step's record.
+For debugging wrong drafts. Each rule is a comparison of tensors that ends in one small tensor, the first fault: nothing
+waits, so that a graph can hold it. After a fault no slot runs any more, so that later phases read nothing by wrong
+numbers; the loop raises `CheckError` when it reads that step's record.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Checks:
         indices = np.unravel_index(int(within), shape)
         at = "".join(f", {label} {index}" for label, index in zip(labels, indices, strict=True))
         raise CheckError(
-            f"Checked after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}. What "
+            f"EAGLE_SLIM_CHECK: after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}. What "
             "follows of this step is undefined."
         )
 

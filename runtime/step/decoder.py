@@ -244,9 +244,8 @@ class Decoder:
         choice = ChoiceState.allocate(slots, cache.capacity, target.vocab_size, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
         self.box = PromptBox.allocate(cache.capacity, device)
-        has_own = drafter is not None and callable(drafter.drafter.backend)
-        self.checks = Checks(device, self.state, self.entering) if has_own or checks_wanted() else None
-        """Rules of ``EAGLE_SLIM_CHECK``, and of the trees of a `DraftFunction`; None without either."""
+        self.checks = Checks(device, self.state, self.entering) if checks_wanted() else None
+        """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[Key, Run]] = {}
@@ -511,7 +510,6 @@ class Decoder:
     ) -> Sequence[Phase]:
         """Return the phases of a step of up to ``places`` sequences; `step` runs them, from graphs where it can."""
         ops, state, shape, checks = self.ops, self.state, self.shape_of(tree), self.checks
-        later_checks = checks if checks_wanted() else None
         trees, nodes, rows = shape.trees, shape.nodes, shape.rows(places)
         bufs, choices = shape.bufs.first(places * nodes), shape.choices[:places]
         error = None if shape.drafter is None else shape.drafter.error
@@ -529,14 +527,14 @@ class Decoder:
                 slots = rows.attention.slots.clamp(min=0).long()
                 rows.positions.view(places, nodes).add_(self._offsets[slots][:, None])
             self.target.forward(rows, self.cache, bufs)
-            if later_checks is not None:
-                later_checks.check_verify(rows, bufs, trees)
+            if checks is not None:
+                checks.check_verify(rows, bufs, trees)
 
         def accept() -> None:
             self.choose(bufs.logits, trees, rules, host, choices)
             ops(walk)(choices, trees, shape.longest, state, error, is_ahead_of_drafter)
-            if later_checks is not None:
-                later_checks.check_accept(choices, trees)
+            if checks is not None:
+                checks.check_accept(choices, trees)
 
         def commit() -> None:
             for keys, values in self.cache.stacks:

@@ -68,6 +68,9 @@ def test_sources_and_their_weighted_mean() -> None:
     assert other.sources[-1].coverage[-1] == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
     with pytest.raises(UsageError, match="prose"):
         measure_coverage(vocab([0, 1]), counts, weights={"prose": 1})
+    assert report.sources[-1].part == "held-out"
+    both = TokenCounts((*counts.sources, source([1] * 10, name="prose")), None)
+    assert measure_coverage(vocab([0, 1]), both).sources[-1].part == "held-out and counted"
 
 
 def test_warnings_are_about_the_size_that_is_used() -> None:

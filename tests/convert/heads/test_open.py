@@ -24,7 +24,7 @@ def test_every_spelling_and_container_is_one_head(tmp_path, spelling, container)
     head = open_head(write_eagle3(tmp_path / "head", ids=ids, spelling=spelling, container=container))
     expected = eagle3_tensors(rows=len(ids))
     assert head.kind == "eagle3"
-    assert set(head.tensors.names) == set(expected)
+    assert set(head.tensors) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(head.tensors.get(name), tensor), name
     assert torch.equal(head.tensors.rows("lm_head.weight", np.array([7, 3])), expected["lm_head.weight"][[7, 3]])

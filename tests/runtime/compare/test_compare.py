@@ -130,8 +130,6 @@ def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
     rows = {row.label: row.to_json() for row in result.rows}
     assert (rows["270"]["follow"], rows["270 + prompt"]["follow"]) == (None, "prompt")
     assert rows["270"]["num_missed"] >= rows["270 + prompt"]["num_missed"]
-    (advice,) = result.recommendations
-    assert sum(reason.startswith("270 + prompt: ") and "times its speed" in reason for reason in advice.reasons) == 1
     only = compare(model, prompts, greedy("full", 270, follow=("prompt",), max_new_tokens=2))
     assert [each.label for each in drafted(only)] == [FULL, "270 + prompt"]
     with raises(NothingToFollowError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.reference import draft_ref
-from eagle_slim.runtime.errors import CheckError
+from eagle_slim.runtime.errors import CheckError, DrafterError
 from eagle_slim.runtime.step.kernels import acceptance
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -64,20 +64,22 @@ DRAFT = {
 
 
 @pytest.mark.parametrize("name", DRAFT)
-def test_wrong_drafts_are_named(tmp_path: Path, name: str) -> None:
+def test_wrong_drafts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     spoil, message = DRAFT[name]
-    model = build(tmp_path, drafter=spoil_draft(spoil))
+    monkeypatch.setattr("eagle_slim.runtime.drafter.launch.draft_ref", spoil_draft(spoil))
+    model = build(tmp_path)
     with pytest.raises(CheckError, match="after draft, " + re.escape(message)):
         model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.parametrize("name", ["tokens", "root", "parents", "positions", "mask", "nothing"])
 def test_a_function_that_drafts_no_tree_is_told_without_being_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delenv("EAGLE_SLIM_CHECK")
-    for draft in (lambda *_: None, spoil_draft(lambda b: b.parents.zero_())):
-        with pytest.raises(CheckError, match="after draft, slot 0"):
-            build(tmp_path, drafter=draft).generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
+    model = build(tmp_path, drafter=spoil_draft(DRAFT[name][0]) if name in DRAFT else lambda *_: None)
+    with pytest.raises(DrafterError, match=r"no tree: slot \d, node"):
+        model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("what", ["logits", "features"])
