@@ -254,7 +254,7 @@ def _bulk_part(
         return _interleaved(one, two)
     else:
         # Two products of FP8 weights in a step would wait for one another.
-        acc = tl.zeros([TILES.block_n, ROWS], tl.float32)
+        acc = tl.zeros([n.shape[0], ROWS], tl.float32)
         for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
             x = x_tiles.load([row_0, at]).T
             w = w_tiles.load([first, at // SHAPE.packed])
