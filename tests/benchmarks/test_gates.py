@@ -93,6 +93,20 @@ def test_the_file_of_thresholds() -> None:
     assert micro["model"] in decoding.LAYERS
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["H200", "H100"])
+def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int) -> None:
+    (path,) = (THRESHOLDS.parent / "results").glob("*-gates.json")
+    shipped, found = json.loads(THRESHOLDS.read_text()), json.loads(path.read_text())["runs"][place]
+    assert found["is_green"]
+    assert (found["is_strict"], found["tuned_misses"]) == (True, 0)
+    assert [gate["name"] for gate in found["full"]] == [gate["name"] for gate in shipped["full"] for _ in range(3)]
+    assert [gate["threshold"] for gate in found["full"]] == [
+        gate["threshold"] for gate in shipped["full"] for _ in range(3)
+    ]
+    ratios = reference_of(shipped, found["machine"]["device"])
+    assert all(each[name]["reference"] == ratios[name] for each in found["micro_rounds"] for name in ratios)
+
+
 def test_a_run_end_to_end(
     random_model: decoding.RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
