@@ -1,4 +1,4 @@
-"""eagle-convert: parses, calls `convert_head`, or plans and checks for a dry run, and prints what it returned."""
+"""eagle-convert: parse the options, convert a head (for a dry run only plan and check), print the result."""
 
 from __future__ import annotations
 
