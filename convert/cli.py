@@ -83,7 +83,7 @@ Examples:
               help="Target layers whose inputs the head reads, if its files are wrong.")  # fmt: skip
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
               help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
-              "Alone, of an artifact at its own size.")  # fmt: skip
+              "Without a size, HEAD is an artifact that keeps its own.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")

@@ -1,4 +1,4 @@
-"""Generation with converted draft heads: lossless, on transformers models, with a plain PyTorch reference.
+"""Generate with draft heads: the target's own text, by Triton kernels on a GPU and by plain PyTorch elsewhere.
 
 from eagle_slim.runtime import SpeculativeModel
 
