@@ -52,7 +52,7 @@ def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     epilog="""\b
 Examples:
   eagle-convert --draft-vocab 32000
-  eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
+  eagle-convert ./full-head --target Qwen/Qwen3-8B --draft-vocab 16000,32000 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
   eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
