@@ -383,7 +383,7 @@ def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     """Count the bytes of weights that one draft step reads with an LM head of `rows` rows, without the embedding's."""
-    # Of an embedding, and of what DSpark looks up by the token before, a few rows are read.
+    # Only a few rows are read of an embedding, and of DSpark's matrix for the token before.
     apart = (names.LM_HEAD, names.EMBEDDING, names.MARKOV_IN, *head.row_tensors)
     total = sum(head.tensors.info(name).size_bytes for name in head.tensors if name not in apart)
     total += rows * sum(head.tensors.info(name).row_bytes for name in head.row_tensors)

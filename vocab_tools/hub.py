@@ -258,7 +258,7 @@ def plain(text: object, limit: int = 200) -> str:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from, what that was raised from, and so on."""
+    """Yield an error and its causes, the nearest first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
