@@ -3,7 +3,7 @@
 from eagle_slim.runtime import SpeculativeModel
 
 model = SpeculativeModel.from_pretrained(target, head=..., draft_vocab=16000)
-output = model.generate("Why is the sky blue?", max_new_tokens=100)
+output = model.chat("Why is the sky blue?", max_new_tokens=100)
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
 """`SpeculativeModel`: a target and its draft head, generating together.
 
     model = SpeculativeModel.from_pretrained("meta-llama/Llama-3.1-8B-Instruct", head="out/slim", draft_vocab=16000)
-    output = model.generate("Why is the sky blue?", max_new_tokens=100)
+    output = model.chat("Why is the sky blue?", max_new_tokens=100)
     print(output.text[0], output.stats.mean_accepted_length)
 
 Output is the target's own: greedy token for token, sampled in distribution and, for a seed, the same tokens that plain
@@ -320,7 +320,7 @@ class SpeculativeModel:
         max_slots: int = DEFAULT_MAX_SLOTS, speculative: bool = True, reuse_prefix: bool = False,
         time_phases: bool = False, partial_verification: str | None = None, **options: Any,
     ) -> GenerationOutput:  # fmt: skip
-        """Continue one prompt or many. Calls from several threads take turns.
+        """Continue one prompt or many, without a chat template (`chat`). Calls from several threads take turns.
 
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or the
