@@ -46,6 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, chats of two sources and their counts."""
     folder = tmp_path_factory.mktemp("files")
     write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
+    (folder / "latin1.jinja").write_bytes(b"\xf6")
     for name, shift in (("chat", 0), ("code", 1)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for number in range(40):
@@ -162,7 +163,10 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
-        (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "no.jinja"], "'--chat-template': 'no.jinja'"),
+        (
+            ["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"],
+            "latin1.jinja: not readable",
+        ),
         (
             ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
             "[ray]",
