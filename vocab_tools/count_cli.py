@@ -66,7 +66,7 @@ Example:
     "--chat-template", metavar="FILE",
     help="Jinja file to use instead of the tokenizer's own template.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of what is drawn.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
 @click.option(
     "--held-out", type=float, default=0.01, show_default=True, metavar="F",
     help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",

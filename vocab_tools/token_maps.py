@@ -403,7 +403,7 @@ def export_token_map(
         target: what the target's configuration says, to be checked against.
 
     Returns:
-        What the loader will not tell its user: its limits, and what is odd about these ids.
+        Warnings that the loader does not give: its limits, and oddities of these ids.
 
     Raises:
         UsageError: the loader takes no file of this name, needs ids in rank order and these have none, or cannot serve
