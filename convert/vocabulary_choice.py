@@ -225,7 +225,8 @@ def make_ranking(
         for size in sizes:
             by_id.cut(size)
         counts = count(sources, tokenizer)
-    if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
+    is_own = counts.tokenizer_hash == tokenizer.tokenizer_hash
+    if not is_own and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         problem = f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows"
         raise MismatchError(f"{problem}: they were made with another tokenizer.\nCount with the target's own.")
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)

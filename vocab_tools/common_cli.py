@@ -7,6 +7,7 @@ A traceback is shown only with --debug.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -102,6 +103,9 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
     """Run a command and leave the process with its exit code; the body of every console script."""
     limit_silence()
     _end_on_signals()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a terminal's encoding lacks must not end a command whose work is done; stderr is so already.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(_run(command, list(sys.argv[1:] if args is None else args), prog_name))
 
 
