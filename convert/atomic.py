@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all: written as a hidden sibling, brought to the disk, then renamed into place.
+"""Folders that appear whole or not at all: written as a hidden sibling, synced, then renamed into place.
 
 The sibling of `NAME` is `.NAME.eagle-slim-new`, locked with flock(2) by the run that writes it; the kernel drops the
 lock when that run dies, and the next run on the name takes the folder over. What is replaced is renamed to

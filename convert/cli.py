@@ -1,4 +1,4 @@
-"""eagle-convert: parses, calls `convert_head`, or plans and checks for a dry run, and prints what it returned."""
+"""eagle-convert: parse the options, convert a head (for a dry run only plan and check), print the result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     epilog="""\b
 Examples:
   eagle-convert --draft-vocab 32000
-  eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
+  eagle-convert ./full-head --target Qwen/Qwen3-8B --draft-vocab 16000,32000 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,max-tokens=10M,weight=3 --dataset 'code=src/*.jsonl'
   eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0 --out for-llama-cpp
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
@@ -83,7 +83,7 @@ Examples:
               help="Target layers whose inputs the head reads, if its files are wrong.")  # fmt: skip
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
               help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
-              "Alone, of an artifact at its own size.")  # fmt: skip
+              "Without a size, HEAD is an artifact that keeps its own.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")

@@ -53,10 +53,10 @@ class Inputs:
 
     Attributes:
         source: where the head came from.
-        choice: which target is meant, where that is known.
-        target: the target, where it is needed or was named.
-        target_layers: its number of decoder layers, where it says.
-        lm_head: whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
+        choice: name of the target, and who named it; None where it is not known.
+        target: the opened target; None where it is not needed.
+        target_layers: its number of decoder layers; None where it is not known.
+        lm_head: the LM head whose rows are gathered, the head's own or the target's; None for EAGLE-1/2.
         tokenizer: of the target, where it is at hand.
         gguf: the GGUF files to write; None for none.
     """
@@ -78,7 +78,7 @@ class Conversion:
 
     Attributes:
         folder: where it goes.
-        lm_head: whose rows are gathered; None for EAGLE-1/2.
+        lm_head: the LM head whose rows are gathered; None for EAGLE-1/2.
         tensors: of the weights file.
         files: the small files by name, but for the manifest.
         manifest: complete once the artifact is written; until then without checksums and `files`.
@@ -183,7 +183,7 @@ def plan_conversion(
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
 
-    Text is counted last, when whatever else can end a conversion was looked at; nothing is written of any size before.
+    Text is counted after all other checks, as it takes longest; all sizes are planned before one is written.
     """
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
@@ -278,7 +278,7 @@ def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOp
     if choice.name is None or choice.reason == "given":
         return True
     request = options.vocabulary
-    # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
+    # The ranks of an artifact hold the forced ids of chats already.
     ranked = ranked_manifest(head) if request.is_default else None
     is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"
     return request.token_map is None and options.tokenizer is None and not is_ranked
@@ -334,7 +334,7 @@ def _manifest(
             report, note = measured
             warnings += report.warnings
             coverage = {**report.to_json(), "note": note}
-    # The target of an artifact was at hand when the artifact was made, or this stands among its warnings.
+    # An artifact was compared with its target when it was made, unless its own warnings say otherwise.
     if inputs.target is None and (ranked is None or NOT_COMPARED in ranked.warnings):
         warnings.append(NOT_COMPARED)
     return Manifest(
@@ -373,7 +373,7 @@ def _describe_target(inputs: Inputs) -> dict[str, Any]:
 
 
 def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
-    """Call local folders by their own names: an upload publishes what the manifest says."""
+    """Replace paths of this machine in warnings by folder names, as an upload publishes the manifest."""
     opened = (inputs.target and inputs.target.name, inputs.tokenizer and inputs.tokenizer.source, inputs.head.location)
     local = {place for place in opened if place and expand_home(place).exists()}
     for place in sorted(local, key=len, reverse=True):
@@ -383,7 +383,7 @@ def _without_paths(warnings: Sequence[str], inputs: Inputs) -> tuple[str, ...]:
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     """Count the bytes of weights that one draft step reads with an LM head of `rows` rows, without the embedding's."""
-    # Of an embedding, and of what DSpark looks up by the token before, a few rows are read.
+    # Only a few rows are read of an embedding, and of DSpark's matrix for the token before.
     apart = (names.LM_HEAD, names.EMBEDDING, names.MARKOV_IN, *head.row_tensors)
     total = sum(head.tensors.info(name).size_bytes for name in head.tensors if name not in apart)
     total += rows * sum(head.tensors.info(name).row_bytes for name in head.row_tensors)

@@ -1,4 +1,4 @@
-"""eagle-push: parses, audits an artifact, and uploads its own files."""
+"""eagle-push: parse the options, audit an artifact, upload its own files."""
 
 from __future__ import annotations
 

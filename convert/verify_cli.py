@@ -1,4 +1,4 @@
-"""eagle-verify: parses, calls `verify_artifact`, prints every check."""
+"""eagle-verify: parse the options, call `verify_artifact`, print every check."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class Ranking:
 
     Attributes:
         tokenizer: of the target, or None for a token map alone.
-        counts: that made the order; None for a token map or id order.
-        measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
+        counts: counts that make the order; None for a token map or id order.
+        measured: counts with a held-out part, to measure coverage, and a note on that text; None without one.
     """
 
     head: DraftHead
@@ -106,7 +106,7 @@ class Ranking:
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
         """Cut a vocabulary of a size, or the smallest that covers a share of the text; without either, of all ids."""
         if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
-            # The counts hold nothing out: the size is found where the text to be covered made no ranking.
+            # These counts hold nothing out: find the size with the counts that do.
             sized = self._cut(self.measured[0], None, coverage)
             vocab = self._cut(self.counts, len(sized), None)
             found = {"size_from_coverage": sized.provenance["size_from_coverage"]}
@@ -178,7 +178,7 @@ def make_ranking(
     say: Say,
     sizes: Sequence[int] = (),
 ) -> Ranking:
-    """Read or count what a request names, once for all `sizes`, of which one that cannot be cut is refused beforehand.
+    """Make the ranking that a request names, once for all `sizes`; one that cannot be cut is refused before counting.
 
     `embedded`: the head is the built-in one, which has counts of its own. `offline`: the default dataset is refused.
 
@@ -225,7 +225,8 @@ def make_ranking(
         for size in sizes:
             by_id.cut(size)
         counts = count(sources, tokenizer)
-    if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
+    is_own = counts.tokenizer_hash == tokenizer.tokenizer_hash
+    if not is_own and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         problem = f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows"
         raise MismatchError(f"{problem}: they were made with another tokenizer.\nCount with the target's own.")
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)

@@ -1,9 +1,9 @@
-"""Generation with converted draft heads: lossless, on transformers models, with a plain PyTorch reference.
+"""Generate with draft heads: the target's own text, by Triton kernels on a GPU and by plain PyTorch elsewhere.
 
 from eagle_slim.runtime import SpeculativeModel
 
 model = SpeculativeModel.from_pretrained(target, head=..., draft_vocab=16000)
-output = model.generate("Why is the sky blue?", max_new_tokens=100)
+output = model.chat("Why is the sky blue?", max_new_tokens=100)
 """
 
 import lazy_loader

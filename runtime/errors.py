@@ -45,7 +45,7 @@ class DrafterError(EagleSlimError):
 
 
 class DeviceMemoryError(EagleSlimError):
-    """The memory of the device is full; says what can be lowered. The next call starts with what was free before."""
+    """The memory of the device is full; the message says what can be lowered. What the call held is free again."""
 
 
 class CheckError(DrafterError):
@@ -73,7 +73,7 @@ class TargetWarning(UserWarning):
 
 
 class HeadWarning(UserWarning):
-    """A head's weights are damaged: output stays exact, but drafts are bad."""
+    """A head's weights are damaged, or its vocabulary lacks ids: output stays exact, but drafts are worse."""
 
 
 class AcceptanceWarning(UserWarning):

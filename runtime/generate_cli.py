@@ -78,7 +78,7 @@ def generate(
         options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
     )
     if check and model.is_tree_sized and model.target.device.type == "cuda":
-        # A check is of drafting, which the choice of trees may turn off there.
+        # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
         model = model.with_tree(model.drafter.tree)
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
@@ -116,7 +116,7 @@ class _Session:
         self.messages.append({"role": "user", "content": prompt})
         ids = prompt if self.raw else self.model.encode_chat(self.messages)
         streamer = None
-        # A stop string is no part of the answer: one that may end with it is printed when it is complete.
+        # A stop string is cut off the answer, which is therefore printed when it is complete.
         if not as_json and "stop" not in self.options:
             streamer = TextStreamer(self.model.tokenizer, skip_prompt=True, skip_special_tokens=True)
         output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)

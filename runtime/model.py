@@ -1,12 +1,12 @@
 """`SpeculativeModel`: a target and its draft head, generating together.
 
     model = SpeculativeModel.from_pretrained("meta-llama/Llama-3.1-8B-Instruct", head="out/slim", draft_vocab=16000)
-    output = model.generate("Why is the sky blue?", max_new_tokens=100)
+    output = model.chat("Why is the sky blue?", max_new_tokens=100)
     print(output.text[0], output.stats.mean_accepted_length)
 
 Output is the target's own: greedy token for token, sampled in distribution and, for a seed, the same tokens that plain
-decoding with that seed gives. Both are exact in fp32, and in any type where `GenerationStats.exactness` says so (fused
-targets on a GPU); elsewhere a near-tie can round differently.
+decoding with that seed gives. Both are exact where the target is fused, on a GPU; in fp32 elsewhere but for ties within
+its last bits; in other types a near-tie can round differently. `GenerationStats.exactness` says which of these holds.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class SpeculativeModel:
             follow: "prompt" lets ids of each prompt join its draft vocabulary, those that ``draft_vocab`` leaves out.
                 Needs a head with more rows than ``draft_vocab``, or one that drafts with the target's LM head.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
-            depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses it for each
-                step, by the times and the acceptance that are measured meanwhile (`step.shapes`): up to 60 nodes,
-                down to plain decoding; before the call, by sizes alone, where rows are not exact. A number is kept.
+            depth, top_k, total_tokens: shape of the tree (`TreeConfig`). ``total_tokens`` None: where rows are exact,
+                steps choose between plain decoding and trees of up to 60 nodes, by measured times and acceptance
+                (`step.shapes`); elsewhere sizes alone fix the tree before the call. A number is kept.
             dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
                 instructions for it (`loading.dtype_on_cpu`). A loaded target's stays as it is.
             device: None is the first GPU, else the CPU; a loaded target stays where it is.
@@ -270,7 +270,7 @@ class SpeculativeModel:
         """Return True, for ``pipeline("text-generation", model, tokenizer=model.tokenizer)`` of transformers."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        # Else a pipeline logs that it does not know this class; the key is of no configuration.
+        # Without this entry a pipeline logs that it does not know this class. No configuration has this key.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
         weakref.finalize(self, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop, "eagle_slim", None).atexit = False
         return True
@@ -320,7 +320,7 @@ class SpeculativeModel:
         max_slots: int = DEFAULT_MAX_SLOTS, speculative: bool = True, reuse_prefix: bool = False,
         time_phases: bool = False, partial_verification: str | None = None, **options: Any,
     ) -> GenerationOutput:  # fmt: skip
-        """Continue one prompt or many. Calls from several threads take turns.
+        """Continue one prompt or many, without a chat template (`chat`). Calls from several threads take turns.
 
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or the
@@ -377,7 +377,7 @@ class SpeculativeModel:
                 streamer.put(torch.tensor([call.requests[0].prompt_ids]))
             for request in call.requests:
                 request.streamer = streamer
-                # Also where a measured size turns drafting off for a call: its tokens are still counted.
+                # Also where steps choose to decode plainly: tokens outside the vocabulary are still counted.
                 request.head = self.drafter.weights if speculative else None
             loop = GenerationLoop(self._decoders, call.requests, plan)
             results, stats = loop.run()
@@ -431,7 +431,7 @@ class SpeculativeModel:
                 each combination of stages has graphs of its own, which serve all values.
 
         Returns the time for it, compilation and capture apart, and the memory; on a CPU there is nothing to get ready.
-        A tree whose size is chosen is that of a prompt of half the length. Raises `UsageError` as `generate` does.
+        Trees that steps choose among are also timed, at half of ``max_length``. Raises `UsageError` as `generate` does.
         """
         num_prompts = read_count("num_prompts", num_prompts, 1)
         half = read_count("max_length", max_length, 2) // 2

@@ -261,7 +261,7 @@ def export(
     vocabulary: str, out: str, loader: Loader, size: int | None, target: str | None, offline: bool,
     target_vocab: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write VOCAB as the loader of an engine takes it, and tell the limits that it keeps to itself."""
+    """Write VOCAB as an engine's loader reads it, and print limits that the loader does not report."""
     from .target import read_target
     from .token_maps import export_token_map
     from .vocabulary import TARGET_VOCAB_FROM, doubts_of_rank, lost_floors, uncounted_warning

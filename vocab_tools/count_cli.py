@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -63,10 +63,10 @@ Example:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @tokenizer_options
 @click.option(
-    "--chat-template", type=click.File(encoding="utf-8"), metavar="FILE",
+    "--chat-template", metavar="FILE",
     help="Jinja file to use instead of the tokenizer's own template.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of what is drawn.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
 @click.option(
     "--held-out", type=float, default=0.01, show_default=True, metavar="F",
     help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
@@ -90,16 +90,17 @@ Example:
 @json_option
 def count(
     sources: tuple[str, ...], tokenizer: str, tokenizer_revision: str | None, offline: bool,
-    chat_template: TextIO | None, out: str, force: bool, as_json: bool, **options: Any,
+    chat_template: str | None, out: str, force: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
-    from .files import refuse_existing
+    from .errors import UsageError
+    from .files import read_text, refuse_existing
     from .sources import parse_source
 
     path, corpus = refuse_existing(out, force), [parse_source(source) for source in sources]
     loaded = named_tokenizer(tokenizer, tokenizer_revision, offline)
-    template = None if chat_template is None else chat_template.read()
+    template = None if chat_template is None else read_text(chat_template, UsageError)
     counts = count_tokens(corpus, loaded, chat_template=template, notify=note, **options)
     counts.save(path)
     if as_json:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -311,10 +313,12 @@ _OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
 def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if len(parts) == 1:
         return parts[0]
-    found = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
-    if any(part in found[:at] for at, part in enumerate(found)):
+    found = [part for source in parts for part in _parts_of(source)]
+    texts = [part.get("digest", part) for part in found]
+    is_twice = any(text in texts[:at] for at, text in enumerate(texts))
+    if is_twice or any(_is_in(part, whole) for part, whole in permutations(parts, 2)):
         raise VocabularyError(
-            f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
+            f"source {name!r}: the same text would be counted twice. "
             "Merge each counts file once; give the sources different names if they really differ."
         )
     added: list[JSON] = []
@@ -333,6 +337,20 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
         held_out=HeldOut.of_documents(held_out) if held_out else None,
         provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=json.dumps)},
     )
+
+
+def _parts_of(source: SourceCounts) -> list[JSON]:
+    parts: list[JSON] = source.provenance.get("parts", [source.provenance])
+    return parts
+
+
+def _is_in(part: SourceCounts, whole: SourceCounts) -> bool:
+    """Tell whether counts were merged into others before: by their files, and by no id that they have more often."""
+    mine, theirs = (
+        Counter(json.dumps(file) for each in _parts_of(source) for file in each.get("files", []))
+        for source in (part, whole)
+    )
+    return bool(mine) and mine <= theirs and bool((part.counts <= whole.counts).all())
 
 
 def _settings(part: JSON) -> JSON:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from .errors import VocabularyError
 
 _MAX_ROUNDS = 30
-# What is needed rises by a tenth more than the shortfall, and by two tokens in a million, so that few rounds do.
+# Floors on counted text rise by 1.1 times the shortfall and two tokens in a million, so that few rounds are needed.
 _RISE, _STEP = 1.1, 2e-6
 _TOLERANCE = 1e-12
 
@@ -78,7 +78,7 @@ class FloorProblem:
     def _raised(self, needed: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
         short = self.floors - self.reached(chosen)
         raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
-        # More than all ids cover is never needed, where a floor is no more.
+        # No floor needs to rise above what all ids cover.
         return np.asarray(np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1))))
 
     def _solve(self, needed: NDArray[np.float64], size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:

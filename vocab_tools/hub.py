@@ -22,7 +22,7 @@ _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 Choose = Callable[[Sequence[str], str], list[str]]
-"""From the names of all files of a repository, and how messages call it, the names of those that are wanted."""
+"""Chooses file names: (all names in a repository, its name for messages) → those wanted."""
 
 
 class HubError(SourceError):
@@ -195,13 +195,13 @@ def explained(repo_id: str, revision: str | None = None, purpose: str = "read") 
 
 
 def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubError:
-    """Describe what asking the Hub raised, or an error caused by such; `purpose` is "read" or "write"."""
+    """Make the `HubError` for an error of a request, or one caused by it; `purpose` is "read" or "write"."""
     from huggingface_hub import constants, errors
 
     http_error = errors.HfHubHTTPError.__bases__[0]
     known = (http_error, errors.EntryNotFoundError, errors.HFValidationError, errors.OfflineModeIsEnabled)
     found = [cause for cause in causes_of(error) if isinstance(cause, known)] or [error]
-    # That a file is not in the cache says least: what kept the library from fetching it is behind.
+    # "Not in the cache" hides why the file could not be fetched: take the error behind it.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
     said = plain(getattr(cause, "server_message", None) or cause)
     hub, status = constants.ENDPOINT, getattr(getattr(cause, "response", None), "status_code", None)
@@ -258,7 +258,7 @@ def plain(text: object, limit: int = 200) -> str:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from, what that was raised from, and so on."""
+    """Yield an error and its causes, the nearest first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -325,7 +325,7 @@ def _open_dataset(source: CorpusSource) -> OpenSource:
             files = tuple(SourceFile(path, path.rpartition("/")[2]) for path in map(str, data_files[split]))
             if all(file.format for file in files):
                 return OpenSource(source, "text", "", {**origin, "split": split, "column": None}, files)
-        # The commit, not the branch: what is streamed later is then what was looked at now.
+        # The commit, not the branch, so that the stream reads the files that were looked at.
         loaded: Any = datasets.load_dataset(location, source.config, revision=revision, streaming=not offline)
         split = _choose_split(location, source.split, list(loaded))
         table = loaded[split].to_iterable_dataset() if offline else loaded[split]

@@ -74,6 +74,7 @@ _LIMITS: dict[Loader, str] = {
 }
 _TIED = "if the LM head is tied to the embedding, SGLang keeps all its rows, yet looks their numbers up in the list"
 _MANIFEST_NAME = "eagle_slim.json"
+_WHERE_FORM = " (of `eagle-convert` for the map in HEAD, of `eagle-vocab import` for any other)"
 
 
 def d2t_from_ids(target_ids: ArrayLike) -> NDArray[np.int64]:
@@ -116,7 +117,8 @@ def ids_from_d2t(
     elif form is None and len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < target_vocab:
         raise VocabularyError(
             f"d2t: all {len(values)} values are distinct and valid as ids, so they may be ids or offsets (target_id = "
-            "row + d2t[row]), and there is no t2d to decide. Say which with --d2t-form absolute or --d2t-form offset."
+            "row + d2t[row]), and there is no t2d to decide. "
+            f"Say which with --d2t-form absolute or offset{_WHERE_FORM}."
         )
     return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
 
@@ -147,7 +149,7 @@ def _form_by_mask(
     if fitting == ["absolute"] and form is None:
         raise VocabularyError(
             "d2t holds absolute ids (t2d shows it), where engines expect offsets (target_id = row + d2t[row]). "
-            "Accept it with --d2t-form absolute."
+            f"Accept it with --d2t-form absolute{_WHERE_FORM}."
         )
     return form or fitting[0]
 
@@ -401,7 +403,7 @@ def export_token_map(
         target: what the target's configuration says, to be checked against.
 
     Returns:
-        What the loader will not tell its user: its limits, and what is odd about these ids.
+        Warnings that the loader does not give: its limits, and oddities of these ids.
 
     Raises:
         UsageError: the loader takes no file of this name, needs ids in rank order and these have none, or cannot serve

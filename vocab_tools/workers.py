@@ -87,7 +87,7 @@ class Tally:
 
 
 def draws(hashes: NDArray[np.uint64], stream: int) -> NDArray[np.float64]:
-    """Map hashes to numbers from 0 to 1, other ones for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    """Map hashes to numbers from 0 to 1, different ones for each stream: splitmix64 (Steele, Lea, Flood 2014)."""
     x = hashes + np.uint64(stream * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

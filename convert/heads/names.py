@@ -190,8 +190,8 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
             continue
         canonical = _eagle3_name(short) if kind == "eagle3" else short
         if _KNOWN[kind].fullmatch(canonical) is None:
-            problem = f"tensor {name} has no place in {_CALLED[kind]}.\nIt is refused rather than guessed at."
-            raise UnsupportedHeadError.at(where, problem)
+            advice = "Nothing is guessed: if it is one of the tensors in convert/FORMAT.md, rename it in a copy."
+            raise UnsupportedHeadError.at(where, f"tensor {name} has no place in {_CALLED[kind]}.\n{advice}")
         if canonical in stored:
             problem = f"tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them."
             raise CheckpointError.at(where, problem)

@@ -55,7 +55,7 @@ def open_head(
         subfolder: where in the folder or repository the head is, such as "eagle3".
         offline: use only what the local Hub cache holds.
         d2t_form: "offset" (target id = i + d2t[i]), "absolute", or "auto", which tells them apart by the rules of
-            `vocab_tools.token_map` and refuses the absolute form.
+            `vocab_tools.token_maps` and refuses the absolute form.
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
     Raises:

@@ -17,7 +17,7 @@ LONG_NAMES = {
     "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
     "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-"""Dtypes of whole bytes, as torch and config.json spell them; a file has the tensors of the last of them first."""
+"""Dtypes of whole bytes, as torch and config.json spell them, in reverse order of their tensors in a file."""
 
 FLOATS = ("BF16", "F16", "F32")
 """The dtypes that a head and an LM head may have."""

@@ -70,7 +70,7 @@ class HubFile:
         return bytes(response.content)
 
     def read_header(self) -> SafetensorsFile:
-        """Fetch the header and let `safetensors` check it, before an empty file of the same size."""
+        """Fetch the header and let `safetensors` check it at the start of an otherwise empty file of the full size."""
         first = self.read(0, min(_FIRST_BYTES, self.size_bytes))
         end = 8 + int.from_bytes(first[:8], "little")
         if end > self.size_bytes:
@@ -116,7 +116,7 @@ def _complete(file: HubFile, info: TensorInfo, offset: int, prefix: bytes, parti
     if partial.read(len(prefix)) != prefix:
         partial.truncate(0)
         done = partial.write(prefix)
-    # In huggingface_hub's style, so that its switches hold.
+    # huggingface_hub's own bar, so that its switches turn it off.
     bar = tqdm(desc=info.name, total=total, initial=done, unit="B", unit_scale=True, disable=None)  # type: ignore[no-untyped-call]
     with bar:
         while done < total:

@@ -1,1 +1,1 @@
-"""What a call of `generate` takes and returns: options, prompts, sampling, streaming, statistics, output."""
+"""What a call of `generate` takes and returns: options, prompts, sampling, statistics, output."""

@@ -87,7 +87,7 @@ def read_call(
     configs = (target.generation_config, target.text_config)
     own_ends = _read_ids("eos_token_id", *(getattr(config, "eos_token_id", None) for config in configs))
     ends, vocab = _read_ids("eos_token_id", options.get("eos_token_id"), own_ends), int(target.text_config.vocab_size)
-    # Ids that no token has end nothing.
+    # No token has ids outside the vocabulary, so they end nothing.
     eos = frozenset(token for token in ends if 0 <= token < vocab)
     if own["ignore_eos"] is not None and read_flag("ignore_eos", own["ignore_eos"]):
         eos = frozenset()
@@ -149,7 +149,7 @@ def join_options(
             )
     known = vars(GenerationConfig())
     found = {name: getattr(own, name, None) for name in PENALTIES}
-    # Other names in a configuration were meant for other software.
+    # Names in a configuration that transformers does not know belong to other software.
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:

@@ -1,4 +1,4 @@
-"""One prompt in generation: what was asked, what came out, and when it is finished."""
+"""One prompt of a call: its limits, its answer so far, and when that ends."""
 
 from __future__ import annotations
 

@@ -304,10 +304,10 @@ def choose_drafter(
 ) -> Drafter:  # fmt: skip
     """Build the drafter that is asked for, or choose one for "auto".
 
-    "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head
-    rows best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights`
-    and `Drafter`, and for ``draft_weights`` "fp8" `DrafterError` with a head that only the reference can draft with;
-    there is no fallback.
+    "auto" takes the kernel on a GPU for heads and trees within its limits, else the reference, on a GPU with a
+    `SpeedWarning`. ``order``: int64 [draft_vocab], LM-head rows best first, where they are ranked: the kernel packs
+    them so. Raises as `check_drafter`, `check_draft_weights` and `Drafter`, and `DrafterError` for ``draft_weights``
+    "fp8" with a head that only the reference can draft with.
     """
     check_drafter(drafter, weights.device)
     check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)

@@ -49,8 +49,8 @@ def launch_drafter(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Draft the trees of all active slots.
 
-    ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
-    target hidden] with equal strides; or a dict of them, X_concat, or X_low, X_mid and X_high. ``bufs`` holds the other
+    ``X``: the target's features of the new tokens, [slots, n, feature_width], of n up to 64 at most 16 in use; or three
+    taps [slots, n, target hidden] of equal strides; or a dict of X_concat, or X_low, X_mid, X_high. ``bufs``: the other
     inputs (`Buffers`), the KV cache, which gains the new pairs, and the outputs (``bufs.drafted``), of which are also
     returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots, total, depth + 2], tree_mask bool
     [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots are -1 and 0.

@@ -397,8 +397,8 @@ class Decoder:
     ) -> None:
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
-        The slot's tail has been set before. ``held``: the row of the first of these tokens, where it is run again; the
-        record's last row tells in its second place whether it has become another.
+        The slot's tail has been set before. ``held``: keys and values that the first of these tokens had before; the
+        second number in the record's last row says whether running it again changed them.
         """
         self.ops(begin_prompt)(self.box, self.state)
         self._gather_rows()
@@ -491,8 +491,8 @@ class Decoder:
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
         """Make all slots look empty during a warm-up, and restore them."""
-        # A phase may be practised alone, between those of a real step: a commit would go by that step's record, and
-        # lists the running slots anew. A prompt of as many tokens as its slot holds has no rows left.
+        # A phase may be practised between those of a real step, and a commit must neither act on that step's record nor
+        # list the running slots. With prompt and slot both of length 0, a chunk has no rows.
         state = self.state
         slots = (state.active_slots, state.active_inverse)
         hidden = (*slots, state.active_count, state.running, state.record, self.box.numbers, state.lengths)
@@ -513,7 +513,7 @@ class Decoder:
         trees, nodes, rows = shape.trees, shape.nodes, shape.rows(places)
         bufs, choices = shape.bufs.first(places * nodes), shape.choices[:places]
         error = None if shape.drafter is None else shape.drafter.error
-        # The drafter takes what plain steps add once a step drafts again.
+        # Plain steps leave their pairs waiting until a step drafts again.
         is_ahead_of_drafter = tree is None and self.drafter is not None
 
         def draft() -> None:

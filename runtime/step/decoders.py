@@ -55,7 +55,7 @@ class KeptRows:
     num_pairs: int = 0
 
     def num_shared(self, prompt: Sequence[int], is_drafted: bool) -> int:
-        """Count the first tokens of a prompt that need not be run: the shared ones but the last that has a row."""
+        """Count the first tokens of a prompt that need not be run: shared ones that have a row, but for the last."""
         most = min(len(self.tokens) - 1, len(prompt))
         common = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt, strict=False)) if a != b), most)
         shared = min(most, common) - 1
@@ -165,7 +165,7 @@ class Decoders:
         # Each number of slots has graphs of its own: few sizes shall occur.
         num_slots = bucket_of(num_sequences) if self.has_graphs else num_sequences
         nodes = max(max(shape.total_tokens, shape.path_width) for shape in shapes)
-        # One row more, which a captured forward writes where a row of its own goes nowhere.
+        # A spare row takes what a captured forward writes for places without a token.
         cache, needed = self._cache, max_tokens + nodes + 1
         if cache is None or cache.num_slots < num_slots or cache.capacity < needed:
             slots = num_slots if cache is None else max(num_slots, cache.num_slots)

@@ -264,7 +264,7 @@ class GenerationLoop:
             return
         pairs = self.decoders.kept[slot].num_pairs
         if self.plan.is_drafted:
-            # The step that gave these tokens began with the pairs of those before, or had them wait.
+            # Pairs that are surely cached: a draft takes all before it, plain steps let a buffer full of them wait.
             waiting = 1 if self.chooser is None else self.decoder.state.new_tokens.shape[1]
             pairs = max(0, len(prompt) + num_before - waiting)
         self.decoders.kept[slot] = KeptRows((*prompt, *state.token_ids), pairs)

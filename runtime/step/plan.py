@@ -97,7 +97,7 @@ class Plan:
     full_reason: str
     """Why every pass is full where running ahead was asked for."""
     is_exact: bool
-    """Whether drafted tokens can differ from plain ones by the target's rounding alone."""
+    """Whether drafted tokens equal plain ones but for the target's rounding (`TargetModel.exactness`)."""
 
     @property
     def tree(self) -> TreeConfig | None:

@@ -32,7 +32,7 @@ from .kernels.choice_kernels import ChoiceRules
 
 
 class PartialDecoder(Decoder):
-    """A `Decoder` of chains that another, `ahead`, has accepted over a part of the cache; ``new_ahead`` builds that."""
+    """A `Decoder` that verifies chains which `ahead`, built by ``new_ahead``, accepted over a part of the cache."""
 
     def __init__(
         self, target: Target, cache: KVCache, drafter: BufferedDrafter, option: PartialVerification,
@@ -113,7 +113,7 @@ class PartialDecoder(Decoder):
     def _extend_chain(self) -> None:
         """Append the tokens of the last partial pass to the chain."""
         own, most = self.ahead.state, self.shape.nodes - 1
-        # A token that is none is left to the full pass, which chooses from the same logits.
+        # Logits that are no distribution are left to the full pass.
         accepted = own.record[:-1, 0] - (own.record[:-1, 2] == ENDED_BY_FAULT).int()
         step = torch.arange(own.new_tokens.shape[1], device=accepted.device)
         at = self.count[:, None] + step

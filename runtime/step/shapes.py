@@ -10,9 +10,9 @@ the call, from sizes alone.
 **Expected tokens.** With p_l the probability that the best child at level l is accepted once its parent is, a shape of
 d levels gives ``1 + sum over l of the product over i <= l of H_i``. A chain has ``H_i = p_i``; a tree catches other
 children, too: ``H_i = 1 - (1 - p_i) ** width``, of a constant width. p_l is learned by the model and, with more weight,
-by the call; a level not seen yet is taken to be like the one above it. How far a shape departs from its width is a
-factor, learned from its own steps: the tokens accepted, over those that the best children of the same steps let expect,
-so that it depends neither on the text nor on how much was known of it.
+by the call; a level not seen yet is taken to be like the one above it. Each shape has a correction factor, its *gain*,
+learned from its own steps: tokens accepted over tokens expected from the best children of the same steps, so that it
+depends neither on the text nor on what was known before.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
 _SWITCH = 1.02
 """Least gain for which the shape changes, so that it does not flap."""
 _EVERY = 3
-"""Steps of a choice, also of a probe: the drafter takes waiting pairs before it, which costs as much for one step."""
+"""Steps that keep a choice, or a probe: taking the waiting pairs, before the first of them, is paid once for all."""
 _PROBE_SHARE = 0.004
-"""Share of the time of plain steps that probes may cost, without these pairs."""
+"""Share of the time of plain steps that probes may cost; taking the waiting pairs is not counted."""
 
 
 class _Rate:
@@ -67,7 +67,7 @@ class _Rate:
 
 
 class Acceptance:
-    """How often the best child at each level was accepted, and how each shape departs from that; kept by a model."""
+    """How often the best child at each level was accepted, and the gain of each shape; kept by a model."""
 
     def __init__(self) -> None:
         self.levels: list[_Rate] = []
@@ -81,8 +81,8 @@ class Acceptance:
 class Costs:
     """Step times of this device, ms, by shape, places (sequences that a step is launched for) and context.
 
-    ``weight_bytes`` of the target, and ``token_bytes`` of the keys and values of a token: a context that was not
-    measured takes the nearest that was, and the time that its keys and values take at the rate of the weights.
+    A context that was not measured takes the time of the nearest that was, and for each token more the time to read its
+    keys and values (``token_bytes``) as fast as a plain step reads the target's ``weight_bytes``.
     """
 
     def __init__(self, weight_bytes: int, token_bytes: int) -> None:
@@ -151,7 +151,7 @@ class ShapeChooser:
         return self._taken
 
     def _probe(self, rates: Mapping[Shape, float], places: int, context: float) -> Shape:
-        """Draft now and then while decoding is plain, as nothing is learned else; together for `_PROBE_SHARE`."""
+        """Draft now and then while decoding plainly, to learn; all probes together cost at most `_PROBE_SHARE`."""
         plain = self._costs.guess(None, places, context)
         self._credit_ms += _PROBE_SHARE * _EVERY * plain
         probe = max((shape for shape in rates if shape is not None), key=rates.__getitem__, default=None)

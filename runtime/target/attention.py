@@ -218,7 +218,7 @@ def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = Fals
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name stands for transformers' own softmax attention; with a stroke, for a repository of its kernels."""
+    """Whether a name stands for transformers' own softmax attention; with a slash, for a repository of its kernels."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     module = str(getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", ""))

@@ -101,7 +101,7 @@ def quantise_rows(weight: Tensor) -> Fp8Weight:
     for first in range(0, out, count):
         part = weight[first : first + count].float()
         largest = part.abs().amax(1, keepdim=True)
-        # By a tensor: a GPU divides by a number as it multiplies by its reciprocal, which a CPU does not.
+        # Divide by a tensor: by a number a GPU multiplies with its reciprocal, which rounds otherwise than a CPU.
         scale = torch.where(largest > 0, largest / largest.new_tensor(LARGEST), 1.0)
         scales[first : first + count] = scale
         values[first : first + count] = (part / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Loading a target with its decoder layers' matrices in FP8, a tensor at a time: no more of it is ever anywhere else.
+"""Load a target with its decoder layers' matrices in FP8, one tensor at a time: no second copy of it is ever made.
 
 transformers builds the model without memory (on the meta device), of the families that the fused forward takes. Each
 tensor is read from its safetensors file straight to the device: the files of a model in a float type are quantised
@@ -132,7 +132,7 @@ class _Loader:
                     self._place(name, file.get_tensor(name).to(self.device, copy=True))
 
     def _replace(self, layer: Any, prefix: str, names: tuple[str, ...]) -> None:
-        """Put layers in FP8 in the place of those that are to be; their matrices lie in one storage, row after row."""
+        """Replace linear layers that become FP8; matrices multiplied together lie in one storage, row after row."""
         in_fp8 = [self._is_fp8(f"{prefix}{name}.weight") for name in names]
         if not any(in_fp8):
             return
@@ -157,7 +157,7 @@ class _Loader:
             self.linears |= dict.fromkeys(tensors, replaced)
 
     def _is_fp8(self, name: str) -> bool:
-        """Whether a matrix is to be in FP8: each of a model in a float type, and what a published one has so."""
+        """Whether a matrix becomes FP8: of a model in a float type all do, of a published one those stored so."""
         if not self._is_published:
             return True
         return name in self.checkpoint.names and self.checkpoint.info(name).dtype.startswith("F8")

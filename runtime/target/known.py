@@ -154,7 +154,7 @@ def is_own(kind: type, name: str) -> bool:
 def _mismatch(model: nn.Module, config: Any, kind: Any) -> str | None:
     """Return the first difference between a model and a new one of its configuration; None if they agree."""
     own = copy.deepcopy(config)
-    own._attn_implementation = "eager"  # the one that nothing has to be installed for
+    own._attn_implementation = "eager"  # needs no further package
     with torch.device("meta"):
         expected: nn.Module = kind(own)
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -17,7 +17,7 @@ import pytest
 from eagle_slim.vocab_tools import encoding, records
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.workers import draws
 from support.tokenizers import WORDS, llama3_like, smollm2
@@ -93,6 +93,10 @@ def test_counts_of_parts_add_up_to_the_counts_of_the_whole(tmp_path: Path) -> No
     for parts in ([a, b, c], [c, a, b], [merge_counts([b, c]), a]):
         assert merge_counts(parts).to_bytes() == whole.to_bytes()
     assert whole.sources[0].provenance["held_out"]["documents"] > 10
+    other_seed = count(CorpusSource(str(tmp_path / "a.jsonl"), name="x", weight=2), held_out=0.05, seed=1)
+    for parts in ([merge_counts([b, c]), b], [c, whole], [a, other_seed]):
+        with pytest.raises(VocabularyError, match="counted twice"):
+            merge_counts(parts)
 
 
 def test_workers_blocks_and_compression_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

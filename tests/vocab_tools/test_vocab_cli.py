@@ -1,6 +1,7 @@
 """The commands from the outside: files in, files out, streams, exit codes. Values are tested where they are made."""
 
 import errno
+import io
 import json
 import signal
 import subprocess
@@ -46,6 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, chats of two sources and their counts."""
     folder = tmp_path_factory.mktemp("files")
     write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
+    (folder / "latin1.jinja").write_bytes(b"\xf6")
     for name, shift in (("chat", 0), ("code", 1)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for number in range(40):
@@ -162,7 +164,10 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         (["rank", "CHAT", "--tokenizer", "TOK", "--tokenizer-revision", "main"], "has no revisions"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "each name once"),
         (["count", "chat.jsonl,colum=x", "--tokenizer", "TOK"], "unknown key 'colum'"),
-        (["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "no.jinja"], "'--chat-template': 'no.jinja'"),
+        (
+            ["count", "chat.jsonl", "--tokenizer", "TOK", "--chat-template", "latin1.jinja"],
+            "latin1.jinja: not readable",
+        ),
         (
             ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
             "[ray]",
@@ -238,6 +243,14 @@ def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> N
     assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
     with pytest.raises(RuntimeError, match="oops"):
         common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
+
+
+def test_a_terminal_without_unicode_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    with pytest.raises(SystemExit) as caught:
+        run_cli(click.Command("rows", callback=lambda: click.echo("ü → 3")), [])
+    assert (caught.value.code, written.getvalue()) == (0, b"\xfc \\u2192 3\n")
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen[str]:

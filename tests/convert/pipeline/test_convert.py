@@ -401,6 +401,10 @@ def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
     longer = token_counts([1] * (VOCAB + 9))
     with pytest.raises(MismatchError, match="id 392"):
         convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o")
+    # Gemma-3's own tokenizer has a token more than its LM head has rows.
+    own = VocabRequest(counts=(token_counts([1] * (VOCAB + 9), tokenizer_hash=load_tokenizer(target).tokenizer_hash),))
+    done = convert(head, draft_vocab=300, vocabulary=own, target=target, out=tmp_path / "o")
+    assert any("beyond the target's vocabulary" in warning for warning in done.manifest.warnings)
 
 
 def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
