@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained, trouble_of
 
 from .artifact.format import CARD_NAME, OWN_NAMES
@@ -13,6 +14,17 @@ from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import ArtifactError
 from .verify.rules import READ_TOO
 from .verify.verify import verify_artifact
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise UsageError for what cannot be a repository's name; the Hub is not asked."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UsageError(f"expected NAME/REPOSITORY, such as me/slim-head: {error}") from error
 
 
 def files_to_upload(folder: Path | str) -> list[str]:
