@@ -28,10 +28,9 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     The artifact is audited first, as by `eagle-verify --offline`. Only the files that its manifest names, the manifest
     and the model card travel; what else lies in the folder stays. A token is needed: `hf auth login`, or HF_TOKEN.
     """
-    from .push import check_repo_id, files_to_upload, upload_files
+    from .push import files_to_upload, upload_files
 
-    check_repo_id(repo_id)
-    names, artifact = files_to_upload(folder), Path(folder)
+    names, artifact = files_to_upload(folder, repo_id), Path(folder)
     left = sorted({path.name for path in artifact.iterdir()} - set(names))
     warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in left)
     pushed = None

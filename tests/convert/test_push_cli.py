@@ -48,7 +48,7 @@ def test_only_what_the_manifest_names_is_uploaded(run, hub, slim):
 
 def test_what_is_no_repository_is_refused_by_a_dry_run_too(run, slim):
     code, _, err = run(push_command, "slim", "me/slim/eagle3", "--dry-run")
-    assert (code, "NAME/REPOSITORY" in err) == (2, True)
+    assert (code, "me/slim/eagle3" in err) == (1, True)
 
 
 def test_a_damaged_artifact_is_not_uploaded(run, hub, slim):
