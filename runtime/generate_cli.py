@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,9 +66,6 @@ def generate(
     starts over and /quit ends it; Ctrl-C ends an answer or, between answers, the chat (exit code 130).
     """
     show_warnings_as_lines()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # An answer with a letter that the terminal lacks is printed all the same.
-        sys.stdout.reconfigure(errors="backslashreplace")
     if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
         prompt = _read_stdin()
     if prompt == "":

@@ -286,7 +286,7 @@ def export(
 
 
 def main() -> NoReturn:
-    """Console script `eagle-vocab`."""
+    """Run `eagle-vocab` and leave the process."""
     run_cli(vocab, prog_name="eagle-vocab")
 
 

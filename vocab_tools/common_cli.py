@@ -83,8 +83,9 @@ def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None)
 
 
 def emit_json(value: Any) -> None:
-    """Print one JSON document to stdout."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print one JSON document to stdout; where that is not UTF-8, other letters than ASCII's by JSON's escapes."""
+    is_utf8 = getattr(sys.stdout, "encoding", None) in (None, "utf-8", "UTF-8")
+    click.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8))
 
 
 def note(message: str) -> None:
@@ -101,6 +102,9 @@ def warn(messages: Iterable[str]) -> None:
 
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
     """Run a command and leave the process with its exit code; the body of every console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A letter that the terminal lacks is printed all the same.
+        sys.stdout.reconfigure(errors="backslashreplace")
     limit_silence()
     _end_on_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):

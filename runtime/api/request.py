@@ -140,7 +140,11 @@ class Request:
         # A token stands for at least one byte, so a stop string lies within as many tokens as it has bytes. A few more
         # are decoded because some tokenizers drop a space at the beginning.
         reach = max(len(text.encode()) for text in self.stop) + 4
-        tail = self.decode(self.token_ids[-reach:])
+        for first in range(reach, reach + 4):
+            tail = self.decode(self.token_ids[-first:])
+            # Where a tail begins inside a letter, a run of tokens for single bytes is not decoded at all.
+            if not tail.startswith("\ufffd"):
+                break
         return any(text in tail for text in self.stop)
 
     def _text(self) -> str | None:

@@ -47,7 +47,7 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 def _read_prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{where}: not a JSON object on a line of its own ({error}).") from error
     found = value if isinstance(value, dict) else {}
     key = next((key for key in _KEYS if key in found), None)

@@ -227,9 +227,11 @@ def build_rows(candidates: Sequence[Candidate], options: CompareOptions, answers
     for mode in options.modes:
         for batch in options.batches:
             run = [answer for answer in answers if (answer.mode, answer.batch) == (mode, batch)]
-            for category in (ALL, *(categories if len(categories) > 1 else ())):
-                if chosen := [answer for answer in run if category in (ALL, answer.category)]:
-                    rows += _rows(candidates, chosen, (mode, batch, category))
+            for category in (None, *(categories if len(categories) > 1 else ())):
+                if chosen := [answer for answer in run if category in (None, answer.category)]:
+                    # In quotes, a category of this name is not taken for all of them.
+                    name = ALL if category is None else f'"{ALL}"' if category == ALL else category
+                    rows += _rows(candidates, chosen, (mode, batch, name))
     return rows
 
 

@@ -22,8 +22,17 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _PATIENCE_S, _METRICS_DELAY_S = 60.0, 2.0
 """Longest waits for a server that answers 429, and until its metrics count an answer that has arrived."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: urllib would send the key to any host, and ask it without the prompt."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Return no request."""
+
+
 # Proxies of the environment would send prompts elsewhere.
-_open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+_open_url = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects).open
 
 
 class ServerError(Exception):
@@ -112,12 +121,19 @@ class Server:
 
     def _answer(self, body: Mapping[str, Any]) -> Reply:
         """Read a stream of server-sent events."""
-        reply, text, choices = Reply(began_s=time.perf_counter()), "", []
+        heard_s = time.perf_counter()
+        reply, text, choices = Reply(began_s=heard_s), "", []
         with self._open("/v1/chat/completions", json.dumps(body).encode()) as response:
             for line in response:
                 kind, _, value = line.decode(errors="replace").strip().partition(":")
-                if kind != "data" or value.strip() == "[DONE]":
+                if kind != "data":
+                    # Comments that keep a connection alive are silence, too.
+                    if time.perf_counter() > heard_s + self.timeout_s:
+                        raise TimeoutError
                     continue
+                heard_s = time.perf_counter()
+                if value.strip() == "[DONE]":
+                    break
                 try:
                     event = json.loads(value)
                     if event.get("usage"):
@@ -157,7 +173,9 @@ class Server:
                     yield response
             except urllib.error.HTTPError as error:
                 with error:
-                    failure = ServerError(f"{error.code}: {brief(error.read(500).decode(errors='replace'))}")
+                    body, moved = error.read(500).decode(errors="replace"), error.headers.get("Location")
+                    said = f"redirects to {moved}, which is not asked" if moved else brief(body)
+                    failure = ServerError(f"{error.code}: {said}")
                 after = error.headers.get("Retry-After", "")
                 failure.wait_s = None if error.code != 429 else float(after) if after.isdigit() else 0.0
                 raise failure from error

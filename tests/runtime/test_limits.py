@@ -15,6 +15,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from support.raising import raises, raises_with
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from tokenizers.decoders import ByteFallback
 
 ignore_acceptance = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = {"depth": 3, "top_k": 4, "total_tokens": 25}
@@ -111,6 +112,14 @@ def test_stop_strings_within_and_across_tokens_of_several_letters() -> None:
     assert state.token_ids == [0, 1, 4, 2, 4, 3]
     assert state.output().text == "Hello. "
     assert state.finish_reason == "stop"
+
+
+def test_a_stop_string_among_tokens_of_single_bytes() -> None:
+    """Of a run of such tokens that begins inside a letter the tokenizer decodes nothing."""
+    decode = ByteFallback().decode
+    state = Request(0, (1,), 99, stop=("終",), decode=lambda ids: decode([f"<0x{each:02X}>" for each in ids]))
+    state.emit("世界世界世界終わり".encode())
+    assert state.output().text == "世界世界世界"
 
 
 def test_streamer_is_called_with_the_prompt_then_every_token_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.errors import TargetError
+from eagle_slim.vocab_tools.common_cli import emit_json
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
 from support.tiny_models import write_pair
@@ -210,6 +211,14 @@ def test_a_terminal_that_lacks_a_letter_gets_the_answer(generate: Run, monkeypat
     assert generate("--prompt", "hello", "--max-new-tokens", "1").code == 0
     terminal.seek(0)
     assert "\\xe9" in terminal.read()
+
+
+def test_json_is_json_where_letters_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="backslashreplace")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    emit_json("é😀")
+    terminal.seek(0)
+    assert json.load(terminal) == "é😀"
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])

@@ -6,6 +6,7 @@ import html
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_sizes_without_a_step_have_dashes() -> None:
     assert {missing[name] for name in ("mean_accepted_length", "missed_rate", "tokens_per_s", "step_s")} == {None}
     (advice,) = made_up(SPEEDS, unmeasured=tuple(SPEEDS)).recommendations
     assert (advice.headline, advice.as_fast) == ("greedy: no step was measured", ())
+
+
+def test_a_category_named_all_is_not_taken_for_all_prompts() -> None:
+    answers = [replace(each, category="all" if each.category == "math" else "other") for each in RESULT.answers]
+    rows = build_rows([row.candidate for row in RESULT.rows[:4]], CompareOptions(modes=("greedy",)), answers)
+    assert [row.num_prompts for row in rows if row.category == "all"] == [20] * 4
+    assert [row.num_prompts for row in rows if row.category == '"all"'] == [10] * 4
 
 
 def test_text_and_json_hold_the_same_figures() -> None:

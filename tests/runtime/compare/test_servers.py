@@ -111,6 +111,12 @@ def serving(stub: Stub) -> Iterator[str]:
                 self.reply("too many", 429, **({"Retry_After": seconds} if seconds else {}))
             elif fault == "silent":
                 stub.is_over.wait(30)
+            elif fault == "pings":
+                self.reply(": ping\n\n")
+                while not stub.is_over.wait(0.05):
+                    self.wfile.write(b": ping\n\n")
+            elif fault == "moved":
+                self.reply("", 302, Location="/v1/models")
             elif fault == "garbage":
                 self.reply('data: {"choices": [}\n\n')
             elif fault == "refused":
@@ -223,6 +229,7 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
 @pytest.mark.parametrize(
     ("fault", "message", "is_answered"),
     [("dies", "broke off after 21 characters", False), ("garbage", "garbage", False), ("silent", "silent for", False),
+     ("pings", "silent for", False), ("moved", "redirects to /v1/models", False),
      ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
 )  # fmt: skip
 def test_a_fault_is_told_and_other_prompts_are_measured(
@@ -230,11 +237,11 @@ def test_a_fault_is_told_and_other_prompts_are_measured(
 ) -> None:
     stub = Stub(VLLM, faults={"prompt 2": fault})
     with serving(Stub(VLLM)) as one, serving(stub) as two:
-        found, told = run(f"plain={one}", f"slim={two}", "--timeout", "0.5" if fault == "silent" else "20")
+        found, told = run(f"plain={one}", f"slim={two}", "--timeout", "0.5" if "silent" in message else "20")
     (finding,) = found["findings"]
     assert (finding["server"], finding["prompt"]) == ("slim", 2)
     assert message in finding["message"]
-    assert finding["text"] in told
+    assert finding["text"] in told.splitlines()
     plain, slim = found["rows"]
     assert (plain["num_answers"], slim["num_answers"]) == (6, 6 if is_answered else 5)
     assert slim["num_identical"] == slim["num_answers"]
