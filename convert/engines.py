@@ -390,7 +390,7 @@ def _installed_version(distributions: Sequence[str]) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The release part of a version, padded: '0.32.0+cpu' and '0.32' are both (0, 32, 0, 0)."""
+    """Return the release part of a version, padded: '0.32.0+cpu' and '0.32' are both (0, 32, 0, 0)."""
     match = re.match(r"[vb]?(\d+(?:\.\d+)*)", version)
     if match is None:
         raise UsageError(f"--engine-version: expected a version number such as 0.32.0, found {version!r}.")

@@ -15,12 +15,17 @@ from .verify.rules import READ_TOO
 from .verify.verify import verify_artifact
 
 
-def files_to_upload(folder: Path | str) -> list[str]:
+def files_to_upload(folder: Path | str, repo_id: str) -> list[str]:
     """Audit an artifact as `eagle-verify` does, offline, and return the names of its own files, sorted.
 
     Raises:
+        SourceError: not a repository id.
         ArtifactError: no artifact, the audit fails, or its card is a link.
     """
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
+
+    with explained(repo_id, purpose="write"):
+        validate_repo_id(repo_id)
     folder = Path(folder)
     own = {MANIFEST_NAME, CARD_NAME, *Manifest.load(folder).files}
     # What an engine would read by mistake here does not travel, so it spoils nothing there.
@@ -36,7 +41,7 @@ def files_to_upload(folder: Path | str) -> list[str]:
 
 def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
     """Audit an artifact and upload its own files; arguments, result and errors are those of both functions here."""
-    return upload_files(Path(folder), files_to_upload(folder), repo_id, private)
+    return upload_files(Path(folder), files_to_upload(folder, repo_id), repo_id, private)
 
 
 def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool | None = None) -> str:

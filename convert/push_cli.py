@@ -30,7 +30,7 @@ def push(folder: str, repo_id: str, private: bool | None, dry_run: bool, as_json
     """
     from .push import files_to_upload, upload_files
 
-    names, artifact = files_to_upload(folder), Path(folder)
+    names, artifact = files_to_upload(folder, repo_id), Path(folder)
     left = sorted({path.name for path in artifact.iterdir()} - set(names))
     warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in left)
     pushed = None

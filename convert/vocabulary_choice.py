@@ -23,7 +23,6 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from .artifact.manifest import Manifest
-from .errors import MismatchError
 from .heads.draft_head import DraftHead
 from .sources.builtin import embedded_counts_with_held_out, load_embedded_counts
 
@@ -225,10 +224,6 @@ def make_ranking(
         for size in sizes:
             by_id.cut(size)
         counts = count(sources, tokenizer)
-    is_own = counts.tokenizer_hash == tokenizer.tokenizer_hash
-    if not is_own and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
-        problem = f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows"
-        raise MismatchError(f"{problem}: they were made with another tokenizer.\nCount with the target's own.")
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)
 

@@ -144,7 +144,7 @@ def open_any_head(
             head = Artifact.load(source)
     if isinstance(head, Artifact):
         target = head.manifest.target
-        name = EMBEDDED_TARGET_REPO if "wheel" in target else head.target
+        name = EMBEDDED_TARGET_REPO if "wheel" in target else target.get("repo_id")
         return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(None, head, is_embedded)
     return OpenedHead(

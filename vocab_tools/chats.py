@@ -171,14 +171,13 @@ class ChatSpec:
     ends: tuple[str, ...] = ()
 
 
-def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSpec:
-    """Collect what rendering needs of a tokenizer; `template` replaces the tokenizer's own.
+def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
+    """Collect what rendering needs of a tokenizer.
 
     Raises:
         TokenizerError: there is no template.
     """
-    template = template if template is not None else tokenizer.chat_template
-    if template is None:
+    if (template := tokenizer.chat_template) is None:
         raise TokenizerError(
             f"{tokenizer.source}: this tokenizer has no chat template, but the corpus holds chats. Name the tokenizer "
             "of the chat model, or give a template with --chat-template."

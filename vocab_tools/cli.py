@@ -77,9 +77,7 @@ vocab.add_command(count)
 @json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
     """Merge counts files; parts of one source are added, and weights are recorded."""
-    from .counts import TokenCounts, merge_counts
-
-    merged = merge_counts([TokenCounts.load(file) for file in counts], parse_shares("--weights", weights) or None)
+    merged = _load_counts(counts, parse_shares("--weights", weights))
     path = refuse_existing(out, force)
     merged.save(path)
     if as_json:
@@ -288,14 +286,14 @@ def export(
 
 
 def main() -> NoReturn:
-    """Console script `eagle-vocab`."""
+    """Run `eagle-vocab` and leave the process."""
     run_cli(vocab, prog_name="eagle-vocab")
 
 
-def _load_counts(files: tuple[str, ...]) -> TokenCounts:
+def _load_counts(files: tuple[str, ...], weights: dict[str, float] | None = None) -> TokenCounts:
     from .counts import TokenCounts, merge_counts
 
-    return merge_counts([TokenCounts.load(file) for file in files])
+    return merge_counts([TokenCounts.load(file) for file in files], weights)
 
 
 def _ranked_beside(held: DraftVocab, counts: TokenCounts, weights: dict[str, float]) -> DraftVocab:

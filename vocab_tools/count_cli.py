@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .common_cli import EagleCommand, emit_json, force_option, json_option, note
-from .errors import printable
+from .errors import UsageError, printable
 
 if TYPE_CHECKING:
     from .tokenizer import LoadedTokenizer
@@ -44,7 +44,6 @@ def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: boo
     Raises:
         UsageError: a revision is given for a local tokenizer, which has none.
     """
-    from .errors import UsageError
     from .files import expand_home
     from .tokenizer import load_tokenizer
 
@@ -94,7 +93,6 @@ def count(
 ) -> None:  # fmt: skip
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
-    from .errors import UsageError
     from .files import read_text, refuse_existing
     from .sources import parse_source
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -313,14 +311,9 @@ _OF_THE_TEXT = ("files", "digest", "held_out", *_ADDED)
 def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if len(parts) == 1:
         return parts[0]
-    found = [part for source in parts for part in _parts_of(source)]
+    found = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
     texts = [part.get("digest", part) for part in found]
     is_twice = any(text in texts[:at] for at, text in enumerate(texts))
-    if is_twice or any(_is_in(part, whole) for part, whole in permutations(parts, 2)):
-        raise VocabularyError(
-            f"source {name!r}: the same text would be counted twice. "
-            "Merge each counts file once; give the sources different names if they really differ."
-        )
     added: list[JSON] = []
     for part in found:
         settings = _settings(part)
@@ -328,7 +321,13 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
         if twin is None:
             added.append(part)
         else:
+            is_twice |= any(file in added[twin]["files"] for file in part["files"])
             added[twin] = _sum_of(added[twin], part)
+    if is_twice:
+        raise VocabularyError(
+            f"source {name!r}: the same text would be counted twice. "
+            "Merge each counts file once; give the sources different names if they really differ."
+        )
     held_out = [document for source in parts if source.held_out is not None for document in source.held_out.documents]
     return SourceCounts(
         name=name,
@@ -337,20 +336,6 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
         held_out=HeldOut.of_documents(held_out) if held_out else None,
         provenance=added[0] if len(added) == 1 else {"parts": sorted(added, key=json.dumps)},
     )
-
-
-def _parts_of(source: SourceCounts) -> list[JSON]:
-    parts: list[JSON] = source.provenance.get("parts", [source.provenance])
-    return parts
-
-
-def _is_in(part: SourceCounts, whole: SourceCounts) -> bool:
-    """Tell whether counts were merged into others before: by their files, and by no id that they have more often."""
-    mine, theirs = (
-        Counter(json.dumps(file) for each in _parts_of(source) for file in each.get("files", []))
-        for source in (part, whole)
-    )
-    return bool(mine) and mine <= theirs and bool((part.counts <= whole.counts).all())
 
 
 def _settings(part: JSON) -> JSON:

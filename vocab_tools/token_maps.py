@@ -117,8 +117,7 @@ def ids_from_d2t(
     elif form is None and len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < target_vocab:
         raise VocabularyError(
             f"d2t: all {len(values)} values are distinct and valid as ids, so they may be ids or offsets (target_id = "
-            "row + d2t[row]), and there is no t2d to decide. "
-            f"Say which with --d2t-form absolute or offset{_WHERE_FORM}."
+            f"row + d2t[row]), and no t2d decides. Say which with --d2t-form absolute or offset{_WHERE_FORM}."
         )
     return check_ids(values if form == "absolute" else ids, target_vocab, "d2t")
 

@@ -40,12 +40,6 @@ class Artifact:
         found = (self.manifest.tokenizer or {}).get("hash")
         return found if isinstance(found, str) else None
 
-    @property
-    def target(self) -> str | None:
-        """Repository of the target model, or None where it was a local folder."""
-        found = self.manifest.target.get("repo_id")
-        return found if isinstance(found, str) else None
-
     @classmethod
     def load(cls, folder: str | Path | ResolvedSource) -> Artifact:
         """Open an artifact and check that manifest, configuration, map and weights fit each other.

@@ -45,19 +45,19 @@ class LazyTensors:
         return iter(sorted(self.stored))
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype, shape and size of a tensor, from the header."""
+        """Return dtype, shape and size of a tensor, from the header."""
         return self.source.info(self.stored[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header."""
+        """Return the shape of a tensor, from the header."""
         return self.info(name).shape
 
     def get(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU, as stored."""
+        """Read the whole tensor, on the CPU, as stored."""
         return self.source.tensor(self.stored[name])
 
     def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
-        """Rows `ids` [n] of a matrix, [n, columns], bit for bit as stored."""
+        """Gather rows `ids` [n] of a matrix, [n, columns], bit for bit as stored."""
         return self.source.rows(self.stored[name], ids)
 
     def is_nonzero(self, name: str) -> bool:

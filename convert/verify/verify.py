@@ -71,7 +71,7 @@ class Verification:
         return {check.name: check for check in self.checks}[name]
 
     def to_json(self) -> dict[str, Any]:
-        """The result as `eagle-verify --json` prints it."""
+        """Return the result as `eagle-verify --json` prints it."""
         return {"folder": str(self.folder), "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
 
 

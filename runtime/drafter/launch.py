@@ -267,7 +267,7 @@ def _check_slot(cfg: DrafterConfig, slot: int) -> None:
 
 
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
-    """Compile-time constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
+    """Return constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs = block_rows(cfg), params.num_programs
     layout = params.layout
     stream = StreamLayout.of(cfg, layout, draft_vocab)
@@ -313,12 +313,12 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
 
 
 def compile_options(params: LaunchParams) -> dict[str, Any]:
-    """Options of the compiler, besides the constants."""
+    """Return options of the compiler, besides the constants."""
     return {"num_warps": params.num_warps, **({"maxnreg": params.max_registers} if params.max_registers else {})}
 
 
 def tap_segments(cfg: DrafterConfig) -> int:
-    """Segments in which the kernel reads the features of `fc`: as its RMSNorms cut them, else three equal taps.
+    """Cut the features of `fc` into segments that the kernel reads: as its RMSNorms cut them, else three equal taps.
 
     Where three do not divide them, as few equal pieces as hold rows that a program can take at once.
     """
@@ -335,7 +335,7 @@ def tap_segments(cfg: DrafterConfig) -> int:
 def kernel_arguments(
     cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers
 ) -> dict[str, Any]:
-    """Run-time arguments of `persistent.draft_kernel`, by name."""
+    """Return run-time arguments of `persistent.draft_kernel`, by name."""
     taps, offsets = _tap_addresses(features)
     norms, tails = packed.norms, bufs.tails
     return {

@@ -68,7 +68,7 @@ class LaunchParams:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], layout: StoredLayout) -> LaunchParams:
-        """Inverse of `to_json`. Raises `TypeError` or `KeyError` for values that do not hold the whole launch."""
+        """Invert `to_json`. Raises `TypeError` or `KeyError` for values that do not hold the whole launch."""
         tiles = {name: Tile(**values["tiles"][name]) for name in ("layer", "mlp", "head")}
         return cls(layout, **{**values, "tiles": tiles})
 
@@ -127,7 +127,7 @@ def padded_slots(cfg: DrafterConfig) -> int:
 
 
 def block_rows(cfg: DrafterConfig) -> int:
-    """Rows of activations in one tile, a power of two: those of a level, and up to 16 per slot while they are free.
+    """Return the activation rows of one tile, a power of two: those of a level, up to 16 a slot while they are free.
 
     Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
     """
@@ -146,17 +146,17 @@ def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
 
 
 def num_groups(split: int, num_programs: int) -> int:
-    """Groups of ``split`` programs; the last few programs may be in none, and fewer programs than that make one."""
+    """Count groups of ``split`` programs; the last few programs may be in none, and fewer than that make one."""
     return max(1, num_programs // split)
 
 
 def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
-    """Rows of a projection that ``split`` programs own together."""
+    """Count the rows of a projection that ``split`` programs own together."""
     return rows_per_program(out_features(cfg)[name], num_groups(split, num_programs))
 
 
 def stage_bytes(cfg: DrafterConfig, name: str, tile: Tile) -> int:
-    """Shared memory that one stage of a product takes: a tile of weights and one of activations."""
+    """Return the shared memory of one stage of a product: a tile of weights and one of activations."""
     weights = (2 if name == "mlp" else 1) * tile.block_n * cfg.weight_dtype.itemsize
     # FP8 activations are pairs: two bytes as well.
     return tile.block_k * (weights + block_rows(cfg) * cfg.dtype.itemsize)
@@ -195,7 +195,7 @@ def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = 
 
 
 def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) -> dict[str, int]:
-    """Rows of a program of each tile, of ``layer`` the largest of a group."""
+    """Count the rows of a program of each tile, of ``layer`` the largest of a group."""
     return {
         "layer": max(group_rows(cfg, name, split[name], num_programs) for name in PROJECTIONS),
         "mlp": rows_per_program(cfg.intermediate, num_programs),

@@ -242,6 +242,6 @@ def fuse_features(head: HeadWeights, features: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
+    """Apply RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
     x32 = x.float()
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -120,7 +120,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
 
 
 def rotary_dim(config: Mapping[str, Any]) -> int:
-    """How many values of each attention head are rotated, by its ``config.json``. Raises `UnsupportedModelError`."""
+    """Return how many values of each attention head are rotated, by ``config.json``. Raises `UnsupportedModelError`."""
     factor, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
     if factor is None or factor == 1:
         return int(head_dim)

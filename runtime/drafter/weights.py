@@ -85,7 +85,7 @@ class HeadWeights(NamedFields):
                 raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name of the tensors that this kind of head must have, and of those that are there besides."""
+        """Return shapes by name of the tensors that this kind of head must have, and of the others that it has."""
         hidden, w = self.hidden, self.tensors
         is_eagle3, gate = self.kind == "eagle3", w.get("mlp.gate_proj.weight", self.lm_head)
         sizes = {

@@ -56,7 +56,7 @@ def unregister_backend(name: str) -> None:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Names that `frontier_generate` knows, the built-in ones first."""
+    """List the names that `frontier_generate` knows, the built-in ones first."""
     return ("reference", "triton", *(name for name in _registered if name != "triton"))
 
 
@@ -184,7 +184,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
 
 
 def _place(model: Any) -> tuple[Any, ...]:
-    """Device and dtype of a loaded model; parts of an EaModel, and their classes, which are others while patched."""
+    """Identify a loaded model: device, dtype, and an EaModel's parts with their classes, which patches change."""
     layer = getattr(model, "ea_layer", model)
     first: Any = next(layer.parameters(), None) if isinstance(layer, nn.Module) else layer
     parts = (type(model), layer, type(layer), model.base_model) if is_ea_model(model) else ()

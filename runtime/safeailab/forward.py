@@ -84,14 +84,14 @@ class TreeForward:
 
 
 def _tap_layers(model: Any) -> tuple[int, ...] | None:
-    """Layers whose inputs are EAGLE-3's features, ascending, as upstream's forwards collect them."""
+    """List the layers whose inputs are EAGLE-3's features, ascending, as upstream's forwards collect them."""
     if kind_of(model.ea_layer) != "eagle3":
         return None
     return tuple(sorted(set(default_taps(len(model.base_model.model.layers)))))
 
 
 def _unfit_reason(model: Any) -> str | None:
-    """Why a base model is not fused, as the end of a sentence; None if it can be."""
+    """Return why a base model is not fused, as the end of a sentence; None if it can be."""
     base, taps = model.base_model, _tap_layers(model)
     name = type(base).__name__
     if name not in _BASES:

@@ -70,7 +70,7 @@ def tree_of(layer: Any) -> TreeConfig:
 
 
 def trained_ids(model: Any) -> NDArray[np.int64]:
-    """Target id of every row that the head's LM head has, in its order: int64 [rows].
+    """Return the target id of every row of the head's LM head, in its order: int64 [rows].
 
     Raises `PairingError` for a ``d2t`` whose ids repeat or lie outside the vocabulary.
     """
@@ -119,7 +119,7 @@ def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWei
 
 
 def _lm_head(model: Any) -> Tensor:
-    """Rows of the LM head that the head drafts with: in EAGLE-1/2 the target's."""
+    """Return rows of the LM head that the head drafts with: in EAGLE-1/2 the target's."""
     owner = model.ea_layer if kind_of(model.ea_layer) == "eagle3" else model.base_model
     rows: Tensor = owner.lm_head.weight.detach()
     return rows

@@ -389,7 +389,7 @@ class Decoder:
         return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
 
     def places_for(self, num_active: int) -> int:
-        """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
+        """Count a forward's places: a bucket where kernels are compiled for each number, else those running."""
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
 
     def enter(

@@ -246,6 +246,6 @@ def match_slots(
 
 
 def _token_bytes(target: Target) -> int:
-    """Bytes of a token's keys and values, in all layers."""
+    """Count the bytes of a token's keys and values, in all layers."""
     shapes = target.layer_shapes
     return target.dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)

@@ -165,7 +165,7 @@ class ShapeChooser:
         return probe
 
     def rate(self, shape: Shape, places: int, context: float) -> float:
-        """Expected tokens of a sequence a millisecond."""
+        """Return the expected tokens of a sequence a millisecond."""
         return self.expected(shape) / self._costs.guess(shape, places, context)
 
     def is_unmeasured(self, shape: Shape, places: int) -> bool:
@@ -187,7 +187,7 @@ class ShapeChooser:
         return 1 + self._drafted(shape, _width_of(shape)) * (gain.given(1.0, _SHAPE_WEIGHT) + hope)
 
     def _drafted(self, shape: TreeConfig, width: float) -> float:
-        """Drafted tokens that are expected to be accepted, by the rates of the levels alone."""
+        """Return the drafted tokens expected to be accepted, by the rates of the levels alone."""
         expected, reached, rate = 0.0, 1.0, _FIRST_RATE
         for level in range(shape.depth + 1):
             rate = self._level_rate(level, rate)
@@ -196,7 +196,7 @@ class ShapeChooser:
         return expected
 
     def _level_rate(self, level: int, above: float) -> float:
-        """p of a level; ``above``: that of the level above it."""
+        """Estimate p of a level; ``above``: that of the level above it."""
         learned = self._learned.levels
         known = learned[level].given(above, _MODEL_WEIGHT) if level < len(learned) else above
         return self._levels[level].given(known, _CALL_WEIGHT) if level < len(self._levels) else known

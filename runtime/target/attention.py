@@ -187,7 +187,7 @@ class CacheContext:
         return int((self._lengths + self.rows.attention.counts).max())
 
     def _mask(self, window: int | None) -> Tensor:
-        """Bool [places, 1, nodes, rows]: which row each node may see."""
+        """Return bool [places, 1, nodes, rows]: which row each node may see."""
         if window not in self._masks:
             attention = self.rows.attention
             self._masks[window] = tree_attention_mask(
@@ -196,7 +196,7 @@ class CacheContext:
         return self._masks[window]
 
     def _read(self, buffer: Tensor) -> Tensor:
-        """All rows in use of each place's slot, up to the longest: [places, kv_heads, rows, head_dim]."""
+        """Read all rows in use of each place's slot, up to the longest: [places, kv_heads, rows, head_dim]."""
         rows = buffer[:, :, : self._kv_length]
         return rows[: len(self._slots)] if self._are_first_slots else rows[self._slots]
 

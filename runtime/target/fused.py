@@ -121,7 +121,7 @@ class FusedTarget(Target):
             self.cos, self.sin = self._tables(num_positions)
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Cos and sin fp32 [positions, head_dim / 2]: each entry by itself, so the same bits in tables of any size.
+        """Compute cos and sin fp32 [positions, head_dim / 2]: entry by entry, so the same bits in any table.
 
         The model's own embedding multiplies matrices, whose bits depend on settings and sizes.
         """

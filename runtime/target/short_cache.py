@@ -42,7 +42,7 @@ def unfit_reason(target: Target) -> str | None:
 
 
 def rows_seen(num_blocks: int) -> int:
-    """Most prefix rows that a partial pass sees, with ``num_blocks`` chosen blocks."""
+    """Return the most prefix rows that a partial pass sees, with ``num_blocks`` chosen blocks."""
     return (num_blocks + RECENT + 1) * BLOCK
 
 
@@ -73,7 +73,7 @@ class ShortCache:
 
     @staticmethod
     def _spanned(rows: int) -> int:
-        """Most blocks that a run of rows can touch."""
+        """Return the most blocks that a run of rows can touch."""
         return (rows + BLOCK - 2) // BLOCK + 1
 
     def keep_queries(self, queries: Tensor, had_pass: Tensor) -> None:

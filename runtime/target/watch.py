@@ -81,7 +81,7 @@ class Watch:
             return True
 
     def _read_names(self) -> list[tuple[str, ...]]:
-        """Names of the attributes that are compared, by module."""
+        """List the names of the attributes that are compared, by module."""
         unread = self._unread
         return [
             tuple(name for name, value in each.items() if name not in unread and not isinstance(value, Tensor))

@@ -46,6 +46,11 @@ def test_only_what_the_manifest_names_is_uploaded(run, hub, slim):
     assert hub.repo("tester/slim").files == own
 
 
+def test_what_is_no_repository_is_refused_by_a_dry_run_too(run, slim):
+    code, _, err = run(push_command, "slim", "me/slim/eagle3", "--dry-run")
+    assert (code, "me/slim/eagle3" in err) == (1, True)
+
+
 def test_a_damaged_artifact_is_not_uploaded(run, hub, slim):
     content = bytearray((slim / "model.safetensors").read_bytes())
     content[-1] ^= 1

@@ -398,9 +398,6 @@ def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
     other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
     with pytest.raises(TokenizerError):
         convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
-    longer = token_counts([1] * (VOCAB + 9))
-    with pytest.raises(MismatchError, match="id 392"):
-        convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o")
     # Gemma-3's own tokenizer has a token more than its LM head has rows.
     own = VocabRequest(counts=(token_counts([1] * (VOCAB + 9), tokenizer_hash=load_tokenizer(target).tokenizer_hash),))
     done = convert(head, draft_vocab=300, vocabulary=own, target=target, out=tmp_path / "o")

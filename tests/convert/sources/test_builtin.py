@@ -95,7 +95,7 @@ def test_shipped_ranking_is_that_of_all_counts(slim):
     assert np.all(np.diff(counts[others]) <= 0)
     assert counts[others].min() >= np.sort(np.delete(counts, ranked))[-1]
     assert {0, 1, 2} <= set(ranked[: artifact.manifest.num_forced].tolist())
-    assert artifact.target == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert artifact.manifest.target["repo_id"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_coverage_is_of_text_that_made_no_ranking(slim, target):
