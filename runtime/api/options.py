@@ -125,7 +125,7 @@ def read_call(
             stream = (seeds[request.index // repeats], request.index % repeats)
         # For the room in the context, and for one path more: a pass may accept tokens beyond the answer's end.
         request.keys = noise_keys(*stream, request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS)
-    seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
+    seed = None if sampling.is_greedy else int(sampling.seed) if seeds is None else seeds
     ids = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
     device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
     return Call(requests, sampling, options, [row for row, _ in prompts], device, (*pads, *ends, 0)[0], seed)
