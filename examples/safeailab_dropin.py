@@ -29,15 +29,8 @@ parser.add_argument("--max-new-tokens", type=int, default=48)
 args = parser.parse_args()
 if bool(args.base_model) != bool(args.ea_model):
     parser.error("--base-model and --ea-model go together; without both, the built-in target and head run")
-if args.upstream is not None and not (args.upstream / "eagle").is_dir():
-    parser.error(f"{args.upstream} is not a clone of SafeAILab's EAGLE: it has no folder eagle (docs/upstream.md)")
-
-if args.upstream is None:
-    print("SafeAILab's EAGLE is not here. Fetch it, and the transformers version that its code runs with:")
-    print("    git clone https://github.com/SafeAILab/EAGLE")
-    print("    pip install 'transformers>=4.53.1,<4.54'    # in an environment of its own: see docs/upstream.md")
-    print("    python examples/safeailab_dropin.py --upstream EAGLE")
-    sys.exit()
+if args.upstream is None or not (args.upstream / "eagle").is_dir():
+    parser.error("--upstream must be a clone of https://github.com/SafeAILab/EAGLE, with its folder eagle")
 sys.path.insert(0, str(args.upstream))
 try:
     from eagle.model.ea_model import EaModel

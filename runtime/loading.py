@@ -409,14 +409,15 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | None, device: str | tor
 def target_location(
     opened: OpenedHead, given: str | Path | None, offline: bool = False, revision: str | None = None
 ) -> str | Path:
-    """Return where to load the target from: as given, else as the head names it; the built-in one is made locally.
+    """Return where to load the target from: as given, else as the head names it; the built-in one, if of no revision.
 
     Raises `UsageError` when neither names one that can be found (`given_target`, `recorded_target`).
     """
     if given is not None:
         return given_target(given, offline, revision)
     if opened.target_name is not None:
-        return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name
+        is_built_in = opened.target_name == EMBEDDED_TARGET_REPO and revision is None
+        return embedded_target_folder() if is_built_in else opened.target_name
     if opened.target_folder is not None and opened.folder is not None:
         return recorded_target(opened.target_folder, opened.folder)
     raise UsageError(f"Head {opened.head.location} does not say which target it belongs to. Give the target.")

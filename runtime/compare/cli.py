@@ -21,7 +21,6 @@ from eagle_slim.vocab_tools.common_cli import (
     run_cli,
     version_option,
     warn,
-    whole_numbers,
 )
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
@@ -38,6 +37,12 @@ _FOLLOW = {"prompt": "prompt", "none": None}
 def _list_of(read: Callable[[str], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """Make the callback for values that commas separate; each is taken once."""
     return read_by(lambda text: tuple(dict.fromkeys(read(item.strip()) for item in text.split(","))), example)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def _size(text: str) -> int | str:
@@ -168,11 +173,11 @@ def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE", help="As for eagle-compare; first turns only.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
 @click.option(
-    "--concurrency", default="1", show_default=True, callback=whole_numbers, help="Prompts at once, such as 1,8."
+    "--concurrency", default="1", show_default=True, callback=_list_of(_count, "1,8"), help="Prompts at once."
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each is asked.")
 @click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1), default=120.0, help="Seconds of silence (120).")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 1e6), default=120, help="Silence in seconds.")
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option

@@ -22,17 +22,12 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _PATIENCE_S, _METRICS_DELAY_S = 60.0, 2.0
 """Longest waits for a server that answers 429, and until its metrics count an answer that has arrived."""
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: urllib would send the key to any host, and ask it without the prompt."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Return no request."""
-
-
-# Proxies of the environment would send prompts elsewhere.
-_open_url = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects).open
+_OPENER = urllib.request.OpenerDirector()
+"""Knows neither proxies of the environment nor redirects, which would send prompts or keys elsewhere."""
+_OPENER.add_handler(urllib.request.HTTPHandler())
+_OPENER.add_handler(urllib.request.HTTPSHandler())
+_OPENER.add_handler(urllib.request.HTTPErrorProcessor())
+_OPENER.add_handler(urllib.request.HTTPDefaultErrorHandler())
 
 
 class ServerError(Exception):
@@ -169,7 +164,7 @@ class Server:
         try:
             request = urllib.request.Request(self.url + path, data, self._headers)
             try:
-                with _open_url(request, timeout=timeout_s) as response:
+                with _OPENER.open(request, timeout=timeout_s) as response:
                     yield response
             except urllib.error.HTTPError as error:
                 with error:

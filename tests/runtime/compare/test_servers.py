@@ -300,7 +300,8 @@ def test_ctrl_c_writes_what_there_is(run: Run, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "given", [("localhost:8000",), ("a=ftp://x",), ("a=http://x", "a=http://y"), ("a b=http://x",)]
-)
-def test_what_is_no_server_is_refused(run: Run, given: tuple[str, ...]) -> None:
-    assert re.search("http://localhost:8000|NAME=URL", run(*given, expect=2)[1])
+    "given", [("localhost:8000",), ("a=ftp://x",), ("a=http://x", "a=http://y"), ("a b=http://x",),
+              ("a=http://x", "--concurrency", "0"), ("a=http://x", "--timeout", "1e12")]
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused(run: Run, given: tuple[str, ...]) -> None:
+    assert re.search("http://localhost:8000|NAME=URL|'--(concurrency|timeout)'", run(*given, expect=2)[1])
