@@ -74,7 +74,7 @@ Examples:
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those that can occur in a chat, or all.")  # fmt: skip
-@click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
+@click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(0, 2**31 - 1), help="Always keep this id.")
 @click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
               help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,

@@ -211,8 +211,7 @@ class ChatTemplate:
             self._template = _compile_jinja_template(spec.template)
             self.syntax_tree = self._template.environment.parse(spec.template)
         except TemplateError as error:
-            whose = "the tokenizer's, or that of --chat-template"
-            raise TokenizerError(f"the chat template ({whose}) does not parse: {error}.") from error
+            raise TokenizerError(f"the tokenizer's template, or --chat-template, does not parse: {error}.") from error
         fixed = {"strftime_now": RENDER_DATE.strftime, "tools": None, "documents": None}
         self._variables: dict[str, Any] = {**spec.special_tokens, **fixed}
         # Templates for tools alone take a list for granted.

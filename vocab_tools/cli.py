@@ -24,13 +24,12 @@ from .count_cli import count, named_tokenizer, tokenizer_options
 from .errors import printable
 from .files import refuse_existing
 from .token_maps import LOADERS
+from .vocabulary import MOST_ROWS
 
 if TYPE_CHECKING:
     from .counts import TokenCounts
     from .token_maps import D2TForm, Loader
     from .vocabulary import DraftVocab
-
-_TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_revision", "offline")
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _vocabulary_argument = click.argument("vocabulary", metavar="VOCAB")
@@ -44,7 +43,7 @@ _floor_option = click.option(
     help="Share of a source's held-out tokens to cover, as in `--floor zh=0.97`; repeatable.",
 )  # fmt: skip
 _target_vocab_option = click.option(
-    "--target-vocab", type=click.IntRange(1), metavar="V",
+    "--target-vocab", type=click.IntRange(1, MOST_ROWS), metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
 )  # fmt: skip
 
@@ -116,7 +115,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     from .vocabulary import FLOORS
 
     path = refuse_existing(out, force)
-    tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
+    tokenizer = named_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
     target_vocab, candidates = options["target_vocab"], options["candidates"]
     ranked = rank_vocabulary(
         _load_counts(counts),
@@ -194,7 +193,7 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .show import show_vocabulary
 
-    loaded = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
+    loaded = named_tokenizer(**options)
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
     if as_json:
@@ -225,9 +224,7 @@ def import_command(
     from .vocabulary import TARGET_VOCAB_FROM
 
     path = refuse_existing(out, force)
-    tokenizer = None
-    if options["tokenizer"] is not None:
-        tokenizer = named_tokenizer(**{name: options[name] for name in _TOKENIZER_OPTIONS})
+    tokenizer = None if options["tokenizer"] is None else named_tokenizer(**options)
     read = import_token_map(token_map, target_vocab, d2t_form, tokenizer)
     read.save(path)
     warn(read.warnings)

@@ -142,18 +142,18 @@ def rank_by_order(
         VocabularyError: ids of the order break a rule.
         TokenizerError: the order, or the candidates, are a vocabulary that was made with another tokenizer.
     """
-    found: dict[str, Any] = {}
+    found, warnings, counted = dict[str, Any](), list[str](), None
     if target_vocab is None:
         if tokenizer is None:
             raise UsageError("Ranking by order needs --tokenizer or the size of the target's vocabulary.")
         target_vocab, found[TARGET_VOCAB_FROM] = tokenizer.vocab_size, "tokenizer"
     if tokenizer is not None:
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
-    warnings: list[str] = []
-    counted = None
     if isinstance(order, DraftVocab):
         _check_made_with(order, tokenizer, "the vocabulary")
-        warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
+        # What an import with a tokenizer told is looked for again here, and forced ids are added.
+        is_looked_for = tokenizer is not None and "tokenizer_hash" in order.provenance
+        warnings += order.warnings if order.provenance.get("method") == "token map" and not is_looked_for else ()
         warnings.extend(lost_floors(order, len(order) if size is None else size))
         counted = order.counted_ids
         order = order.target_ids

@@ -203,8 +203,8 @@ def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
     beyond = vocab.ascending_ids[~np.isin(vocab.ascending_ids, tokenizer.real_ids)]
     if len(beyond):
         found.append(
-            f"{len(beyond)} ids belong to no token of {tokenizer.source}, whose last is {tokenizer.vocab_size - 1} "
-            f"(padding rows, or another model's list): {some_ids(beyond)}"
+            f"{len(beyond)} ids belong to no token of the tokenizer, whose last is {tokenizer.vocab_size - 1} (padding "
+            f"rows, or another model's list): {some_ids(beyond)}"
         )
     forced = forced_ids(tokenizer)
     missing = forced.ids[~np.isin(forced.ids, vocab.target_ids)].tolist()

@@ -29,6 +29,8 @@ ROUND_TO = 64
 MOST_PADDING = 2048
 """Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use."""
 
+# No vocabulary has more: a list that reaches further holds something else.
+MOST_ROWS = 1 << 24
 _MAX_UNCOUNTED_SHARE = 0.01
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
@@ -61,6 +63,8 @@ class DraftVocab:
     ranked: bool = True
 
     def __post_init__(self) -> None:
+        if self.target_vocab > MOST_ROWS:
+            raise VocabularyError(f"draft vocabulary: expected ids below {MOST_ROWS}, found {self.target_vocab - 1}.")
         ids = check_ids(self.target_ids, self.target_vocab, "draft vocabulary")
         if not 0 <= self.num_forced <= len(ids):
             raise VocabularyError(f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.")

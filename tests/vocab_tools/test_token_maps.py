@@ -192,6 +192,17 @@ def test_a_list_that_is_not_right_is_told(tmp_path: Path, loader: Loader) -> Non
             assert "ascend but for 1 places (id 270" in warnings_of([*whole[:9], 290, 270], name)
 
 
+def test_what_a_ranking_mends_is_not_told_of_it(tmp_path: Path) -> None:
+    """An imported list lacks forced ids, which a ranking adds; where the tokenizer lies is nobody else's business."""
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
+    (tmp_path / "list.json").write_text("[290, 270, 305]")
+    read = import_token_map(tmp_path / "list.json", 310, tokenizer=tokenizer)
+    ranked = rank_by_order(read, None, tokenizer, target_vocab=310)
+    told = [" ".join(vocab.warnings) for vocab in (read, ranked)]
+    assert ["a draft stops" in text for text in told] == [True, False]
+    assert not any(str(tmp_path) in text for text in told)
+
+
 def test_an_id_twice_is_told_and_counted_once(tmp_path: Path) -> None:
     torch.save([7, 2, 7, 11, 3], tmp_path / "a.pt")
     (tmp_path / "a.json").write_text('{"ids": [7, 2, 7, 11, 3]}')

@@ -91,6 +91,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
         {"version": 9},
         {"target_ids": [1, 1]},
         {"target_ids": [2**70]},
+        {"target_vocab": 2**40},
         {"num_forced": 7},
         {"provenance": None},
         {"provenance": {"warnings": None}},
