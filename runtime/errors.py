@@ -1,7 +1,6 @@
 """Errors and warnings of the runtime, by what a user can do about them."""
 
 from collections.abc import Collection
-from difflib import get_close_matches
 from typing import Any
 
 # Under their own names again, so that they can be imported from here.
@@ -78,11 +77,6 @@ class HeadWarning(UserWarning):
 
 class AcceptanceWarning(UserWarning):
     """Hardly any drafted token was accepted: output stays exact, but something about the head is probably wrong."""
-
-
-def did_you_mean(name: str, choices: Collection[str]) -> str:
-    """Return a sentence that names the choice nearest to a mistyped name, with a space before it; "" without one."""
-    return "".join(f" Did you mean {near}?" for near in get_close_matches(name, choices, n=1))
 
 
 def brief(value: object) -> str:

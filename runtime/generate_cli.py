@@ -163,7 +163,10 @@ class _Session:
                 # A conversation that has outgrown the context must not end the session.
                 note(f"error: {error}")
                 self.messages = before
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
+                # SIGTERM and SIGHUP, which have a number here, end the chat.
+                if stop.args:
+                    raise
                 note("interrupted; the conversation goes on as it was before")
                 self.messages = before
 

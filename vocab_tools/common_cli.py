@@ -114,10 +114,13 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
 
 
 def _end_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end a command with the same cleaning up as Ctrl-C; an ignored signal stays ignored."""
+    """Let SIGTERM and SIGHUP end a command with the cleaning up of Ctrl-C, by its error with the signal's number.
+
+    An ignored signal stays ignored.
+    """
 
     def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:

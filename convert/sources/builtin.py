@@ -165,7 +165,7 @@ def embedded_target_folder() -> Path:
     except OutputError as error:
         raise OutputError(
             "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
-            f"the target with --target. {error}"
+            f"the target with --target. {str(error).splitlines()[0]}"
         ) from error
     return out
 

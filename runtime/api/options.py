@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..errors import SamplingWarning, UsageError, did_you_mean, misfit
+from ..errors import SamplingWarning, UsageError, misfit
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from ..target.wrapper import TargetModel
 from .prompts import check_prompts, read_prompts, read_token_id
@@ -50,6 +50,7 @@ _ON_GREEDY = (
     "penalty_alpha", "dola_layers",
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
+_AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PROCESSORS = " What changes logits can be given as a logits_processor."
 _WITHOUT_WARNING = {"temperature": (0.0, 1.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
 """Values that transformers takes without a warning in greedy decoding."""
@@ -107,7 +108,7 @@ def read_call(
     shared: dict[str, Any] = {
         "eos_ids": eos, "context_limit": context_limit,
         "stop": _read_stop(options.get("stop_strings") if own["stop"] is None else own["stop"], tokenizer is not None),
-        "decode": partial(_decode, tokenizer) if tokenizer else None,
+        "decode": (lambda ids: str(tokenizer.decode(ids, **_AS_IT_IS))) if tokenizer else None,
         "criteria": _read_callables("stopping_criteria", own["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")), "device": target.device,
     }  # fmt: skip
@@ -125,7 +126,7 @@ def read_call(
             stream = (seeds[request.index // repeats], request.index % repeats)
         # For the room in the context, and for one path more: a pass may accept tokens beyond the answer's end.
         request.keys = noise_keys(*stream, request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS)
-    seed = None if sampling.is_greedy else sampling.seed if seeds is None else seeds
+    seed = None if sampling.is_greedy else int(sampling.seed) if seeds is None else seeds
     ids = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
     device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
     return Call(requests, sampling, options, [row for row, _ in prompts], device, (*pads, *ends, 0)[0], seed)
@@ -153,8 +154,9 @@ def join_options(
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:
         if name not in known:
-            near = did_you_mean(name, (*_SERVED, *_OURS))
-            raise UsageError(f"There is no option {name!r}.{near or _PROCESSORS}")
+            near = get_close_matches(name, (*_SERVED, *_OURS), n=1)
+            hint = f" Did you mean {near[0]}?" if near else _PROCESSORS
+            raise UsageError(f"There is no option {name!r}.{hint}")
         if name in _SERVED:
             found[name] = found.get(name) if value is None else value
         elif not _asks_nothing(name, value):
@@ -281,8 +283,3 @@ def _read_ids(name: str, *found: Any) -> list[int]:
     ids: Any = next((each for each in found if each is not None), [])
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     return [read_token_id(token, name) for token in (values if isinstance(values, Iterable) else [values])]
-
-
-def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(text)

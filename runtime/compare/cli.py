@@ -45,10 +45,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _size(text: str) -> int | str:
-    return text if text == "full" else int(text)
-
-
 def _tree(text: str) -> TreeConfig | None:
     if text == "auto":
         return None
@@ -113,7 +109,8 @@ Examples:
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
               help="JSON lines with `turns`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option("--sizes", metavar="N,N,...", callback=_list_of(_size, "full,16384,4096"),
+@click.option("--sizes", metavar="N,N,...",
+              callback=_list_of(lambda text: text if text == "full" else int(text), "full,16384,4096"),
               help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.")  # fmt: skip
 @click.option("--follow", default="none", metavar="F,F", callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
               help="prompt: ids of the prompt join each size; none: each size as it is (default).")  # fmt: skip

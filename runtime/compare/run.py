@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..api.output import GenerationOutput, difference, first_difference
-from ..errors import DeviceMemoryError, EagleSlimError, PromptError, UsageError
+from ..errors import DeviceMemoryError, EagleSlimError, LogitsError, PromptError, UsageError
 from ..model import SpeculativeModel
 from .candidates import PLAIN, Candidate, find_candidates
 from .options import CompareOptions
@@ -50,8 +50,8 @@ def compare(
     Raises:
         UsageError: the options fit neither models nor prompts.
         EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
-        PromptError: a first turn has no room in the context; nothing is measured then. A later one without room, or
-            for which the device's memory does not suffice, is left out and told (`Comparison.findings`).
+        PromptError: a first turn has no room in the context; nothing is measured then. A later one without room, and
+            any for which the memory does not suffice or logits are no numbers, is left out and told (`findings`).
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
@@ -170,7 +170,7 @@ class Run:
                 candidate = self.candidates[number]
                 try:
                     outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
-                except (PromptError, DeviceMemoryError) as error:
+                except (PromptError, DeviceMemoryError, LogitsError) as error:
                     # What was measured stays: the conversations of this group end here.
                     place = asked[error.prompt] if isinstance(error, PromptError) else group[0]
                     message = f"left out from turn {turn + 1} on, with the conversation before it: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -261,6 +262,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Run, monkeypatch: pytest.M
     assert "interrupted; the conversation goes on as it was before" in err
     # As if the first message had never been.
     assert chat("hello", "/quit").out == out.replace("> \n> ", "> ", 1)
+
+
+def test_sigterm_ends_a_chat_in_the_middle_of_an_answer(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextStreamer, "put", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert chat("hello", "/quit").code == 130
 
 
 def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import PromptError, SpeculativeModel
 from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.compare.run import balanced_orders
-from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, NothingToFollowError, PromptError, UsageError
+from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, NothingToFollowError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
@@ -190,14 +190,15 @@ def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel)
     assert re.match("left out from turn 2 on, .* no room", finding.message)
 
 
-def test_a_batch_that_the_memory_does_not_hold_costs_no_other(
-    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", [DeviceMemoryError, LogitsError])
+def test_a_batch_that_cannot_be_answered_costs_no_other(
+    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, fault: type[EagleSlimError]
 ) -> None:
     made = SpeculativeModel.generate
 
     def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
         if len(ids) == 2 and options["max_new_tokens"] > 2:
-            raise DeviceMemoryError("too small")
+            raise fault("too small")
         return made(self, ids, **options)
 
     monkeypatch.setattr(SpeculativeModel, "generate", generate)
