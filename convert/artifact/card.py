@@ -146,14 +146,13 @@ def _source(part: Mapping[str, Any]) -> str:
 
 
 def _ranking(vocabulary: Mapping[str, Any]) -> str:
-    method = vocabulary.get("method")
-    if method == "ids":
-        return "order of the token ids, no corpus"
-    if method == "token map":
-        return "a token map that was given"
+    if vocabulary.get("token_map"):
+        # A ranking of ours that came as a token map, or with an artifact, says itself how it was made.
+        return _ranking(vocabulary["token_map"])
+    named = {"ids": "order of the token ids, no corpus", "token map": "a token map that was given"}
     sources = vocabulary.get("sources") or []
-    named = "; ".join(f"{each['name']} ({each['tokens']:,} tokens, weight {each['weight']:g})" for each in sources)
-    return f"token counts of {named}" if named else "token counts"
+    counted = "; ".join(f"{each['name']} ({each['tokens']:,} tokens, weight {each['weight']:g})" for each in sources)
+    return named.get(str(vocabulary.get("method"))) or f"token counts of {counted}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

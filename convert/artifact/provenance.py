@@ -21,9 +21,8 @@ def describe_head(source: ResolvedSource, is_builtin: bool, d2t_form: str) -> di
     """Describe where a head came from: name, repository, commit, and what was chosen to read it."""
     name = source.repo_id or (EMBEDDED_HEAD_NAME if is_builtin else source.root.resolve().name)
     found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
-    if source.subfolder:
-        found["subfolder"] = source.subfolder
-    return found if d2t_form == "auto" else {**found, "d2t_form": d2t_form}
+    more = {"built_in": is_builtin, "subfolder": source.subfolder, "d2t_form": d2t_form != "auto" and d2t_form}
+    return found | {key: value for key, value in more.items() if value}
 
 
 def describe_lm_head(head: DraftHead, lm_head: LmHead) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def open_original(manifest: Manifest, given: str | None = None, offline: bool = 
     """
     recorded = manifest.head
     name, revision = (recorded.get("repo_id"), recorded.get("revision")) if given is None else (given, None)
-    if name is None and recorded.get("name") != EMBEDDED_HEAD_NAME:
+    if name is None and not recorded.get("built_in"):
         return None
     source = open_head_source(name, revision, offline or given is None, recorded.get("subfolder"))
     return open_head(source, d2t_form=recorded.get("d2t_form", "auto"), tap_layers=manifest.tap_layers or None)

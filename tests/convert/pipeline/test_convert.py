@@ -508,6 +508,7 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
         assert (alone.folder / name).read_bytes() == (direct.folder / name).read_bytes()
         assert (alone.folder / name).read_bytes() == (helped.folder / name).read_bytes()
     assert alone.manifest.num_forced == direct.manifest.num_forced > 0
+    assert "ranking: order of the token ids" in (alone.folder / "README.md").read_text()
     assert alone.manifest.tokenizer["hash"] == direct.manifest.tokenizer["hash"]
     assert not any("tokenizer" in warning for warning in alone.manifest.warnings)
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok

@@ -6,6 +6,7 @@ import pytest
 import torch
 from eagle_slim.convert import Artifact, ArtifactError, CheckpointError, open_head, verify_artifact
 from eagle_slim.convert.rows.safetensors_file import SafetensorsFile
+from eagle_slim.convert.sources.builtin import EMBEDDED_HEAD_NAME
 from safetensors.torch import load_file
 from support.conversion import BY_ID, convert, convert_all
 from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target, write_tensors
@@ -299,3 +300,9 @@ def test_manifests_that_cannot_be_loaded(slim, path, value, named):
 
     change_manifest(slim, damage)
     load_fails(slim, named)
+
+
+def test_a_folder_of_the_built_in_heads_name_is_not_taken_for_it(made, tmp_path):
+    head = shutil.copytree(made / "head", tmp_path / EMBEDDED_HEAD_NAME)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=made / "target", out=tmp_path / "own")
+    assert verify_artifact(done.folder)["tensors of the source head"].status == "skipped"
