@@ -140,6 +140,8 @@ class _Session:
     def chat(self) -> None:
         """Talk until /quit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
         note(f"draft vocabulary {self.model.draft_vocab:,}; {_COMMANDS}")
+        if self.raw or not getattr(self.model.tokenizer, "chat_template", None):
+            note("without a chat template every line is continued by itself: nothing said before is known")
         while True:
             try:
                 line = input("> ").strip()

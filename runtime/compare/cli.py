@@ -68,12 +68,6 @@ def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
         yield move
 
 
-def _tell(message: str) -> None:
-    # Else it would stand behind the bar, on the same line.
-    with tqdm.external_write_mode(file=sys.stderr):
-        note(message)
-
-
 def _finish(result: Any, out: str | None, force: bool, as_json: bool) -> int:
     try:
         if out is not None:
@@ -196,8 +190,10 @@ def servers(
     # Loads torch.
     from .servers import compare_servers
 
+    # Else a fault would stand behind the bar, on the same line.
+    tell = tqdm.external_write_mode(file=sys.stderr)(note)
     with _progress("group") as move:
-        result = compare_servers(asked, prompts, progress=move, tell=_tell, **options)
+        result = compare_servers(asked, prompts, progress=move, tell=tell, **options)
     return _finish(result, out, force, as_json)
 
 

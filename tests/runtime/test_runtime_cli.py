@@ -238,9 +238,9 @@ def chat(generate: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
         def isatty(self) -> bool:
             return True
 
-    def call(*lines: str) -> Ended:
+    def call(*lines: str, options: tuple[str, ...] = ()) -> Ended:
         monkeypatch.setattr(sys, "stdin", Terminal("".join(f"{line}\n" for line in lines)))
-        return generate("--max-new-tokens", "5")
+        return generate("--max-new-tokens", "5", *options)
 
     return call
 
@@ -262,6 +262,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chat: Run, monkeypatch: pytest.M
     assert "interrupted; the conversation goes on as it was before" in err
     # As if the first message had never been.
     assert chat("hello", "/quit").out == out.replace("> \n> ", "> ", 1)
+
+
+def test_a_chat_that_remembers_nothing_says_so(chat: Run) -> None:
+    assert "every line is continued by itself" in chat("/quit", options=("--raw",)).err
+    assert "by itself" not in chat("/quit").err
 
 
 def test_sigterm_ends_a_chat_in_the_middle_of_an_answer(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
