@@ -174,7 +174,7 @@ def _count_source(
         if limited_in is not None:
             break
     if not total.tokens:
-        hint = f"Empty documents: {total.empty:,}; records skipped: {total.skipped:,}."
+        hint = f"Empty documents: {total.empty:,}; records skipped: {total.skipped:,}; sample: {asked.sample or 1:g}."
         if total.empty and source.kind == "chat" and asked.roles == "assistant":
             hint = f"None of its conversations ({total.empty:,}) has an assistant turn; count them with roles=all."
         raise CorpusError(f"{asked.location}: no tokens in this source. {hint}")

@@ -201,8 +201,10 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         raise CorpusError(f"{location}: no such file or folder.")
     if not found:
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
+    # A folder is read once, however many links lead there.
+    once = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
     files = []
-    for file in sorted(set(found)):
+    for file in sorted(once.values()):
         if not _format_of(file.name):
             raise CorpusError.at(file, f"unknown kind of file. Readable: {READABLE}.")
         size = regular_file(file, CorpusError).stat().st_size

@@ -95,6 +95,8 @@ def test_folders_and_globs(files: Path) -> None:
     (files / "sub" / "z.jsonl").write_bytes(jsonl([{"text": "deep"}]))
     (files / ".hidden.jsonl").write_bytes(jsonl([{"text": "hidden"}]))
     (files / "notes.md").write_text("not a corpus")
+    # What a link leads to again is not counted again.
+    (files / "the_same").symlink_to(files)
     assert values(files) == [*TEXTS * len(NAMES), "deep"]
     assert values(files / "[ab].*") == TEXTS * 2
     assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]
