@@ -214,8 +214,7 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
     ignored = [f"{name}={value}" for name, value in given.items() if value not in _WITHOUT_WARNING[name]]
     if ignored:
         warnings.warn(
-            f"Decoding is greedy: {', '.join(ignored)} acts on sampling alone. Give do_sample=True or a temperature "
-            "above 0 to sample.",
+            f"Decoding is greedy: {', '.join(ignored)} acts on sampling alone. Give a temperature above 0 to sample.",
             SamplingWarning,
             stacklevel=4,
         )

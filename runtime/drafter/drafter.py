@@ -163,7 +163,7 @@ class BufferedDrafter:
 
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
-        timed_out(self.bufs)
+        reset_barrier(self.bufs)
 
     def draft(self) -> None:
         """Draft the trees of the active slots into the buffers."""
@@ -205,14 +205,19 @@ def bound_of(trees: Iterable[TreeConfig]) -> TreeConfig:
 def check_finished(bufs: Buffers) -> None:
     """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
     if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
-        raise timed_out(bufs)
+        reset_barrier(bufs)
+        raise timed_out()
 
 
-def timed_out(bufs: Buffers) -> DrafterError:
-    """Make a grid barrier that timed out usable again, and return the error to raise."""
+def reset_barrier(bufs: Buffers) -> None:
+    """Make a grid barrier that timed out usable again."""
     for name in ("barrier", "node_arrivals"):
         if name in bufs.workspace:
             bufs.workspace[name].zero_()
+
+
+def timed_out() -> DrafterError:
+    """Return the error of a draft that did not finish."""
     return DrafterError(
         "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
         "draft is undefined. Is another process using the GPU's SMs exclusively?"

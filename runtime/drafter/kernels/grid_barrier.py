@@ -1,8 +1,8 @@
 """A barrier over all programs of one cooperative launch, in global memory, that cannot hang the machine.
 
 Every program adds 1 to a counter with release semantics and spins, with acquire loads, until the counter reaches
-``round * programs``. All programs must be resident: launch with ``launch_cooperative_grid=True`` and at most
-``max_resident_programs`` programs. The spin is bounded: a program that waited too long (seconds, where a barrier takes
+``round * programs``. All programs must be resident: launch with ``launch_cooperative_grid=True`` and at most as many
+programs as the GPU holds at once. The spin is bounded: a program that waited too long (seconds, where a barrier takes
 about a microsecond) raises the error flag and goes on, every other program then leaves its spin at once, the kernel
 ends with undefined results, and the host reports the flag. The last program out sets the counters back to 0, so that a
 launch needs no memset before it.

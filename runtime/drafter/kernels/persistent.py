@@ -168,7 +168,7 @@ class Grid:
 
 
 class Features(NamedTuple):
-    """The target's features of the new tokens, of the model's type: [slots, up to 16, taps]."""
+    """The target's features of the new tokens, of the model's type: [slots, up to 64, taps]."""
 
     taps: Any
     stride_slot: Any
