@@ -110,8 +110,11 @@ class Decoders:
         try:
             with self.model.held():
                 return act()
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition(". ")[0]
+        except RuntimeError as error:
+            # A CPU's error has no type of its own.
+            if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+                raise
+            reason = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". ")[0]
         # Only here, as the error's traceback holds the tensors of all frames.
         with self.model.hold():
             self.drop()

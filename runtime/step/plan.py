@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,7 +160,7 @@ def describe(
     if plan.rules.host_reason is not None and decoders.has_graphs:
         how += f", tokens chosen on the host ({plan.rules.host_reason})"
     rows = target.exactness or "rows are not exact"
-    trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in sorted(steps.items(), key=_by_count))
+    trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in Counter(steps).most_common())
     target_words = f"target {target.backend.name} ({target.backend.reason})"
     path = f"{how}; {target_words}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
     if plan.ahead is not None or plan.full_reason:
@@ -169,10 +170,6 @@ def describe(
 
 def _words(shape: TreeConfig | None) -> str:
     return "plain decoding" if shape is None else f"trees of {shape.total_tokens} nodes"
-
-
-def _by_count(item: tuple[TreeConfig | None, int]) -> int:
-    return -item[1]
 
 
 def _choose_shapes(

@@ -81,7 +81,9 @@ def test_full_memory_is_told_and_the_next_call_works(
 
     def out_of_memory(*_: Any, **__: Any) -> None:
         calls.append(None)
-        if place == "cache" or len(calls) == 3:
+        if place == "cache":
+            torch.empty(1 << 60, dtype=torch.uint8)
+        elif len(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB.")
         forward(*_, **__)
 
@@ -95,6 +97,7 @@ def test_full_memory_is_told_and_the_next_call_works(
         with raises(DeviceMemoryError, option="max_slots") as caught:
             model.generate(prompt, max_new_tokens=8)
     assert "max_new_tokens" in str(caught.value)
+    assert "alloc_cpu" not in str(caught.value)
     assert model._decoders.cache_bytes == 0
     assert model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True).token_ids == wanted
 
