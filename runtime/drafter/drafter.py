@@ -236,7 +236,7 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
     if drafter == "triton" and device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
         raise DrafterError(
             f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
-            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
+            "TRITON_INTERPRET=1 in the environment to run it in Triton's interpreter, which computes bfloat16 wrongly."
         )
 
 

@@ -386,7 +386,7 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     if not (device.type == "cuda" or is_interpreted()):
         raise DrafterError(
             f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
-            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
+            "TRITON_INTERPRET=1 in the environment to run it in Triton's interpreter, which computes bfloat16 wrongly."
         )
     count_launches(Launches([((chip, cfg), is_tuned)]))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}

@@ -3,8 +3,8 @@
     python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512] [--chains 16]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
-registers, spills, and those in the inner loops of products, where there may be none. Must run without
-``TRITON_INTERPRET``.
+registers, spills, and those in the inner loops of products, where there may be none. Exit status 1 where operands of
+products are overwritten (`machine_code`). Must run without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -32,6 +33,7 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
+from kernels.machine_code import overwritten_operands, spills_among_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -146,40 +148,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-_PRODUCT = re.compile(r"\b[A-Z0-9]*MMA\b")  # HMMA, QMMA; HGMMA, QGMMA (wgmma); UTCHMMA, UTCQMMA (tcgen05)
-_COPY = re.compile(r"\bLDGSTS\b")
-_LOCAL = re.compile(r"\b(LDL|STL)\b")
-
-
-def spills_among_products(sass: str) -> list[int]:
-    """Count accesses to local memory in nvdisasm's listing, between the first and the last product of a loop.
-
-    Of each innermost loop that multiplies matrices while it copies the next tiles.
-    """
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if found := re.match(r"\s*(\.L_\w+):", line):
-            labels[found[1]] = len(code)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(found[1])
-    spans = []
-    for place, instruction in enumerate(code):
-        jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
-        if jump and labels[jump[1]] <= place:
-            body = code[labels[jump[1]] : place + 1]
-            if any(map(_PRODUCT.search, body)) and any(map(_COPY.search, body)):
-                spans.append((labels[jump[1]], place))
-    spills = []
-    for first, last in sorted(set(spans)):
-        if any(first <= start and stop <= last and (start, stop) != (first, last) for start, stop in spans):
-            continue
-        body = code[first : last + 1]
-        products = [place for place, instruction in enumerate(body) if _PRODUCT.search(instruction)]
-        spills.append(sum(bool(_LOCAL.search(x)) for x in body[products[0] : products[-1] + 1]))
-    return spills
-
-
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -200,7 +168,10 @@ def main() -> None:
     chip = KNOWN_CHIPS[args.chip]
     report, sass = compile_kernel(cfg, chip)
     report |= {"limit_bytes": chip.shared_bytes}
-    print(json.dumps({"chip": chip.name, **report, "spills_among_products": spills_among_products(sass)}))
+    read = {"spills_among_products": spills_among_products(sass), "overwritten_operands": overwritten_operands(sass)}
+    print(json.dumps({"chip": chip.name, **report, **read}))
+    if read["overwritten_operands"]:
+        sys.exit(f"registers are written that matrix products may still read: {read['overwritten_operands']}")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@
 
 That which draws verdicts for benchmarks is among them. The host functions run as they are; in the place of a launch the
 kernel is compiled for what it was called with. Prints one JSON object: for each kernel its shared memory, registers,
-spills and warps. Must run without ``TRITON_INTERPRET``.
+spills, warps, and operands that are overwritten (`machine_code`); exit status 1 where there are such. Must run without
+``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +31,8 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
-from kernels.compiled_drafter import POINTERS, assembler_report, spills_among_products, to_ptx
+from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
+from kernels.machine_code import overwritten_operands, spills_among_products
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -45,7 +48,7 @@ class Compiler:
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
         self.variant = ""
-        self.reports: dict[str, dict[str, int]] = {}
+        self.reports: dict[str, dict[str, Any]] = {}
 
     def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         options = {
@@ -68,11 +71,12 @@ class Compiler:
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = to_ptx(source, self.chip, options)
-        report, sass = assembler_report(compiled.asm["ptx"], self.chip, always_lists=False)
+        report, sass = assembler_report(compiled.asm["ptx"], self.chip, always_lists=self.chip.capability == 90)
         name = f"{kernel.__name__} {self.variant}".strip()
         self.reports[name] = {
             "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report,
             "spills_among_products": sum(spills_among_products(sass)),
+            "overwritten_operands": overwritten_operands(sass),
         }  # fmt: skip
 
     @staticmethod
@@ -210,6 +214,7 @@ def main() -> None:
     compiler = Compiler(KNOWN_CHIPS[args.chip])
     machine.major_capability = products.major_capability = lambda _device: compiler.chip.capability // 10
     products.programs_wait = lambda _device: True
+    products.overwrites_operands = lambda _device: compiler.chip.capability == 90
     overlaps = compiler.chip.capability >= 90
     launch = machine.NO_FUSION | ({"launch_pdl": True} if overlaps else {})
     products.overlapping = attention.overlapping = lambda _device: (overlaps, launch)
@@ -220,6 +225,11 @@ def main() -> None:
     else:
         run_all(compiler)
     print(json.dumps(compiler.reports))
+    overwritten = {
+        name: found for name, report in compiler.reports.items() if (found := report["overwritten_operands"])
+    }
+    if overwritten:
+        sys.exit(f"registers are written that matrix products may still read: {overwritten}")
 
 
 if __name__ == "__main__":

@@ -181,10 +181,11 @@ def test_the_shipped_cache_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert key.count("/") == 2
 
 
-def test_documented_shapes_are_tuned_for_the_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_documented_shapes_are_tuned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_TUNED", "")
     documented = {"llama-3.1-8b": 32000, "llama-3.3-70b": 32000, "smollm2-135m": 16384}
-    chip, tree = replace(KNOWN_CHIPS[90], name="NVIDIA H100 80GB HBM3"), TreeConfig(5, 10, 60)
+    chip, tree = replace(KNOWN_CHIPS[90], name=name), TreeConfig(5, 10, 60)
     keys = [
         cache_key(draft_config(MODELS[model], rows, tree, slots, 512), chip)
         for model, rows in documented.items() for slots in (1, 2, 4, 8, 16)

@@ -65,6 +65,11 @@ def programs_wait(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def overwrites_operands(device: torch.device) -> bool:
+    """Whether loops there may overwrite registers that matrix products still read (`product_kernels`)."""
+    return device.type == "cuda" and major_capability(device) == 9
+
+
 def overlapping(device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Whether kernels overlap there, and the options of a launch that does."""
     overlaps = device.type == "cuda" and major_capability(device) >= 9

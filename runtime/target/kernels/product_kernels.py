@@ -70,7 +70,7 @@ class ProductTiles:
     """Tiling; never changes results: rows of w, columns of a step, rows of x, warps, stages, and who sums the parts.
 
     ``ahead``: columns of w that a program asks for before it may read x. ``bulk``: w and x are copied by descriptors
-    (TMA), without threads' registers and instructions, which bound products of many rows.
+    (TMA), without threads' registers and instructions, which bound products of many rows. ``waits``: `_ended` waits.
     """
 
     block_n: int
@@ -82,6 +82,7 @@ class ProductTiles:
     ahead: int = 0
     shares: bool = False
     bulk: bool = False
+    waits: bool = False
 
 
 class SplitScratch(NamedTuple):
@@ -224,12 +225,24 @@ def _widened(words, kind: tl.constexpr):
 
 
 @triton.jit
+def _ended(acc, TILES: tl.constexpr):
+    """A sum once its products have ended, as its value is read in the loop.
+
+    On sm_90 products run on while a loop goes on, and read widened weights from registers. Triton 3.6 to 3.8 write the
+    next step's weights into them before all of these products have ended (its issue 9433).
+    """
+    if TILES.waits:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
 def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Add the product of the columns of a step, from column ``at`` on, to ``acc``."""
     if SHAPE.groups == 0:
         return tl.dot(w, x, acc, input_precision=SHAPE.precision)
     elif SHAPE.groups == 1:
-        return tl.dot(_widened(w, x.dtype), x, acc)
+        return _ended(tl.dot(_widened(w, x.dtype), x, acc), TILES)
     else:
         tl.static_assert(TILES.block_k == _SCALED)
         scale = tl.load(scale_ptr + n.to(tl.int64) * SHAPE.groups + at // _SCALED, mask=n_inside, other=0.0)

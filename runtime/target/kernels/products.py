@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..fp8 import SCALE_BLOCK, Fp8Weight, Weight
 from . import product_kernels as kernels
-from .machine import NO_FUSION, major_capability, num_processors, overlapping, programs_wait
+from .machine import NO_FUSION, major_capability, num_processors, overlapping, overwrites_operands, programs_wait
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
 
 SUMS_VERSION = 3
@@ -352,7 +352,7 @@ def qkv_product(
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
+    tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
     half_block = _half_block(head_dim)
     # A whole head at least.
     if 2 * half_block > 128:
@@ -402,7 +402,7 @@ def add_product(
     assert scratch is not None
     count = len(x)
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, "sum", weight, x)
+    tiles = _tiles(shape, count, "sum", weight, x, tiles)
     overlaps, options = overlapping(x.device)
     kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
         *_operands(x, weight, tiles, False), _scales(weight), norm.gain if bias is None else bias, norm.gain,
@@ -431,7 +431,7 @@ def gated_product(
     assert scratch is not None
     count = len(out)
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
+    tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
     overlaps, options = overlapping(out.device)
     kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
         *_operands(rows.scaled, weight, tiles, True), _scales(weight), norm.gain if bias is None else bias,
@@ -451,7 +451,7 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
     shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    tiles = tiles or _tiles(shape, count, "logits", weight, rows.scaled)
+    tiles = _tiles(shape, count, "logits", weight, rows.scaled, tiles)
     overlaps, options = overlapping(out.device)
     kernels.head_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
         *_operands(rows.scaled, weight, tiles, False), _factor(rows, norm), count, out, SHAPE=shape, TILES=tiles,
@@ -460,12 +460,17 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 
 
 def _tiles(
-    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Weight, x: Tensor
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Weight, x: Tensor,
+    given: ProductTiles | None,
 ) -> ProductTiles:  # fmt: skip
+    """Return the tiles of a launch: those of `product_tiles` unless others are given."""
     device = weight.device
+    waits = shape.groups > 0 and overwrites_operands(device)
+    if given is not None:
+        return replace(given, waits=waits)
     has_bulk = major_capability(device) in (9, 10) if isinstance(weight, Fp8Weight) else has_descriptors(weight, x)
     tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(device), has_bulk)
-    return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks)
+    return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks, waits=waits)
 
 
 def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
