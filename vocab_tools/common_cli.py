@@ -107,9 +107,6 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
         sys.stdout.reconfigure(errors="backslashreplace")
     limit_silence()
     _end_on_signals()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a terminal's encoding lacks must not end a command whose work is done; stderr is so already.
-        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(_run(command, list(sys.argv[1:] if args is None else args), prog_name))
 
 

@@ -395,10 +395,10 @@ def _size_for_floors(problem: FloorProblem, order: NDArray[np.int64], size: int,
     if enough > largest and problem.choose(largest) is None:
         return None
     enough = min(enough, largest)
-    # Each solution of a large problem takes seconds, and a size for advice need not be exact.
+    # A solution takes seconds of a large problem, minutes near the smallest size, and advice need not be exact.
     for _ in range(5):
         middle = max(round_up(size + 1), (size + enough) // 2 // ROUND_TO * ROUND_TO)
-        if middle >= enough:
+        if middle >= enough or enough - size <= enough // 8:
             break
         is_enough = problem.choose(middle) is not None
         size, enough = (size, middle) if is_enough else (middle, enough)

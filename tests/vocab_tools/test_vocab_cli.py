@@ -1,7 +1,6 @@
 """The commands from the outside: files in, files out, streams, exit codes. Values are tested where they are made."""
 
 import errno
-import io
 import json
 import signal
 import subprocess
@@ -243,14 +242,6 @@ def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> N
     assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
     with pytest.raises(RuntimeError, match="oops"):
         common_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
-
-
-def test_a_terminal_without_unicode_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
-    with pytest.raises(SystemExit) as caught:
-        run_cli(click.Command("rows", callback=lambda: click.echo("ü → 3")), [])
-    assert (caught.value.code, written.getvalue()) == (0, b"\xfc \\u2192 3\n")
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen[str]:
