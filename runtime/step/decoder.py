@@ -404,7 +404,8 @@ class Decoder:
         self._gather_rows()
         left = num_tokens
         while left > 0:
-            nodes = _chunk_of(left) if self.ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
+            chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+            nodes = chunk if self.ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
             self._run_phases(("chunk", nodes), rules, self._chunk_phases(nodes, rules, host))
             left -= nodes
         changed = self.entering.record[-1, 1]
@@ -634,11 +635,6 @@ class _Chunk:
         self.rows = ChunkRows.allocate(nodes, lengths)
         self.bufs = target.new_buffers(1, nodes, 1, capacity)
         self.choice = torch.zeros((1, 1), dtype=torch.int32, device=target.device)
-
-
-def _chunk_of(left: int) -> int:
-    """Return the chunk for ``left`` tokens of a prompt."""
-    return next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
 
 
 def _parts(key: Key, phases: Sequence[Phase]) -> Mapping[Key, Phase]:

@@ -87,34 +87,36 @@ class Costs:
 
     def __init__(self, weight_bytes: int, token_bytes: int) -> None:
         self._weight_bytes, self._token_bytes = weight_bytes, token_bytes
-        self._found: dict[tuple[Shape, int], dict[int, tuple[float, float]]] = {}
+        self.times: dict[tuple[Shape, int], dict[int, tuple[float, float]]] = {}
         """For each octave of contexts: a mean context and a mean time."""
+        self._fastest: dict[int, float] = {}
+        """Of plain steps, by places."""
 
     def add(self, shape: Shape, places: int, context: float, ms: float) -> None:
         """Take the time of a step, of ``context`` tokens in the mean of its sequences."""
-        octaves, octave = self._found.setdefault((shape, places), {}), int(math.log2(max(1.0, context)))
-        if octave not in octaves:
-            octaves[octave] = (context, ms)
-            return
-        mean, old = octaves[octave]
+        octaves, octave = self.times.setdefault((shape, places), {}), math.frexp(context)[1]
+        mean, old = octaves.get(octave, (context, ms))
         # Another program, or a slow host, makes single steps long.
         octaves[octave] = (mean + 0.1 * (context - mean), old + 0.1 * (min(ms, 1.5 * old) - old))
+        if shape is None:
+            self._fastest[places] = min(found for _, found in octaves.values())
 
     def get(self, shape: Shape, places: int, context: float) -> float | None:
         """Return the time of a step; None before one was measured for as many places."""
-        octaves = self._found.get((shape, places))
-        if not octaves:
+        octaves = self.times.get((shape, places))
+        if octaves is None:
             return None
-        at, ms = min(octaves.values(), key=lambda pair: abs(math.log(max(1.0, pair[0]) / max(1.0, context))))
-        plain = min((found for _, found in self._found.get((None, places), {}).values()), default=0.0)
-        return max(0.5 * ms, ms + (context - at) * places * self._token_bytes / self._weight_bytes * plain)
+        octave = math.frexp(context)[1]
+        at, ms = octaves.get(octave) or octaves[min(octaves, key=lambda other: abs(other - octave))]
+        each_token = places * self._token_bytes / self._weight_bytes * self._fastest.get(places, 0.0)
+        return max(0.5 * ms, ms + (context - at) * each_token)
 
     def guess(self, shape: Shape, places: int, context: float) -> float:
         """Return the time of a step, or guess it from the shapes measured for as many places, by levels."""
         found = self.get(shape, places, context)
         if found is not None:
             return found
-        known = {other: self.get(other, places, context) for other, of in self._found if of == places}
+        known = {other: self.get(other, places, context) for other, of in self.times if of == places}
         plain = known.get(None)
         drafted = {other: ms for other, ms in known.items() if other is not None and ms is not None}
         if plain is None or not drafted or shape is None:
@@ -142,35 +144,33 @@ class ShapeChooser:
         self._since += 1
         if self._since <= _EVERY or self.is_unmeasured(self._taken, places):
             return self._taken
-        self._since = 1
-        rates = {each: self.rate(each, places, context) for each in shapes_for(places, self._shapes)}
+        self._since, levels = 1, self._level_rates()
+        costs = {each: self._costs.guess(each, places, context) for each in shapes_for(places, self._shapes)}
+        # Expected tokens of a sequence a millisecond.
+        rates = {each: self.expected(each, levels) / ms for each, ms in costs.items()}
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self._shape, 0.0) * _SWITCH:
             self._shape = best
-        self._taken = self._probe(rates, places, context) if self._shape is None else self._shape
+        self._taken = self._probe(rates, costs) if self._shape is None else self._shape
         return self._taken
 
-    def _probe(self, rates: Mapping[Shape, float], places: int, context: float) -> Shape:
+    def _probe(self, rates: Mapping[Shape, float], costs: Mapping[Shape, float]) -> Shape:
         """Draft now and then while decoding plainly, to learn; all probes together cost at most `_PROBE_SHARE`."""
-        plain = self._costs.guess(None, places, context)
+        plain = costs[None]
         self._credit_ms += _PROBE_SHARE * _EVERY * plain
         probe = max((shape for shape in rates if shape is not None), key=rates.__getitem__, default=None)
         if probe is None:
             return None
-        gained = self.expected(probe) * plain
-        loss = _EVERY * max(self._costs.guess(probe, places, context) - gained, 0.05 * plain)
+        # Its time, less that of plain steps for as many tokens.
+        loss = _EVERY * max(costs[probe] * (1 - rates[probe] * plain), 0.05 * plain)
         if self._credit_ms < loss:
             return None
         self._credit_ms -= loss
         return probe
 
-    def rate(self, shape: Shape, places: int, context: float) -> float:
-        """Return the expected tokens of a sequence a millisecond."""
-        return self.expected(shape) / self._costs.guess(shape, places, context)
-
     def is_unmeasured(self, shape: Shape, places: int) -> bool:
         """Whether no step of this shape was timed for as many places."""
-        return self._costs.get(shape, places, 1.0) is None
+        return (shape, places) not in self._costs.times
 
     def time(self, shape: Shape, places: int, context: float, ms: float) -> None:
         """Take the time of a step; the first of a shape lets the next step choose anew."""
@@ -178,28 +178,23 @@ class ShapeChooser:
             self._since = _EVERY
         self._costs.add(shape, places, context, ms)
 
-    def expected(self, shape: Shape) -> float:
-        """Return the tokens of a pass that are expected, the target's own among them."""
+    def expected(self, shape: Shape, levels: Sequence[float]) -> float:
+        """Return the tokens of a pass that are expected, the target's own among them; ``levels``: p of each."""
         if shape is None:
             return 1.0
         gain = self._learned.gain(shape)
         hope = _HOPE / math.sqrt(_SHAPE_WEIGHT + gain.tries)
-        return 1 + self._drafted(shape, _width_of(shape)) * (gain.given(1.0, _SHAPE_WEIGHT) + hope)
+        drafted = _drafted(levels[: shape.depth + 1], _width_of(shape))
+        return 1 + drafted * (gain.given(1.0, _SHAPE_WEIGHT) + hope)
 
-    def _drafted(self, shape: TreeConfig, width: float) -> float:
-        """Return the drafted tokens expected to be accepted, by the rates of the levels alone."""
-        expected, reached, rate = 0.0, 1.0, _FIRST_RATE
-        for level in range(shape.depth + 1):
-            rate = self._level_rate(level, rate)
-            reached *= 1 - (1 - rate) ** width
-            expected += reached
-        return expected
-
-    def _level_rate(self, level: int, above: float) -> float:
-        """Estimate p of a level; ``above``: that of the level above it."""
-        learned = self._learned.levels
-        known = learned[level].given(above, _MODEL_WEIGHT) if level < len(learned) else above
-        return self._levels[level].given(known, _CALL_WEIGHT) if level < len(self._levels) else known
+    def _level_rates(self) -> list[float]:
+        """Return p of each level of the deepest shape."""
+        rates, rate = list[float](), _FIRST_RATE
+        for level in range(max(0 if shape is None else shape.depth for shape in self._shapes) + 1):
+            for known, weight in ((self._learned.levels, _MODEL_WEIGHT), (self._levels, _CALL_WEIGHT)):
+                rate = known[level].given(rate, weight) if level < len(known) else rate
+            rates.append(rate)
+        return rates
 
     def see(self, shape: Shape, verdicts: Sequence[Sequence[int]]) -> None:
         """Take the verdicts on one step's drafts: of each sequence, the rank of each accepted node, in order."""
@@ -220,8 +215,18 @@ class ShapeChooser:
                     rates.append(_Rate(memory))
                 rates[level].add(best, reached)
         chained = sum(len(list(takewhile(lambda rank: rank == 0, ranks))) for ranks in verdicts)
-        expected = chained * self._drafted(shape, _width_of(shape)) / self._drafted(shape, 1.0)
+        levels = self._level_rates()[: shape.depth + 1]
+        expected = chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
         self._learned.gain(shape).add(num_tokens, expected)
+
+
+def _drafted(levels: Sequence[float], width: float) -> float:
+    """Return the drafted tokens that are expected to be accepted, by the rates of the levels alone."""
+    expected, reached = 0.0, 1.0
+    for rate in levels:
+        reached *= 1 - (1 - rate) ** width
+        expected += reached
+    return expected
 
 
 def _width_of(shape: TreeConfig) -> float:
