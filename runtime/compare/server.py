@@ -135,7 +135,7 @@ class Server:
                         reply = replace(reply, tokens=int(event["usage"]["completion_tokens"]))
                     if "draft_n_accepted" in (event.get("timings") or {}):
                         reply = replace(reply, num_accepted=int(event["timings"]["draft_n_accepted"]))
-                    for choice in event["choices"]:
+                    for choice in (event.get("choices") or ()) if event.get("usage") else event["choices"]:
                         delta = choice.get("delta") or {}
                         text += "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))
                         if text and not reply.first_s:
