@@ -90,7 +90,7 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--for", "sglang"), "Leave --for out"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "full,auto"), "`full`"),
-        ((head, "--draft-vocb", "8"), "'--draft-vocab'? Try"),
+        ((head, "--draft-vocb", "8"), "--draft-vocab"),
         # Before the head is looked for.
         ((tmp_path / "nothing", "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
     ]

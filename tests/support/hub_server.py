@@ -447,8 +447,10 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_OFFLINE": offline,
     }
-    # transformers keeps one client for the process, with the endpoint it was made for.
-    replaced: list[tuple[Any, dict[str, Any]]] = [(constants, values), (transformers_hub, {"_hf_api": None})]
+    replaced: list[tuple[Any, dict[str, Any]]] = [(constants, values)]
+    if hasattr(transformers_hub, "_hf_api"):
+        # Since 5.10 transformers keeps one client for the process, with the endpoint it was made for.
+        replaced.append((transformers_hub, {"_hf_api": None}))
     if settings := sys.modules.get("datasets.config"):
         more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
         replaced.append((settings, more))
