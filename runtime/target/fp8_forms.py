@@ -62,7 +62,7 @@ _METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "modelopt": {
         "quant_algo": (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN"), "config_groups": _ANY, "ignore": _ANY,
         "exclude_modules": _ANY, "kv_cache_scheme": _ANY, "kv_cache_quant_algo": _ANY, "producer": _ANY,
-        "quantization": _ANY, "group_size": (None,), "quantized_layers": (None, {}),
+        "quantization": _ANY, "group_size": (None,), "quantized_layers": (None, {}), "kv_cache_quantized_layers": _ANY,
     },
 }  # fmt: skip
 """By ``quant_method``, the settings that it may have and their values; `_ANY` where none changes what weights are."""
@@ -75,9 +75,10 @@ def read_form(settings: Mapping[str, Any] | None, where: str) -> Fp8Form | None:
     """
     if not settings:
         return None
-    # ModelOpt's own file has its settings one level deeper, and no method.
+    # ModelOpt's own file has its settings one level deeper, and no method; versions about 0.29 wrote a library for it.
     settings = {**settings, **_object(settings, "quantization", where)}
-    method = settings.pop("quant_method", "modelopt" if "quantization" in settings else None)
+    library = settings.pop("quant_library", "modelopt" if "quantization" in settings else None)
+    method = settings.pop("quant_method", library)
     if not isinstance(method, str) or method not in _METHODS:
         raise _refused(where, f"quant_method = {brief(method)}")
     _check(settings, _METHODS[method], f"{method}: ", where)

@@ -219,8 +219,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "quant_algo": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}},
     "surprise": {"quant_method": "fbgemm_fp8", "surprise": 1},
     "config_groups": {"quant_method": "compressed-tensors", "config_groups": ["FP8"]},
-    "preset": {"quant_method": "compressed-tensors", "config_groups": {"preset": ["Linear"]}},
-    "quantization": {"quantization": "FP8"},
     "'fp8'": {"quant_method": ["fp8"]},
 }
 
@@ -234,10 +232,14 @@ def test_another_quantisation_is_refused_by_name(named: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [None, {}, {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
-     {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}],
+     {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "kv_cache_quantized_layers": {"0": "FP8"}}}],
 )  # fmt: skip
 def test_what_quantises_no_weight_is_none(settings: dict[str, Any] | None) -> None:
     assert read_form(settings, "somewhere") is None
+
+
+def test_a_configuration_of_modelopt_may_name_it_as_a_library() -> None:
+    assert read_form({"quant_library": "modelopt", "quant_algo": "FP8"}, "") == Fp8Form("modelopt", "tensor")
 
 
 def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tmp_path: Path) -> None:
