@@ -21,7 +21,7 @@ from eagle_slim.convert.heads.open import D2tForm, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.convert.sources.target import choose_target
-from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
@@ -35,7 +35,7 @@ from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_j
 from .errors import DeviceMemoryError, PairingError, SpeedWarning, TargetError, UsageError, check_choice, misfit
 from .ops import lacks_fp8
 from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
-from .target.fp8_loading import fetch_target, load_fp8
+from .target.fp8_loading import UNREAD, fetch_target, load_fp8
 from .target.location import given_target, recorded_target
 from .target.wrapper import TargetModel, check_supported
 
@@ -108,9 +108,7 @@ class OpenedHead:
         Raises as `load_joinable_rows` and `FollowRows` do.
         """
         base = weights.draft_to_target
-        known: FollowRows | JoinableRows | None = weights.follow
-        if known is None:
-            known = load_joinable_rows(self.head, target, base.cpu().numpy())
+        known: FollowRows | JoinableRows = weights.follow or load_joinable_rows(self.head, target, base.cpu().numpy())
         rank_order = known.rank_order
         if rank_order is None and self.ranking is not None:
             rank_order = self.ranking.target_ids
@@ -177,6 +175,8 @@ def _naming(target: str | Path) -> Iterator[None]:
     keep_limit()
     try:
         yield
+    except (EagleSlimError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         said = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         # Without transformers' list of every model type it knows.
@@ -252,50 +252,50 @@ def load_target(
     FP8. Raises `TargetError`, and `DeviceMemoryError` where it does not fit; for FP8 as `load_fp8`, too.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import is_peft_available
+    from transformers.utils.peft_utils import find_adapter_config_file
 
+    wanted: Any = dtype
+    weights = "in FP8"
     if form is not None:
-        return _load_fp8(target, config, form, dtype or config.dtype, device, revision, offline)
-    with _naming(target):
-        wanted = dtype or "auto"
-        if dtype is None and device.type == "cpu":
-            wanted = dtype_on_cpu(load_target_config(target, revision, offline))
-        model, found = AutoModelForCausalLM.from_pretrained(
-            target, config=config, dtype=wanted, revision=revision, local_files_only=offline, trust_remote_code=False,
-            output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
-        # transformers draws such weights at random.
-        if drawn := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
-            raise ValueError(
-                f"{len(drawn)} tensors are missing, or have other shapes than its config.json says, such as {drawn[0]}"
+        wanted = dtype or config.dtype
+        reason = _unfit_for_fp8(device, wanted) if wanted else "names no type in its config.json"
+        if reason is not None:
+            raise TargetError(
+                f"Target {target}, whose weights are to be in FP8, {reason}. Load it with dtype='bfloat16'."
             )
     try:
+        with _naming(target):
+            takes_adapters = form is None and is_peft_available()
+            if not takes_adapters and find_adapter_config_file(target, revision=revision, local_files_only=offline):
+                needs = "the package peft" if form is None else "a target that is not in FP8"
+                raise ValueError(f"it has an adapter (adapter_config.json), which needs {needs}; or merge it first")
+            if form is not None:
+                return load_fp8(fetch_target(target, revision, offline), config, form, wanted, device)
+            if dtype is None and device.type == "cpu":
+                wanted = dtype_on_cpu(config or load_target_config(target, revision, offline))
+            model, found = AutoModelForCausalLM.from_pretrained(
+                target, config=config, dtype=wanted or "auto", revision=revision, local_files_only=offline,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+            # transformers draws such weights at random.
+            if drawn := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
+                problem = "are missing, or have other shapes than its config.json says"
+                raise ValueError(f"{len(drawn)} tensors, such as {min(drawn)}, {problem}")
+            # It does without these: a bias, or scales whose weights it then takes unscaled.
+            modules, surplus = dict(model.named_modules()), found["unexpected_keys"]
+            if left := [each for each in surplus if each.rpartition(".")[0] in modules and not each.endswith(UNREAD)]:
+                problem = "belong to layers that have none by its config.json, which may lack a quantization_config"
+                raise ValueError(f"{len(left)} tensors, such as {min(left)}, {problem}")
+        needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        weights = f"{needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}"
         moved: nn.Module = model.to(device).eval()
         return moved
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
-    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    raise _too_large(target, f"{needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}", device, reason)
-
-
-def _load_fp8(
-    target: str | Path, config: Any, form: Fp8Form, dtype: torch.dtype | None, device: torch.device,
-    revision: str | None, offline: bool,
-) -> nn.Module:  # fmt: skip
-    if dtype is None or (reason := _unfit_for_fp8(device, dtype)) is not None:
-        found = "its config.json names no type" if dtype is None else f"it {reason}"
-        raise TargetError(f"Target {target}: its weights are to be in FP8, and {found}. Load it with dtype='bfloat16'.")
-    try:
-        return load_fp8(fetch_target(target, revision, offline), config, form, dtype, device)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-    raise _too_large(target, "in FP8", device, reason)
-
-
-def _too_large(target: str | Path, weights: str, device: torch.device, reason: str) -> DeviceMemoryError:
-    return DeviceMemoryError(
+    raise DeviceMemoryError(
         f"Target {target}: its weights are {weights}, and the memory of {device} does not suffice ({reason}). Load it "
-        "in a narrower type (dtype, target_weights), take a smaller target or another device, or end other programs on "
-        "this one."
+        "in a narrower type (dtype, target_weights), take a smaller target or another device, or free memory there."
     )
 
 

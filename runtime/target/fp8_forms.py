@@ -54,7 +54,7 @@ _METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_cache_scheme": _ANY,
     },
     "compressed-tensors": {
-        "config_groups": _ANY, "format": (None, "float-quantized", "naive-quantized"), "ignore": _ANY,
+        "config_groups": _ANY, "format": (None, "dense", "float-quantized", "naive-quantized"), "ignore": _ANY,
         "kv_cache_scheme": _ANY, "quantization_status": _ANY, "global_compression_ratio": _ANY, "version": _ANY,
         "sparsity_config": _ANY, "transform_config": (None, {}),
     },
@@ -62,7 +62,7 @@ _METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "modelopt": {
         "quant_algo": (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN"), "config_groups": _ANY, "ignore": _ANY,
         "exclude_modules": _ANY, "kv_cache_scheme": _ANY, "kv_cache_quant_algo": _ANY, "producer": _ANY,
-        "quantization": _ANY, "group_size": (None,), "quantized_layers": (None, {}),
+        "quantization": _ANY, "group_size": (None,), "quantized_layers": (None, {}), "kv_cache_quantized_layers": _ANY,
     },
 }  # fmt: skip
 """By ``quant_method``, the settings that it may have and their values; `_ANY` where none changes what weights are."""
@@ -75,10 +75,11 @@ def read_form(settings: Mapping[str, Any] | None, where: str) -> Fp8Form | None:
     """
     if not settings:
         return None
-    # ModelOpt's own file has its settings one level deeper, and no method.
-    settings = {**settings, **(settings.get("quantization") or {})}
-    method = settings.pop("quant_method", "modelopt" if "quantization" in settings else None)
-    if method not in _METHODS:
+    # ModelOpt's own file has its settings one level deeper, and no method; versions about 0.29 wrote a library for it.
+    settings = {**settings, **_object(settings, "quantization", where)}
+    library = settings.pop("quant_library", "modelopt" if "quantization" in settings else None)
+    method = settings.pop("quant_method", library)
+    if not isinstance(method, str) or method not in _METHODS:
         raise _refused(where, f"quant_method = {brief(method)}")
     _check(settings, _METHODS[method], f"{method}: ", where)
     if method == "fp8":
@@ -88,28 +89,33 @@ def read_form(settings: Mapping[str, Any] | None, where: str) -> Fp8Form | None:
     if method == "modelopt":
         algorithm = settings.get("quant_algo")
         return Fp8Form(method, "tensor" if algorithm == "FP8" else "channel") if algorithm else None
-    sparsity = settings.get("sparsity_config") or {}
-    _check({"format": sparsity.get("format")}, {"format": (None, "dense")}, f"{method}: sparsity_config.", where)
-    return _read_groups(settings.get("config_groups") or {}, where)
+    sparsity = {"format": _object(settings, "sparsity_config", where).get("format")}
+    _check(sparsity, {"format": (None, "dense")}, f"{method}: sparsity_config.", where)
+    return _read_groups(_object(settings, "config_groups", where), where)
 
 
 def _read_groups(groups: Mapping[str, Any], where: str) -> Fp8Form | None:
     """Read the groups of compressed-tensors, which must agree on the scales of weights."""
     strategies = set()
-    for name, group in groups.items():
+    for name in groups:
+        group = _object(groups, name, where)
         _check(group, _GROUP, f"compressed-tensors: {name}.", where)
-        weights = group.get("weights")
-        if weights is None:
+        weights = _object(group, "weights", where)
+        if not weights:
             raise _refused(where, f"compressed-tensors: {name} without weights")
         _check(weights, _WEIGHTS, f"compressed-tensors: {name}.weights.", where)
         strategies.add(weights.get("strategy") or "tensor")
-        is_block = weights.get("strategy") == "block"
-        if is_block != (weights.get("block_structure") is not None):
-            found = f"strategy = {weights.get('strategy')!r}, block_structure = {weights.get('block_structure')!r}"
-            raise _refused(where, f"compressed-tensors: {name}.weights: {found}")
     if len(strategies) > 1:
         raise _refused(where, f"compressed-tensors: config_groups of strategies {', '.join(sorted(strategies))}")
     return Fp8Form("compressed-tensors", strategies.pop()) if strategies else None
+
+
+def _object(settings: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """Return a setting that is an object, empty if it is none; anything else is refused."""
+    value = settings.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise _refused(where, f"{name} = {brief(value)}")
+    return value
 
 
 def _check(settings: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], prefix: str, where: str) -> None:

@@ -34,7 +34,7 @@ _PACKED: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
 _SCALES = ("weight_scale", "weight_scale_inv")
-_UNREAD = (
+UNREAD = (
     "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
     "rotary_emb.inv_freq",
 )  # fmt: skip
@@ -48,13 +48,7 @@ def fetch_target(target: str | Path, revision: str | None, offline: bool) -> Pat
     Raises `TargetError` for weights of another format, and the errors of `target_files`, `choose_weights` and `fetch`.
     """
     source = target_files(target, revision, offline)
-    names = list(source.files) if source.repo_id else list_names(source.folder)
-    chosen = choose_weights(names, source.label)
-    if "adapter_config.json" in names:
-        raise TargetError(
-            f"Target {target}: it has an adapter (adapter_config.json), which weights in FP8 cannot take. Merge it "
-            "into the model first, or load the target without target_weights = 'fp8'."
-        )
+    chosen = choose_weights(list(source.files) if source.repo_id else list_names(source.folder), source.label)
     if chosen.removesuffix(".index.json").endswith(TORCH_SUFFIXES):
         raise TargetError(
             f"Target {target}: its weights are in {chosen}, and weights in FP8 are loaded from safetensors files. Load "
@@ -121,8 +115,8 @@ class _Loader:
         for name in self.checkpoint.names:
             if name in expected:
                 self._check(name)
-            elif name.endswith(_UNREAD) and (self._is_published or name.endswith(_UNREAD[-1])):
-                self.num_unused += not name.endswith(_UNREAD[-1])
+            elif name.endswith(UNREAD):
+                self.num_unused += not name.endswith(UNREAD[-1])
             elif name != _LM_HEAD or not self._is_tied():
                 raise self._wrong(name, f"is not a tensor of {type(self.model).__name__} with this configuration")
         for name in self.checkpoint.names:
@@ -158,9 +152,8 @@ class _Loader:
 
     def _is_fp8(self, name: str) -> bool:
         """Whether a matrix becomes FP8: of a model in a float type all do, of a published one those stored so."""
-        if not self._is_published:
-            return True
-        return name in self.checkpoint.names and self.checkpoint.info(name).dtype.startswith("F8")
+        is_stored = name in self.checkpoint.names
+        return not self._is_published or (is_stored and self.checkpoint.info(name).dtype.startswith("F8"))
 
     def _scale_of(self, path: str) -> str:
         names = [f"{path}.{name}" for name in _SCALES]

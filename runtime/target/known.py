@@ -197,6 +197,8 @@ def _unfit_config(config: Any, family: str) -> str | None:
         return "its configuration has a sliding window, which Llama's layers do not read"
     if getattr(config, "is_causal", True) is False or getattr(config, "attention_chunk_size", None):
         return "its configuration asks for another attention mask"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its hidden_act is {config.hidden_act}"
     return unfit_head_dim(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

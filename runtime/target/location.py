@@ -76,8 +76,6 @@ def is_draft_head(folder: Path) -> bool:
 
 def _is_cached() -> bool:
     with suppress(HubError):
-        find_snapshot(
-            EMBEDDED_TARGET_REPO, None, offline=True, choose=lambda names, _: list({"config.json"} & {*names})
-        )
+        find_snapshot(EMBEDDED_TARGET_REPO, None, offline=True, choose=lambda names, _: [*{"config.json"} & {*names}])
         return True
     return False

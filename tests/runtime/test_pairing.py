@@ -188,6 +188,19 @@ def test_weights_that_a_targets_files_lack_are_not_drawn_at_random(tmp_path: Pat
         SpeculativeModel.from_pretrained(tmp_path, write_head(tmp_path / "head"))
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight_scale", "model.layers.1.self_attn.q_proj.bias"])
+def test_scales_and_biases_that_the_configuration_does_not_name_are_not_left_out(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_target("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.1.self_attn.k_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    SpeculativeModel.from_pretrained(tmp_path, write_head(tmp_path / "head"))
+    save_file(tensors | {name: torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with raises_with(TargetError, name, "quantization_config"):
+        SpeculativeModel.from_pretrained(tmp_path, tmp_path / "head")
+
+
 def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None:
     text = tiny_target("llama").config
     transformers.LlavaConfig(text_config=text).save_pretrained(tmp_path / "target")

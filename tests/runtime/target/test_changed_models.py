@@ -119,6 +119,13 @@ def test_an_explicit_fused_is_refused_by_name(head: Path) -> None:
     assert "model.layers.0.mlp.up_proj is a LoraLinear" in str(caught.value)
 
 
+def test_another_activation_than_silu_is_not_fused(head: Path) -> None:
+    own = tiny_target("llama", hidden_act="gelu")
+    tokens, path = answer(over(own, head))
+    assert tokens == own_answer(own)
+    assert "target transformers (its hidden_act is gelu)" in path
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_each_family_is_fused_and_a_changed_window_or_scaling_is_not(kind: str, head: Path) -> None:
     own = tiny_target(kind)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from eagle_slim.runtime import loading
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.model import SpeculativeModel
@@ -217,6 +218,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "scale_fmt": {**FORMS["fp8, blocks"][0], "scale_fmt": "ue8m0"},
     "quant_algo": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}},
     "surprise": {"quant_method": "fbgemm_fp8", "surprise": 1},
+    "config_groups": {"quant_method": "compressed-tensors", "config_groups": ["FP8"]},
+    "'fp8'": {"quant_method": ["fp8"]},
 }
 
 
@@ -228,11 +231,15 @@ def test_another_quantisation_is_refused_by_name(named: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [None, {}, {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
-     {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}],
+    [None, {}, {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
+     {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "kv_cache_quantized_layers": {"0": "FP8"}}}],
 )  # fmt: skip
 def test_what_quantises_no_weight_is_none(settings: dict[str, Any] | None) -> None:
     assert read_form(settings, "somewhere") is None
+
+
+def test_a_configuration_of_modelopt_may_name_it_as_a_library() -> None:
+    assert read_form({"quant_library": "modelopt", "quant_algo": "FP8"}, "") == Fp8Form("modelopt", "tensor")
 
 
 def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tmp_path: Path) -> None:
@@ -275,14 +282,27 @@ def test_what_only_transformers_runs_is_refused(tmp_path: Path) -> None:
         target.look()
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_config.json"])
-def test_weights_of_another_format_and_adapters_are_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_weights_of_another_format_are_refused_by_name(tmp_path: Path) -> None:
     write_target(tmp_path)
-    (tmp_path / name).write_bytes(b"{}")
-    if name.endswith("bin"):
-        (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(TargetError, match=name):
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(TargetError, match=r"pytorch_model\.bin"):
         fetch_target(tmp_path, None, True)
+
+
+@pytest.mark.parametrize("form", [None, AT_LOAD], ids=["in bfloat16", "in FP8"])
+def test_unknown_positions_and_adapters_that_nothing_applies_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Fp8Form | None
+) -> None:
+    monkeypatch.setattr(loading, "lacks_fp8", lambda _: None)
+    monkeypatch.setattr(transformers.utils, "is_peft_available", lambda: False)
+    write_target(tmp_path)
+    config = loading.load_target_config(tmp_path, None, True)
+    config.rope_parameters = {"rope_type": "mrope"}
+    with pytest.raises(TargetError, match="mrope"):
+        loading.load_target(tmp_path, torch.bfloat16, CPU, None, True, config, form)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(TargetError, match="adapter_config"):
+        loading.load_target(tmp_path, torch.bfloat16, CPU, None, True, config, form)
 
 
 def test_columns_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
