@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.errors import TargetError
 from eagle_slim.vocab_tools.common_cli import emit_json
+from packaging.version import Version
 from support.conversion import BY_ID, convert
 from support.hub_server import HubServer, connected
 from support.tiny_models import write_pair
@@ -183,6 +185,9 @@ def test_mistakes(generate: Run, monkeypatch: pytest.MonkeyPatch, args: list[str
     assert code == 1 or "target: transformers" not in err  # a misspelled call is refused before the target is loaded
 
 
+@pytest.mark.skipif(
+    Version(huggingface_hub.__version__) < Version("1.28"), reason="its retries then fail, as its client is closed"
+)
 def test_a_target_that_cannot_be_looked_up_is_told(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer() as hub:
         pass
