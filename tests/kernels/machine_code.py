@@ -8,7 +8,7 @@ from collections.abc import Iterator
 _PRODUCT = re.compile(r"\b[A-Z0-9]*MMA\b")  # HMMA, QMMA; HGMMA, QGMMA (wgmma); UTCHMMA, UTCQMMA (tcgen05)
 _COPY = re.compile(r"\b(LDGSTS|UTMALDG)\b")
 _LOCAL = re.compile(r"\b(LDL|STL)\b")
-_FROM_REGISTERS = re.compile(r"\bHGMMA\S* R\d+, R(\d+)")
+_FROM_REGISTERS = re.compile(r"\b[HQ]GMMA\S* R\d+, R(\d+)")
 _WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)")
 _TARGET = re.compile(r"(?:@!?U?P\w+ )?(\S+) (?:U?PT?\w*, )*R(\d+)\b")
 _WITHOUT_TARGET = re.compile(r"(?:@!?U?P\w+ )?(ST|RED|BAR|BRA|SYNCS|WARPGROUP|HGMMA|QGMMA|LDGSTS|R2UR|VOTE)")

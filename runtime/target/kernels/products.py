@@ -465,7 +465,7 @@ def _tiles(
 ) -> ProductTiles:  # fmt: skip
     """Return the tiles of a launch: those of `product_tiles` unless others are given."""
     device = weight.device
-    waits = shape.groups > 0 and overwrites_operands(device)
+    waits = shape.groups == 1 and overwrites_operands(device)
     if given is not None:
         return replace(given, waits=waits)
     has_bulk = major_capability(device) in (9, 10) if isinstance(weight, Fp8Weight) else has_descriptors(weight, x)
