@@ -93,7 +93,7 @@ def attentions(rows: ForwardRows, prefix: int, group: int, dtype: torch.dtype) -
 
     def attend(
         backend: SDPBackend, mask: Any, is_grouped: bool, query: Tensor, keys: Tensor, values: Tensor, rows: object,
-        scale: float, window: None, out: Tensor, scratch: object,
+        scale: float, window: None, out: Tensor, scratch: object, lift: float,
     ) -> None:  # fmt: skip
         q = query.view(places, nodes, -1, keys.shape[3]).transpose(1, 2)
         if not is_grouped:  # Query heads of one key head are laid side by side as more queries.

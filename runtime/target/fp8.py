@@ -20,8 +20,10 @@ _CHUNK = 1 << 24
 class Fp8Weight:
     """A matrix [out, in] in FP8, ``in`` a multiple of 16; `of` makes one of numbers in their own order.
 
-    ``words`` int32 [out, in / 4]: four numbers each. Of every 16 columns of a row, number ``8 h + 2 t + i`` is byte
-    ``2 i + h`` of word t: a word is what a thread of a matrix instruction multiplies, and two shifts widen it.
+    ``words`` int32 [out, in / 4]: four numbers each, what a thread of a matrix instruction multiplies. Of every 16
+    columns of a row, word t has columns ``2 t + i`` and ``8 + 2 t + i`` in its half i. The first one's bits are where
+    bf16 has them: the sign is bit 15, exponent and mantissa are bits 10 to 4. The other's fill the gaps: bit 11; bits
+    14 to 12 and 3 to 0.
     ``scales`` fp32 [out, groups]. One group: a row's scale. ceil(in / 128) groups: a scale for every 128 columns of a
     row. Published scales of 128 x 128 blocks are repeated for each row of a block, so that matrices of any number of
     rows can be packed behind one another. Both are contiguous.
@@ -34,25 +36,24 @@ class Fp8Weight:
     def of(cls, values: Tensor, scales: Tensor) -> Fp8Weight:
         """Bring numbers, float8_e4m3fn [out, in], into the order of ``words``."""
         out, size = values.shape
-        apart = values.view(torch.uint8).view(out, size // 16, 2, 4, 2).permute(0, 1, 3, 4, 2)
-        return cls(apart.contiguous().view(out, size).view(torch.int32), scales)
+        first, other = values.view(torch.uint8).view(out, size // 16, 2, 4, 2).unbind(2)
+        low = first << 4 | other & 15
+        high = first & 128 | other & 112 | other >> 4 & 8 | first >> 4 & 7
+        return cls(torch.stack((low, high), -1).view(out, size).view(torch.int32), scales)
 
     @property
     def values(self) -> Tensor:
         """A copy of the numbers in their own order: float8_e4m3fn [out, in]."""
         out, size = self.shape
-        apart = self.words.view(torch.uint8).view(out, size // 16, 4, 2, 2).permute(0, 1, 4, 2, 3)
-        return apart.contiguous().view(out, size).view(torch.float8_e4m3fn)
+        low, high = self.words.view(torch.uint8).view(out, size // 16, 4, 2, 2).unbind(-1)
+        first = high & 128 | (high & 7) << 4 | low >> 4
+        other = (high & 8) << 4 | high & 112 | low & 15
+        return torch.stack((first, other), 2).view(out, size).view(torch.float8_e4m3fn)
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the matrix, [out, in]."""
         return torch.Size((self.words.shape[0], 4 * self.words.shape[1]))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the matrix."""
-        return self.words.device
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [out, in] in another type, each number rounded once from fp32."""

@@ -30,6 +30,7 @@ from .kernels.products import (
     embed,
     gated_product,
     head_product,
+    lift_of,
     norm_rows,
     num_groups,
     product_shape,
@@ -142,10 +143,14 @@ class FusedTarget(Target):
             )
             ops(tree_attention)(
                 bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
+                lift=lift_of(layer.o, bufs.attended.dtype),
             )  # fmt: skip
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
-            ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch)
+            ops(gated_product)(
+                normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch,
+                lift_of(layer.down, bufs.gated.dtype),
+            )  # fmt: skip
             is_final = index + 1 == len(self.layers)
             norm = self.final_norm if is_final else self.layers[index + 1].norm_in
             ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, self._tap(bufs, index + 1), scratch)
@@ -175,15 +180,16 @@ def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    qkv, gate_up = _pack_weights([q, k, v]), _pack_weights([mlp.gate_proj, mlp.up_proj])
     return FusedLayer(
-        norm_in=Norm.of(layer.input_layernorm.weight, eps),
-        qkv=_pack_weights([q, k, v]),
+        norm_in=Norm.of(layer.input_layernorm.weight, eps, qkv),
+        qkv=qkv,
         qkv_bias=_pack([q, k, v], "bias") if q.bias is not None else None,
         head_norms=head_norms,
         o=attention.o_proj.weight,
         o_bias=attention.o_proj.bias,
-        norm_post=Norm.of(layer.post_attention_layernorm.weight, eps),
-        gate_up=_pack_weights([mlp.gate_proj, mlp.up_proj]),
+        norm_post=Norm.of(layer.post_attention_layernorm.weight, eps, gate_up),
+        gate_up=gate_up,
         gate_up_bias=_pack([mlp.gate_proj, mlp.up_proj], "bias") if mlp.gate_proj.bias is not None else None,
         down=mlp.down_proj.weight,
         down_bias=mlp.down_proj.bias,

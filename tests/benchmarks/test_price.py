@@ -38,7 +38,7 @@ def test_every_part_computes_what_ours_does(
 def test_what_is_faster_and_right_is_chosen(pricer: Pricer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock says that each forward is faster than the one before; the second product gives other logits."""
 
-    def wrong(rows: Any, norm: Any, weight: Any, bias: Any, out: torch.Tensor, scratch: Any = None) -> None:
+    def wrong(rows: Any, norm: Any, weight: Any, bias: Any, out: torch.Tensor, *others: Any) -> None:
         out.fill_(7)
 
     def broken(*given: Any) -> None:

@@ -172,17 +172,23 @@ def multiply(compiler: Compiler, groups: int) -> None:
         x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
         gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
         normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(HIDDEN)))
-        norm, bias = products.Norm(x[0], 1e-5, 1.0), gated[0] if norms else None
         qkv, table = weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), torch.zeros(64, 64)
         gate_up, down, lm_head = weight(2 * MIDDLE, HIDDEN), weight(HIDDEN, MIDDLE), weight(VOCAB, HIDDEN)
+        lift = products.lift_of(qkv, torch.bfloat16)
+        norm, bias = products.Norm(x[0], 1e-5, 1.0, lift), gated[0] if norms else None
         ints = torch.zeros(rows, dtype=torch.int32)
         heads = products.HeadRows(table, table, ints, ints[:1], ints, query)
         head_norms = (x[0, :HEAD_DIM], x[0, :HEAD_DIM]) if norms else None
         scratch = products.SplitScratch(torch.zeros(1), ints)
         products.qkv_product(normed, norm, qkv, bias, head_norms, heads, keys, keys, scratch)
-        products.gated_product(normed, norm, gate_up, bias, gated, scratch)
+        products.gated_product(normed, norm, gate_up, bias, gated, scratch, lift)
         if groups:
             products.add_product(gated, down, bias, norm, normed, x if norms else None, scratch)
+            if groups == 1:
+                # Sizes of a 70B model, whose tiles are those of many programs.
+                compiler.variant += ", wide"
+                products.qkv_product(normed, norm, weight(10240, HIDDEN), bias, head_norms, heads, keys, keys, scratch)
+                products.add_product(gated, weight(8192, MIDDLE), bias, norm, normed, x if norms else None, scratch)
             continue
         products.embed(x, ints, norm, normed, x if norms else None)
         products.add_product(x, weight(HIDDEN, HIDDEN), bias, norm, normed, x if norms else None, scratch)

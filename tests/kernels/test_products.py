@@ -32,7 +32,8 @@ FP8 = [
 # A step of products with scales of columns has 128 of them.
 FP8_BY_ROW = [
     *FP8, ProductTiles(128, 64, 64, 4, 4, shares=True), ProductTiles(64, 256, 16, 4, 3, shares=True),
-    ProductTiles(128, 64, 128, 8, 3, walks=True),
+    ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(128, 64, 64, 4, 4, shares=True, bulk=True),
+    ProductTiles(64, 128, 16, 4, 4, bulk=True), ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
 ]  # fmt: skip
 
 
@@ -118,12 +119,15 @@ def run_layer(
     bias = None if layer.bias is None else [layer.bias[: w.shape[0]] for w in weights]
     qkv_bias, o_bias, gate_bias, down_bias = bias or [None] * 4
     tap, gated, features, logits = empty(2 * hidden), empty(layer.down.shape[1]), empty(hidden), empty(150)
-    call("embed", x, ints, layer.norm, normed, tap[:, :hidden])
-    call("qkv_product", normed, layer.norm, layer.qkv, qkv_bias, layer.head_norms, out, keys, values, scratch, **chosen)
+    # All four are FP8, or none is.
+    lift = products.lift_of(layer.qkv, dtype)
+    norm = layer.norm._replace(lift=lift)
+    call("embed", x, ints, norm, normed, tap[:, :hidden])
+    call("qkv_product", normed, norm, layer.qkv, qkv_bias, layer.head_norms, out, keys, values, scratch, **chosen)
     if up_to_queries:
         return {"query": out.query}
-    call("add_product", out.query, layer.o, o_bias, layer.norm, normed, tap[:, hidden:], scratch, **chosen)
-    call("gated_product", normed, layer.norm, layer.gate_up, gate_bias, gated, scratch, **chosen)
+    call("add_product", out.query * lift, layer.o, o_bias, norm, normed, tap[:, hidden:], scratch, **chosen)
+    call("gated_product", normed, norm, layer.gate_up, gate_bias, gated, scratch, lift, **chosen)
     call("add_product", gated, layer.down, down_bias, layer.norm, normed, None, scratch, **chosen)
     call("norm_rows", normed, layer.norm, features)
     call("head_product", normed, layer.norm, layer.head, logits, **chosen)
@@ -167,7 +171,7 @@ def test_fp8_kernels_are_their_twins(
         layer = in_fp8(layer_of(dtype, device, hidden, heads, middle, has_extras), how)
         x = torch.randn(5, hidden, device=device).to(dtype)
         wanted = run_layer(layer, x, True)
-        for tiles in (None, FP8[-1]):
+        for tiles in (None, FP8[-1] if how == "by blocks" else FP8_BY_ROW[-1]):
             found = run_layer(layer, x, False, tiles)
             for name, value in wanted.items():
                 error = (found[name].float() - value.float()).abs().max() / value.float().abs().max()
@@ -184,15 +188,17 @@ def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) ->
     for column in (0, 1, 6, 7, 8, 15, 127):
         matrix = torch.zeros(256, 128, device=device)
         matrix[:, column] = values.flatten()
-        x = torch.zeros(1, 128, dtype=dtype, device=device)
-        x[0, column] = 1
         norm = Norm(torch.ones(256, dtype=dtype, device=device), 1e-5, 1.0)
         rows = NormedRows(*(torch.zeros(1, 256, dtype=dtype, device=device) for _ in range(2)),
                           torch.zeros(1, 4, device=device))  # fmt: skip
         weight = Fp8Weight.of(matrix.to(torch.float8_e4m3fn), torch.full((256, 1), 0.25, device=device))
-        scratch = products.split_scratch([(products.product_shape(weight), 256)], 1, x.device)
-        products.add_product(x, weight, None, norm, rows, None, scratch)
-        assert torch.equal(rows.residual[0].float(), (matrix[:, column] * 0.25).to(dtype).float()), column
+        x = torch.zeros(1, 128, dtype=dtype, device=device)
+        x[0, column] = products.lift_of(weight, dtype)
+        scratch = products.split_scratch([(products.product_shape(weight), 256)], 64, x.device)
+        for tiles in (None, *FP8_BY_ROW[-3:-1]):
+            rows.residual.zero_()
+            products.add_product(x, weight, None, norm, rows, None, scratch, tiles)
+            assert torch.equal(rows.residual[0].float(), (matrix[:, column] * 0.25).to(dtype).float()), (column, tiles)
 
 
 @pytest.mark.parametrize(

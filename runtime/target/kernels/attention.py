@@ -170,13 +170,14 @@ def masked_attention(
 def tree_attention_ref(
     qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
     scratch: AttentionScratch | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    lift: float = 1.0,
 ) -> None:  # fmt: skip
     """Attend, in fp32.
 
     ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
     kv_heads, capacity, head_dim]; ``window``: a key is seen if query position - key position is below it; ``out``
-    [places * nodes, heads * head_dim]. ``sinks`` [heads], of any float type. Rows of empty places and rows from
-    ``counts`` on are set to 0.
+    [places * nodes, heads * head_dim], ``lift`` times as large. ``sinks`` [heads], of any float type. Rows of empty
+    places and rows from ``counts`` on are set to 0.
     """
     places, head_dim = len(rows.slots), keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
@@ -196,12 +197,12 @@ def tree_attention_ref(
         key, value = (cache[slot, :, : length + count].float()[None] for cache in (keys, values))
         query = query.float().transpose(0, 1)[None]
         attended = masked_attention(query, key, value, seen[None, None], scale, softcap, sinks)
-        out[place * nodes : place * nodes + count] = attended[0].transpose(0, 1).flatten(1).to(out.dtype)
+        out[place * nodes : place * nodes + count] = (attended[0] * lift).transpose(0, 1).flatten(1).to(out.dtype)
 
 
 def tree_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
-    scratch: AttentionScratch | None, softcap: float | None = None, sinks: Tensor | None = None,
+    scratch: AttentionScratch | None, softcap: float | None = None, sinks: Tensor | None = None, lift: float = 1.0,
     tiles: AttentionTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
@@ -220,8 +221,7 @@ def tree_attention(
     blocks, parts = triton.cdiv(nodes * group, tiles.rows), num_states(capacity, tiles)
     shape = kernels.AttentionShape(
         group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), rows.paths is None, window is not None,
-        softcap is not None,
-        "ieee" if qkv.dtype == torch.float32 else "tf32",
+        softcap is not None, "ieee" if qkv.dtype == torch.float32 else "tf32", lift,
     )  # fmt: skip
     numbers = kernels.AttentionNumbers(
         scale, softcap or 1.0, window or 0, nodes, 1 if rows.paths is None else rows.paths.shape[2], qkv.stride(0),

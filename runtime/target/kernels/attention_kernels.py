@@ -69,6 +69,7 @@ class AttentionShape:
     has_window: bool
     is_capped: bool
     precision: str
+    lift: float
 
 
 @triton.jit
@@ -413,7 +414,8 @@ def tail_kernel(
         decay = tl.exp2(best - largest)
         total = tl.fma(total, decay, tl.exp2(sink - largest) * 8388608.0)
         acc = acc * decay[:, None]
-    result = tl.where(in_use[:, None], acc / (tl.where(in_use, total, 1.0) * 1.1920928955078125e-07)[:, None], 0.0)
+    UNIT: tl.constexpr = 1.1920928955078125e-07 / SHAPE.lift
+    result = tl.where(in_use[:, None], acc / (tl.where(in_use, total, 1.0) * UNIT)[:, None], 0.0)
     to = (place * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
     tl.store(
         out_ptr + to[:, None] * HEAD_DIM + d[None, :], result.to(out_ptr.dtype.element_ty),

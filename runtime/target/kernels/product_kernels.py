@@ -15,8 +15,8 @@ a waiting one needs have begun, or are the next to begin.
 Rows of w that belong together, gate and up or both halves of a head, share a tile: `PAIRED` of the one, then as many of
 the other. A thread's part of a product of 16 rows is row r and row r + 8, so a pair is in one thread's hands.
 
-Weights in FP8 are widened to the rows' type, exactly, on their way into the matrix instructions. A row's scale
-multiplies its whole sum; scales of 128 columns multiply the sum of each 128 columns, which is then added.
+Weights in FP8 are widened to the rows' type, exactly but for a power of two, on their way into the matrix instructions.
+A row's scale multiplies its whole sum; scales of 128 columns multiply the sum of each 128 columns, which is then added.
 
 A layer's RMSNorms are folded in: who writes the residual also writes ``residual * gain`` and, for every
 `SQUARES_GROUP` columns, the sum of its squares; the product that reads them multiplies by the row's factor at its end.
@@ -42,7 +42,9 @@ PAIRED = 8
 """Rows of one kind that follow one another in a tile of pairs."""
 _PAIRED = tl.constexpr(PAIRED)
 _SCALED = tl.constexpr(SCALE_BLOCK)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LIFT = 2.0**60
+"""Factor of bf16 rows that FP8 weights multiply, which are 2^120 too small: operands and sums keep their ranges."""
+_LIFT = tl.constexpr(LIFT)
 
 
 @dataclass(frozen=True)
@@ -150,27 +152,6 @@ def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
         return block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
-# A word's odd bytes have their signs where they belong, its even bytes one byte below; other bits are in ``mask``.
-_WIDEN = """{{
-    .reg .b32 odd, even, signs, power, zero;
-    mov.b32 power, {power};
-    mov.b32 zero, 0x80008000;
-    shr.u32 odd, $4, {right};
-    shl.b32 even, $4, {left};
-    and.b32 signs, $4, 0x80808080;
-    lop3.b32 odd, odd, {mask}, signs, 0xe2;
-    shl.b32 signs, signs, 8;
-    lop3.b32 even, even, {mask}, signs, 0xe2;
-    fma.rn.{kind} odd, odd, power, zero;
-    fma.rn.{kind} even, even, power, zero;
-    mov.b32 {{$0, $2}}, even;
-    mov.b32 {{$1, $3}}, odd;
-}}"""
-# Multiplied by 2^(127 - 7) and 2^(15 - 7), where -0 is added: the type's bias in place of e4m3's.
-_WIDEN_BF16 = tl.constexpr(_WIDEN.format(right=4, left=4, mask="0x07f007f0", power="0x7b807b80", kind="bf16x2"))
-_WIDEN_FP16 = tl.constexpr(_WIDEN.format(right=1, left=7, mask="0x3f803f80", power="0x5c005c00", kind="f16x2"))
-
-
 @triton.jit
 def _is_even(SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Whether all steps are whole, of FP8 weights with a scale a row: what bounds their product is instructions."""
@@ -194,30 +175,28 @@ def _columns(x_at, inside, k, stop, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _byte(words, place, kind: tl.constexpr):
-    return (words >> 8 * place & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(kind)
+def _half(words, place: tl.constexpr, kind: tl.constexpr):
+    return (words >> 16 * place).to(tl.uint16).to(kind, bitcast=True)
 
 
 @triton.jit
 def _widened(words, kind: tl.constexpr):
     """FP8 weights [rows, words] as numbers of another type [rows, 4 * words], in their own order (`Fp8Weight`).
 
-    Sign, exponent and mantissa move to their places, and a multiplication corrects the exponent, subnormals too.
+    Sign, exponent and mantissa move to their places; nothing is multiplied. As the exponent's bias stays e4m3's, bf16
+    numbers are 2^120 and fp16 numbers 2^8 too small, subnormals too: `_row_scales` and rows make up for it.
     """
-    if INTERPRETED:
-        a, b, c, d = _byte(words, 0, kind), _byte(words, 1, kind), _byte(words, 2, kind), _byte(words, 3, kind)
-    elif kind == tl.bfloat16:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _WIDEN_BF16, "=h,=h,=h,=h,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
+    words = words.to(tl.uint32, bitcast=True)
+    if kind == tl.bfloat16:
+        first = words & 0x87F087F0
+        other = (words << 4 & 0x80F080F0) | (words >> 4 & 0x07000700)
     else:
         tl.static_assert(kind == tl.float16)
-        a, b, c, d = tl.inline_asm_elementwise(
-            _WIDEN_FP16, "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    # Byte 2 i + h of word t of 16 columns is column 8 h + 2 t + i.
+        first = (words & 0x80008000) | (words << 3 & 0x3F803F80)
+        other = (words << 4 & 0x80008000) | (words << 7 & 0x07800780) | (words >> 1 & 0x38003800)
+    a, c = _half(first, 0, kind), _half(first, 1, kind)
+    b, d = _half(other, 0, kind), _half(other, 1, kind)
+    # Of 16 columns word t has columns 2 t and 2 t + 1, a and c, and 8 columns on, b and d.
     SIZE: tl.constexpr = words.shape[0]
     apart = tl.join(tl.join(a, c), tl.join(b, d))
     apart = tl.permute(tl.reshape(apart, (SIZE, words.shape[1] // 4, 4, 2, 2)), (0, 1, 4, 2, 3))
@@ -270,26 +249,31 @@ def _sum_part(
 
 @triton.jit
 def _bulk_part(
-    x_tiles, w_tiles, row, first, second, part, SHAPE: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr
+    x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, part, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a tile by descriptors: rows of w from ``first`` on; of pairs as many again from ``second`` on."""
+    """A part of a tile by descriptors: rows of w from the first of ``n`` on, of pairs as many from ``second`` on."""
+    row_0, first = tl.min(row, 0), tl.min(n, 0)
     ROWS: tl.constexpr = TILES.block_rows
-    SIZE: tl.constexpr = TILES.block_n // 2 if PAIRS else TILES.block_n
     start = part * SHAPE.split_size
     stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
-    if PAIRS:
-        one = tl.zeros([SIZE, ROWS], tl.float32)
-        two = tl.zeros([SIZE, ROWS], tl.float32)
+    if PAIRS and SHAPE.groups == 0:
+        one = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
+        two = tl.zeros([TILES.block_n // 2, ROWS], tl.float32)
         for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
-            x = x_tiles.load([row, at]).T
+            x = x_tiles.load([row_0, at]).T
             one = tl.dot(w_tiles.load([first, at]), x, one, input_precision=SHAPE.precision)
             two = tl.dot(w_tiles.load([second, at]), x, two, input_precision=SHAPE.precision)
         return _interleaved(one, two)
     else:
-        acc = tl.zeros([SIZE, ROWS], tl.float32)
+        # Two products of FP8 weights in a step would wait for one another.
+        acc = tl.zeros([n.shape[0], ROWS], tl.float32)
         for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
-            x = x_tiles.load([row, at]).T
-            acc = tl.dot(w_tiles.load([first, at]), x, acc, input_precision=SHAPE.precision)
+            x = x_tiles.load([row_0, at]).T
+            w = w_tiles.load([first, at // SHAPE.packed])
+            if PAIRS:
+                w = _interleaved(w, w_tiles.load([second, at // SHAPE.packed]))
+            acc = _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE, TILES)
         return acc
 
 
@@ -328,41 +312,32 @@ def _part(scratch, part, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _whole(scratch, acc, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The sum of a tile for the rows that this program writes: of parts, two or four, in order.
+def _whole(scratch, acc, scales, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """The sum of a tile for the rows that this program writes, times `_row_scales`: of parts, two or four, in order.
 
     All are on their way before the first is added.
     """
-    if TILES.walks or SHAPE.splits == 1:
-        return acc
-    else:
+    if not (TILES.walks or SHAPE.splits == 1):
         tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
         first = _part(scratch, 0, row, inside, SHAPE, TILES)
         second = _part(scratch, 1, row, inside, SHAPE, TILES)
         if SHAPE.splits == 4:
             third = _part(scratch, 2, row, inside, SHAPE, TILES)
             fourth = _part(scratch, 3, row, inside, SHAPE, TILES)
-            return ((first + second) + third) + fourth
+            acc = ((first + second) + third) + fourth
         else:
-            return first + second
+            acc = first + second
+    return acc * scales[:, None] if SHAPE.groups > 0 else acc
 
 
 @triton.jit
-def _row_scales(scale_ptr, n, n_inside, SHAPE: tl.constexpr):
-    """The scale of each row of a tile of FP8 weights; 1 where `_step` has applied those of columns."""
+def _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE: tl.constexpr):
+    """What sums of `_widened` weights are multiplied by: a row's scale if `_step` has applied none, a power of two."""
+    POWER: tl.constexpr = _LIFT if x_ptr.dtype.element_ty == tl.bfloat16 else 256.0
     if SHAPE.groups == 1:
-        return tl.load(scale_ptr + n, mask=n_inside, other=0.0)
+        return tl.load(scale_ptr + n, mask=n_inside, other=0.0) * POWER
     else:
-        return 1.0
-
-
-@triton.jit
-def _scaled(total, scales, SHAPE: tl.constexpr):
-    """Apply `_row_scales` to a tile's sum."""
-    if SHAPE.groups == 1:
-        return total * scales[:, None]
-    else:
-        return total
+        return tl.full([n.shape[0]], POWER, tl.float32)
 
 
 @triton.jit
@@ -429,11 +404,11 @@ def _product(
     ``bulk`` descriptors of x and w.
     """
     if TILES.bulk:
-        row_0, n_0 = tl.min(row, 0), tl.min(n, 0)
-        acc = _bulk_part(x_tiles, w_tiles, row_0, n_0, second, part, SHAPE, TILES, PAIRS)
+        acc = _bulk_part(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, part, SHAPE, TILES, PAIRS)
         if TILES.walks:
             for each in tl.range(1, SHAPE.splits):
-                acc = _add(_bulk_part(x_tiles, w_tiles, row_0, n_0, second, each, SHAPE, TILES, PAIRS), acc)
+                more = _bulk_part(x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, each, SHAPE, TILES, PAIRS)
+                acc = _add(more, acc)
     elif TILES.walks:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
@@ -574,7 +549,7 @@ def add_product_kernel(
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     residual_at = residual_ptr + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
-    scales = _row_scales(scale_ptr, n, n_inside, SHAPE)
+    scales = _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE)
     acc = _product(
         w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False
     )  # fmt: skip
@@ -582,7 +557,7 @@ def add_product_kernel(
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-        total = _scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE)
+        total = _whole(scratch, acc, scales, own, own_inside, SHAPE, TILES)
         if BIAS:
             total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
@@ -593,7 +568,7 @@ def add_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def head_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr,
     GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Logits; of one part."""
@@ -604,7 +579,9 @@ def head_product_kernel(
     inside, n_inside = row < rows, n < SHAPE.size
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, None, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False
+    )  # fmt: skip
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -614,9 +591,9 @@ def head_product_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def gated_product_kernel(
     x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, LIFT: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of a product."""
+    """SwiGLU of a product, times LIFT."""
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
     PAIRS: tl.constexpr = TILES.block_n // 2
@@ -629,13 +606,13 @@ def gated_product_kernel(
     w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
-    scales = _row_scales(scale_ptr, w_row, w_inside, SHAPE)
+    scales = _row_scales(x_ptr, scale_ptr, w_row, w_inside, SHAPE)
     halfway = tile * PAIRS + SIZE
     acc = _product(
         w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
     )  # fmt: skip
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
-        gate, up = _pairs(_scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE))
+        gate, up = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         n = tile * PAIRS + tl.arange(0, PAIRS)
         n_inside = n < SIZE
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
@@ -645,7 +622,7 @@ def gated_product_kernel(
             gate += tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias_ptr + SIZE + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
         to = own.to(tl.int64)[None, :] * SIZE + n[:, None]
-        value = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+        value = (gate * tl.sigmoid(gate) * up * LIFT).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + to, value, mask=n_inside[:, None] & own_inside[None, :])
 
 
@@ -674,7 +651,7 @@ def qkv_product_kernel(
     slot = tl.load(heads.slots + own // heads.nodes, mask=own_inside, other=0).to(tl.int64)
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
-    scales = _row_scales(scale_ptr, w_row, w_inside, SHAPE)
+    scales = _row_scales(x_ptr, scale_ptr, w_row, w_inside, SHAPE)
     halfway = tile * HEADS.head_dim + HALF
     acc = _product(
         w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
@@ -688,7 +665,7 @@ def qkv_product_kernel(
         turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & own_inside[None, :]
         cos = tl.load(heads.cos + at, mask=turned, other=1.0)
         sin = tl.load(heads.sin + at, mask=turned, other=0.0)
-        first, second = _pairs(_scaled(_whole(scratch, acc, own, own_inside, SHAPE, TILES), scales, SHAPE))
+        first, second = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         first *= times[None, :]
         second *= times[None, :]

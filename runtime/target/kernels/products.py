@@ -32,28 +32,36 @@ _SMALL = 4 << 20
 """Numbers of a weight that stays in the L2 while blocks of rows read it."""
 
 
+def lift_of(weight: Weight | None, dtype: torch.dtype) -> float:
+    """Return how many times larger rows of a type must be that a weight multiplies: not 1 for FP8 weights and bf16."""
+    return kernels.LIFT if isinstance(weight, Fp8Weight) and dtype == torch.bfloat16 else 1.0
+
+
 class Norm(NamedTuple):
     """An RMSNorm whose gain [hidden] is applied by whoever writes the residual, its factor by whoever reads it.
 
-    ``shrink`` is a power of two that brings the gain to 1 at most, so that a residual times the gain fits fp16.
+    ``shrink`` is a power of two that brings the gain to 1 at most, so that a residual times the gain fits fp16;
+    ``lift`` is `lift_of` the weight that multiplies the rows.
     """
 
     gain: Tensor
     eps: float
     shrink: float
+    lift: float = 1.0
 
     @classmethod
-    def of(cls, gain: Tensor, eps: float) -> Norm:
-        """Take a norm's weight; waits for the device."""
+    def of(cls, gain: Tensor, eps: float, weight: Weight | None = None) -> Norm:
+        """Take a norm's gain, and the weight that multiplies what the norm gives; waits for the device."""
         largest = float(gain.detach().abs().max())
-        return cls(gain, eps, 2.0 ** -math.ceil(math.log2(largest)) if 1 < largest < math.inf else 1.0)
+        shrink = 2.0 ** -math.ceil(math.log2(largest)) if 1 < largest < math.inf else 1.0
+        return cls(gain, eps, shrink, lift_of(weight, gain.dtype))
 
 
 class NormedRows(NamedTuple):
     """A forward's rows between two products.
 
-    ``residual`` and ``scaled`` (the residual times the next norm's gain, shrunk) [rows, hidden] of the model's type;
-    ``squares`` fp32 [rows, groups]: sums of squares of each `SQUARES_GROUP` columns of the residual.
+    ``residual`` and ``scaled`` (the residual times the next norm's gain, ``shrink`` and ``lift``) [rows, hidden] of the
+    model's type; ``squares`` fp32 [rows, groups]: sums of squares of each `SQUARES_GROUP` columns of the residual.
     """
 
     residual: Tensor
@@ -96,13 +104,12 @@ def product_shape(weight: Weight) -> ProductShape:
     """
     size, depth = weight.shape
     splits = 1
-    enough = _MOST_TILES if isinstance(weight, Fp8Weight) else _MOST_TILES // 2
+    groups = weight.scales.shape[1] if isinstance(weight, Fp8Weight) else 0
+    enough = _MOST_TILES if groups else _MOST_TILES // 2
     while splits < 4 and depth >= 2048 * splits and size // 64 * splits < enough:
         splits *= 2
     part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
-    if isinstance(weight, Fp8Weight):
-        return ProductShape(size, depth, -(-depth // part), part, "tf32", weight.scales.shape[1])
-    return ProductShape(size, depth, -(-depth // part), part, _precision(weight))
+    return ProductShape(size, depth, -(-depth // part), part, _precision(_source(weight)), groups)
 
 
 def _precision(weight: Tensor) -> str:
@@ -115,14 +122,14 @@ def product_tiles(
 ) -> ProductTiles:  # fmt: skip
     """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
-    ``has_bulk``: the weight and the rows can be copied by descriptors; FP8 weights never are, but the chip could.
+    ``has_bulk``: the weight and the rows can be copied by descriptors.
     Measured on an H200 and an H100 with single products and whole passes of Llama-3.1-8B's and SmolLM2's dimensions
     (docs/kernels.md).
     """
     is_pair, is_small = kind == "pairs", shape.size * shape.depth < _SMALL
     n = 128 if is_pair else 64
     if shape.groups:
-        tiles = _fp8_tiles(shape, rows, kind, is_small, has_bulk)
+        tiles = _fp8_tiles(shape, rows, kind, is_small, num_sms if has_bulk else 0)
     elif itemsize == 4:
         tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
     elif rows <= 64 and is_small:
@@ -136,8 +143,8 @@ def product_tiles(
         if rows > 16:
             tiles = replace(tiles, block_rows=32, num_stages=3, ahead=128)
     elif rows <= 64 and is_pair and shape.splits == 1:
-        tiles = ProductTiles(n, 64, 64, 8, 3, ahead=128)
-    elif rows <= 64:
+        tiles = ProductTiles(n, 128, 64, 4, 3, bulk=True) if has_bulk else ProductTiles(n, 64, 64, 8, 3, ahead=128)
+    elif rows <= 64 or (rows <= 128 and is_pair and shape.splits > 1 and not is_small):
         # Long parts in wide tiles read x half as often; short ones are too few for that to pay.
         is_long = kind == "sum" and shape.split_size >= 2048 and shape.size // 128 * shape.splits >= _enough(num_sms)
         tiles = ProductTiles(128 if is_long else n, 64, 64, 4, 5, ahead=128)
@@ -148,59 +155,67 @@ def product_tiles(
     elif has_bulk and rows <= 256 and is_pair and shape.splits > 1:
         # Two programs share a multiprocessor, for which rotation of more rows leaves no registers.
         tiles = ProductTiles(128, 64, 64, 4, 4, bulk=True)
+    elif has_bulk and rows <= 128:
+        tiles = ProductTiles(128, 128, 128, 8, 3, bulk=True)
+    elif has_bulk and rows <= 256 and kind == "sum" and _enough(num_sms) <= 2 * -(-shape.size // 64) <= num_sms:
+        # Narrow tiles, which give each multiprocessor one.
+        tiles = ProductTiles(64, 128, 128, 4, 4, bulk=True)
     else:
         # As wide as registers allow, where there is one part and copies need none; else two programs share a
         # multiprocessor.
-        is_wide = has_bulk and rows > 128 and shape.splits == 1 and kind != "sum"
+        is_wide = has_bulk and shape.splits == 1 and kind != "sum"
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide else 3, bulk=has_bulk)
     # A program sums all parts where there are many tiles; not of FP8 weights: its registers do not hold two sums.
     walks = rows > 64 and (shape.splits == 1 or (not shape.groups and _count(tiles, shape, rows) >= _enough(num_sms)))
-    # One program on a multiprocessor: more in flight.
+    # One program on a multiprocessor: more in flight, as far as its memory holds them.
     is_alone = walks or _count(tiles, shape, rows) * shape.splits <= num_sms
-    return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and is_alone else tiles.num_stages)
+    step = tiles.block_k * (tiles.block_n * (1 if shape.groups else 2) + 2 * tiles.block_rows)
+    has_more = tiles.bulk and is_alone and step <= 48 << 10
+    return replace(tiles, walks=walks, num_stages=4 if has_more else tiles.num_stages)
 
 
-_FP8_ROWS = (16, 32, 64)
+_FP8_ROWS = 16, 32, 64
 _FP8_TILES = {
-    "cut pairs": (
-        ProductTiles(128, 128, 16, 8, 4, ahead=256),
-        ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256),
-        ProductTiles(128, 64, 128, 8, 4),
+    "few pairs": (
+        ProductTiles(128, 128, 16, 8, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
-    "pairs": (
-        ProductTiles(128, 128, 16, 8, 4, ahead=256),
-        ProductTiles(128, 128, 32, 8, 4, ahead=256),
-        ProductTiles(256, 128, 64, 8, 4, ahead=256),
-        ProductTiles(256, 64, 128, 8, 4),
+    "many pairs": (
+        ProductTiles(128, 128, 16, 4, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 64, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
-    "sum": (
-        ProductTiles(64, 256, 16, 4, 3, ahead=256),
-        ProductTiles(64, 256, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 8, 4, ahead=256),
-        ProductTiles(128, 64, 256, 8, 4),
+    "few sum": (
+        ProductTiles(64, 256, 16, 4, 3, ahead=256), ProductTiles(64, 256, 32, 4, 3, ahead=256),
+        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 256, 8, 4, bulk=True),
     ),
-}
-"""Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more; pairs are cut where K has several parts.
+    "many sum": (
+        ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True), ProductTiles(128, 128, 32, 8, 4, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 256, 8, 4, bulk=True),
+    ),
+}  # fmt: skip
+"""Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more.
 
-Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Wider tiles than other
-weights', as a row of x is twice the bytes of a row of w.
+Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Descriptors pay where a
+step has many rows of x. "many": parts of 128 rows of w that give each multiprocessor one and a half, for which tiles of
+more columns or of fewer warps pay.
 """
 
 
-def _fp8_tiles(shape: ProductShape, rows: int, kind: str, is_small: bool, is_large_chip: bool) -> ProductTiles:
+def _fp8_tiles(shape: ProductShape, rows: int, kind: str, is_small: bool, large_sms: int) -> ProductTiles:
+    """Choose tiles; ``large_sms``: multiprocessors of a chip that has descriptors, 0 of another."""
     if is_small:
         return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 64 else 64, 4, 3, ahead=512 if rows <= 64 else 0)
-    if shape.groups == 1 and is_large_chip:
-        which = "cut pairs" if kind == "pairs" and shape.splits > 1 else kind
-        return _FP8_TILES[which][bisect_left(_FP8_ROWS, rows)]
+    if shape.groups == 1 and large_sms:
+        many = "many" if 2 * (shape.size // 128) * shape.splits >= 3 * large_sms else "few"
+        which = f"{many} {kind}" if kind == "sum" or shape.splits > 1 else "many sum"
+        tiles = _FP8_TILES[which][bisect_left(_FP8_ROWS, rows)]
+        # A descriptor's tile would go on into the next part.
+        return replace(tiles, bulk=tiles.bulk and shape.split_size % tiles.block_k == 0)
     if rows <= 32:
         return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 16 else 32, 4, 4, ahead=256)
     # Of more rows two sums at once, of a step and of all before it, do not fit into the registers; nor does one sum and
     # the widened weights where matrix instructions take both from registers.
-    if rows > 64:
-        return ProductTiles(128, SCALE_BLOCK, 64, 8, 3 if shape.splits > 1 else 2)
-    return ProductTiles(128, SCALE_BLOCK, 64, 8, 3, ahead=256)
+    return ProductTiles(128, SCALE_BLOCK, 64, 8, 3 if rows <= 64 or shape.splits > 1 else 2, ahead=256)
 
 
 def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
@@ -208,15 +223,19 @@ def _count(tiles: ProductTiles, shape: ProductShape, rows: int) -> int:
     return -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
 
 
-def has_descriptors(weight: Tensor, x: Tensor) -> bool:
-    """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes.
+def has_descriptors(weight: Weight, x: Tensor) -> bool:
+    """Whether both can be copied by descriptors: rows in two bytes, all rows and both beginnings at whole 16 bytes.
 
     sm_120 has descriptors, too, but not the shared memory for the tiles that pay with them.
     """
     return (
-        major_capability(weight.device) in (9, 10) and weight.itemsize == 2
-        and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+        major_capability(x.device) in (9, 10) and x.itemsize == 2
+        and weight.shape[1] % 8 == 0 and _source(weight).data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     )  # fmt: skip
+
+
+def _source(weight: Weight) -> Tensor:
+    return weight.words if isinstance(weight, Fp8Weight) else weight
 
 
 def _enough(num_sms: int) -> int:
@@ -266,7 +285,7 @@ def _put_ref(value: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None) ->
     if tap is not None:
         tap.copy_(rows.residual)
     x = rows.residual.float()
-    rows.scaled.copy_(x * norm.gain.float() * norm.shrink)
+    rows.scaled.copy_(x * norm.gain.float() * norm.shrink * norm.lift)
     padded = F.pad(x * x, (0, -x.shape[1] % SQUARES_GROUP))
     rows.squares.copy_(padded.view(len(x), -1, SQUARES_GROUP).sum(2))
 
@@ -278,8 +297,8 @@ def embed(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tens
     # Without ``launch_pdl``: it follows kernels that do not let it begin early, and which it must wait for.
     overlaps, _ = overlapping(table.device)
     kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](
-        table, tokens, norm.gain, norm.shrink, count, *rows, *_tap(rows, tap), SIZE=hidden, BLOCK_ROWS=block,
-        TAP=tap is not None, OVERLAP=overlaps, num_warps=1, **NO_FUSION,
+        table, tokens, norm.gain, norm.shrink * norm.lift, count, *rows, *_tap(rows, tap), SIZE=hidden,
+        BLOCK_ROWS=block, TAP=tap is not None, OVERLAP=overlaps, num_warps=1, **NO_FUSION,
     )  # fmt: skip
 
 
@@ -299,9 +318,9 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
 
 
 def _times(x: Tensor, weight: Weight) -> Tensor:
-    """Multiply rows by a weight, in fp32; of an FP8 weight no number is rounded to the rows' type."""
+    """Multiply rows, `lift_of` times too large, by a weight, in fp32; no FP8 weight is rounded to the rows' type."""
     if isinstance(weight, Fp8Weight):
-        return x.float() @ weight.dequantised(torch.float32).t()
+        return x.float() / lift_of(weight, x.dtype) @ weight.dequantised(torch.float32).t()
     return (x @ weight.t()).float()
 
 
@@ -363,7 +382,7 @@ def qkv_product(
         )  # fmt: skip
     elif 2 * half_block > tiles.block_n:
         tiles = replace(tiles, block_n=2 * half_block)
-    overlaps, options = overlapping(weight.device)
+    overlaps, options = overlapping(rows.scaled.device)
     norm_q, norm_k = (norm.gain, norm.gain) if head_norms is None else head_norms
     args = HeadArgs(
         norm.gain if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
@@ -373,10 +392,11 @@ def qkv_product(
     in_tile = tiles.block_n // 2 // half_block
     if tiles.bulk and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
-        tiles = replace(tiles, bulk=False, num_stages=min(tiles.num_stages, 3))
+        warps = max(tiles.num_warps, min(tiles.block_rows // 16, 8))
+        tiles = replace(tiles, bulk=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
-        *_operands(rows.scaled, weight, tiles, True), _scales(weight), _factor(rows, norm), args, count, scratch,
+        *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch,
         SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
         HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
@@ -387,7 +407,7 @@ def add_product_ref(
     x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
     scratch: SplitScratch | None = None,
 ) -> None:  # fmt: skip
-    """Add ``x`` [rows, in] times ``weight`` [hidden, in], and ``bias``, to the residual; copy that to ``tap`` too."""
+    """Add ``x`` [rows, in] / `lift_of` times ``weight`` [hidden, in], and ``bias``, to the residual and ``tap``."""
     delta = _times(x, weight)
     if bias is not None:
         delta += bias.float()
@@ -405,27 +425,28 @@ def add_product(
     tiles = _tiles(shape, count, "sum", weight, x, tiles)
     overlaps, options = overlapping(x.device)
     kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(x, weight, tiles, False), _scales(weight), norm.gain if bias is None else bias, norm.gain,
-        norm.shrink, count, *rows, *_tap(rows, tap), scratch,
+        *_operands(x, weight, tiles, False), norm.gain if bias is None else bias, norm.gain,
+        norm.shrink * norm.lift, count, *rows, *_tap(rows, tap), scratch,
         SHAPE=shape, TILES=tiles, BIAS=bias is not None, TAP=tap is not None, OVERLAP=overlaps,
         num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
 def gated_product_ref(
-    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None
-) -> None:
-    """Write ``silu(gate) * up`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
+    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None,
+    lift: float = 1.0,
+) -> None:  # fmt: skip
+    """Write ``silu(gate) * up * lift`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
     both = _times(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
         both += bias.float()
     gate, up = both.chunk(2, -1)
-    out.copy_(F.silu(gate) * up)
+    out.copy_(F.silu(gate) * up * lift)
 
 
 def gated_product(
     rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor,
-    scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
+    scratch: SplitScratch | None = None, lift: float = 1.0, tiles: ProductTiles | None = None,
 ) -> None:  # fmt: skip
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
@@ -434,8 +455,8 @@ def gated_product(
     tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
     overlaps, options = overlapping(out.device)
     kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, True), _scales(weight), norm.gain if bias is None else bias,
-        _factor(rows, norm), count, out, scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
+        *_operands(rows.scaled, weight, tiles, True), norm.gain if bias is None else bias,
+        _factor(rows, norm), count, out, scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth), LIFT=lift,
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
@@ -464,13 +485,11 @@ def _tiles(
     given: ProductTiles | None,
 ) -> ProductTiles:  # fmt: skip
     """Return the tiles of a launch: those of `product_tiles` unless others are given."""
-    device = weight.device
-    waits = shape.groups == 1 and overwrites_operands(device)
+    waits = shape.groups == 1 and overwrites_operands(x.device)
     if given is not None:
         return replace(given, waits=waits)
-    has_bulk = major_capability(device) in (9, 10) if isinstance(weight, Fp8Weight) else has_descriptors(weight, x)
-    tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(device), has_bulk)
-    return replace(tiles, shares=programs_wait(device) and shape.splits > 1 and not tiles.walks, waits=waits)
+    tiles = product_tiles(shape, rows, kind, x.itemsize, num_processors(x.device), has_descriptors(weight, x))
+    return replace(tiles, shares=programs_wait(x.device) and shape.splits > 1 and not tiles.walks, waits=waits)
 
 
 def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
@@ -478,19 +497,15 @@ def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) 
 
 
 def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
-    """Rows and a weight, as tensors and as what copies their tiles."""
-    if isinstance(weight, Fp8Weight):
-        return x, weight.words, x, weight.words
+    """Rows and a weight, as tensors and as what copies their tiles, and the weight's scales."""
+    source, scales = _source(weight), weight.scales if isinstance(weight, Fp8Weight) else None
     if not tiles.bulk:
-        return x, weight, x, weight
+        return x, source, x, source, scales
+    tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
     return (
-        x, weight, TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
-        TensorDescriptor.from_tensor(weight, [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k]),
+        x, source, TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
+        TensorDescriptor.from_tensor(source, tile), scales,
     )  # fmt: skip
-
-
-def _scales(weight: Weight) -> Tensor | None:
-    return weight.scales if isinstance(weight, Fp8Weight) else None
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
