@@ -144,7 +144,7 @@ def product_tiles(
             tiles = replace(tiles, block_rows=32, num_stages=3, ahead=128)
     elif rows <= 64 and is_pair and shape.splits == 1:
         tiles = ProductTiles(n, 128, 64, 4, 3, bulk=True) if has_bulk else ProductTiles(n, 64, 64, 8, 3, ahead=128)
-    elif rows <= 64 or (rows <= 128 and is_pair and shape.splits > 1 and not is_small):
+    elif rows <= 64:
         # Long parts in wide tiles read x half as often; short ones are too few for that to pay.
         is_long = kind == "sum" and shape.split_size >= 2048 and shape.size // 128 * shape.splits >= _enough(num_sms)
         tiles = ProductTiles(128 if is_long else n, 64, 64, 4, 5, ahead=128)
@@ -152,11 +152,11 @@ def product_tiles(
         few = rows <= 256
         stages = 4 if few and not is_pair and shape.depth >= 1024 else 3
         tiles = ProductTiles(64 if few else n, 64, 32 if few else 64, 4, stages)
+    elif has_bulk and rows <= 128:
+        tiles = ProductTiles(128, 128, 128, 8, 3, bulk=True)
     elif has_bulk and rows <= 256 and is_pair and shape.splits > 1:
         # Two programs share a multiprocessor, for which rotation of more rows leaves no registers.
         tiles = ProductTiles(128, 64, 64, 4, 4, bulk=True)
-    elif has_bulk and rows <= 128:
-        tiles = ProductTiles(128, 128, 128, 8, 3, bulk=True)
     elif has_bulk and rows <= 256 and kind == "sum" and _enough(num_sms) <= 2 * -(-shape.size // 64) <= num_sms:
         # Narrow tiles, which give each multiprocessor one.
         tiles = ProductTiles(64, 128, 128, 4, 4, bulk=True)
@@ -177,7 +177,7 @@ def product_tiles(
 _FP8_ROWS = 16, 32, 64
 _FP8_TILES = {
     "few pairs": (
-        ProductTiles(128, 128, 16, 8, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 128, 16, 4, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
         ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
     "many pairs": (
@@ -186,18 +186,18 @@ _FP8_TILES = {
     ),
     "few sum": (
         ProductTiles(64, 256, 16, 4, 3, ahead=256), ProductTiles(64, 256, 32, 4, 3, ahead=256),
-        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 256, 8, 4, bulk=True),
+        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 128, 8, 4, bulk=True),
     ),
     "many sum": (
         ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True), ProductTiles(128, 128, 32, 8, 4, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 256, 8, 4, bulk=True),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 128, 8, 4, bulk=True),
     ),
 }  # fmt: skip
 """Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more.
 
 Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Descriptors pay where a
-step has many rows of x. "many": parts of 128 rows of w that give each multiprocessor one and a half, for which tiles of
-more columns or of fewer warps pay.
+step has many rows of x. "many": several parts of K, whose tiles of 128 rows of w give each multiprocessor one and a
+half.
 """
 
 
@@ -206,9 +206,8 @@ def _fp8_tiles(shape: ProductShape, rows: int, kind: str, is_small: bool, large_
     if is_small:
         return ProductTiles(64, SCALE_BLOCK, 16 if rows <= 64 else 64, 4, 3, ahead=512 if rows <= 64 else 0)
     if shape.groups == 1 and large_sms:
-        many = "many" if 2 * (shape.size // 128) * shape.splits >= 3 * large_sms else "few"
-        which = f"{many} {kind}" if kind == "sum" or shape.splits > 1 else "many sum"
-        tiles = _FP8_TILES[which][bisect_left(_FP8_ROWS, rows)]
+        is_many = shape.splits > 1 and 2 * (shape.size // 128) * shape.splits >= 3 * large_sms
+        tiles = _FP8_TILES[f"{'many' if is_many else 'few'} {kind}"][bisect_left(_FP8_ROWS, rows)]
         # A descriptor's tile would go on into the next part.
         return replace(tiles, bulk=tiles.bulk and shape.split_size % tiles.block_k == 0)
     if rows <= 32:
