@@ -165,7 +165,7 @@ def multiply(compiler: Compiler, groups: int) -> None:
 
     kind = ("", ", FP8", ", FP8 by blocks")[groups]
     keys = torch.zeros(SLOTS, KV_HEADS, 1024, HEAD_DIM, dtype=torch.bfloat16)
-    cases = ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None))
+    cases = ((1, None), (32, None), (NODES, None), (NODES, True), (256, None), (CHUNK, None), (128, None))
     # Of FP8 weights each entry of their tables of tiles once; those for scales of blocks are the narrower ones.
     for rows, norms in (cases, cases[:2] + cases[3::2], cases[3::2])[groups]:
         compiler.variant = f"{rows} rows{', norms' if norms else ''}{kind}"
@@ -195,6 +195,11 @@ def multiply(compiler: Compiler, groups: int) -> None:
         products.add_product(gated, down, bias, norm, normed, None, scratch)
         products.norm_rows(normed, norm, x)
         products.head_product(normed, norm, lm_head, logits)
+        if rows >= 128:
+            # Half heads, which no descriptor copies.
+            compiler.variant += ", heads of 64"
+            keys_64 = keys.view(SLOTS, KV_HEADS, -1, 64)
+            products.qkv_product(normed, norm, weight(48 * 64, HIDDEN), None, None, heads, keys_64, keys_64, scratch)
     compiler.variant = ""
 
 

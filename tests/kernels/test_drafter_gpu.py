@@ -166,7 +166,9 @@ def test_fp8_is_what_the_name_gives() -> None:
     from eagle_slim.runtime import SpeculativeModel
 
     try:
-        model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", draft_weights="fp8")
+        model = SpeculativeModel.from_pretrained(
+            dtype=torch.bfloat16, device="cuda", draft_weights="fp8", total_tokens=60
+        )
     except EagleSlimError as error:
         pytest.skip(f"no built-in target here: {error}")
     prompt = model.encode_chat("What is 12 times 7?")

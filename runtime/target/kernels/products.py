@@ -392,7 +392,8 @@ def qkv_product(
     if tiles.bulk and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
         warps = max(tiles.num_warps, min(tiles.block_rows // 16, 8))
-        tiles = replace(tiles, bulk=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
+        columns = tiles.block_k if shape.groups else 64  # Three steps and the first weights fit the shared memory.
+        tiles = replace(tiles, bulk=False, block_k=columns, num_warps=warps, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
         *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch,
