@@ -196,8 +196,7 @@ _FP8_TILES = {
 """Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more.
 
 Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Descriptors pay where a
-step has many rows of x. "many": several parts of K, whose tiles of 128 rows of w give each multiprocessor one and a
-half.
+step has many rows of x. "many": parts of K whose tiles of 128 rows of w give each multiprocessor one and a half.
 """
 
 
@@ -391,9 +390,10 @@ def qkv_product(
     in_tile = tiles.block_n // 2 // half_block
     if tiles.bulk and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
+        if tiles.block_k > 64 and not shape.groups:
+            tiles = replace(tiles, block_k=64, block_rows=64, num_warps=4)  # Of 128 columns too much shared memory.
         warps = max(tiles.num_warps, min(tiles.block_rows // 16, 8))
-        columns = tiles.block_k if shape.groups else 64  # Three steps and the first weights fit the shared memory.
-        tiles = replace(tiles, bulk=False, block_k=columns, num_warps=warps, num_stages=min(tiles.num_stages, 3))
+        tiles = replace(tiles, bulk=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
         *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch,
