@@ -35,8 +35,7 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
 
 def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
     """Plan `d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab] of ascending ids int64 [draft_vocab]."""
-    mask = t2d_from_ids(target_ids, head.target_vocab)
-    return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", mask)]
+    return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab))]
 
 
 def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
@@ -53,11 +52,8 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
     """Make config.json of the slim head: the head's own values, with what every engine demands made explicit."""
-    config = head.config | layer_class(head.has_head_norms, flavour)
-    config["draft_vocab_size"] = draft_vocab
-    config["tie_word_embeddings"] = False
-    config["torch_dtype"] = LONG_NAMES[head.dtype_name]
-    return head_config.ordered_config(config)
+    settled = {"draft_vocab_size": draft_vocab, "torch_dtype": LONG_NAMES[head.dtype_name]}
+    return head.config | layer_class(head.has_head_norms, flavour) | settled
 
 
 def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:

@@ -25,18 +25,20 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
             raise UnsupportedHeadError.at(where, f"{problem}.\nConvert an unquantised head in one of these.")
 
 
-def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
-    """Check an EAGLE-1/2 head's first layer, and put into the configuration what only the tensors tell.
+def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
+    """Check an EAGLE-1/2 head's layers, and put into the configuration what only the tensors tell.
 
-    Raises as `check_eagle3`.
+    Returns and raises as `check_eagle3`.
     """
     _settle_layer(tensors, config, "eagle", where)
-    hidden = config["hidden_size"]
-    expected = layer_shapes(config, "layers.0.", hidden)
-    expected |= {
+    hidden, layers = config["hidden_size"], names.num_layers(tensors)
+    expected = {
         names.FC: (hidden, 2 * hidden), names.FC_BIAS: (hidden,), names.EMBEDDING: (config["vocab_size"], hidden)
     }  # fmt: skip
+    for layer in range(layers):
+        expected |= layer_shapes(config, f"layers.{layer}.", hidden)
     check_shapes(tensors, expected, where)
+    return _settle_num_layers(config, layers)
 
 
 def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
@@ -74,16 +76,20 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
             "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
             "only a head without it is converted.",
         )
-    warnings, layers = [], config.get("num_hidden_layers")
-    if layers not in (None, 1):
-        warnings.append(f"num_hidden_layers was {layers}; the head has one layer, and 1 is written")
+    warnings = _settle_num_layers(config, 1)
     if config.get(head_config.EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
         warnings.append(
             f"{head_config.EMBEDDING_TRAINED_KEY} says that the embedding was trained, but the file has none: the "
             "target's is used, so fewer drafts may be accepted"
         )
-    config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    config["tie_word_embeddings"] = False
     return warnings
+
+
+def _settle_num_layers(config: dict[str, Any], layers: int) -> list[str]:
+    """Write the layers that the file has, with a warning: engines build as many as said, and leave some unfilled."""
+    said, config["num_hidden_layers"] = config.get("num_hidden_layers"), layers
+    return [] if said in (None, layers) else [f"num_hidden_layers was {said}; the head has {layers}, which is written"]
 
 
 def settle_taps(

@@ -43,14 +43,6 @@ _DROPPED_KEYS = (
     *_SPECULATORS_KEYS,
 )  # fmt: skip
 
-# config.json is written in this order, then the head's other keys by name.
-_KEY_ORDER = (
-    "architectures", "model_type", "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size",
-    "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias",
-    "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-
 # Words for no method of quantisation: ModelOpt's, TensorRT-LLM's and transformers'.
 _NO_METHODS = ("none", "null", "", "no_quant", "float16", "bfloat16", "float32", "fp16", "bf16")
 # Flags by which a DFlashDraftModel has other layers or chooses otherwise (SGLang, `speculative/dflash_utils.py`).
@@ -140,12 +132,6 @@ def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
         return dict(source)
     outer = {key: value for key, value in source.items() if key not in ("text_config", "vision_config")}
     return {**nested, **outer, "model_type": "llama"}
-
-
-def ordered_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the keys of a configuration in the order of the format."""
-    first = {key: config[key] for key in _KEY_ORDER if key in config}
-    return {**first, **{key: config[key] for key in sorted(config) if key not in first}}
 
 
 def metadata_target(source: Mapping[str, Any]) -> str | None:

@@ -10,9 +10,20 @@ from eagle_slim.convert.artifact import dflash
 from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.config import AUX_LAYER_KEY, quantisation, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
+from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from support.heads import (
+    HIDDEN,
+    MIDDLE,
+    VOCAB,
+    eagle3_tensors,
+    layer_shapes,
+    random,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+)
 from support.raising import raises_with
 from transformers import AutoConfig
 
@@ -242,6 +253,28 @@ def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, wor
 
 def ones(*shape):
     return torch.ones(*shape, dtype=torch.bfloat16)
+
+
+def test_every_layer_of_eagle1_is_checked(tmp_path):
+    norms = {"layers.1.input_layernorm": (HIDDEN,), "layers.1.post_attention_layernorm": (HIDDEN,)}
+    shapes = layer_shapes("layers.1.", HIDDEN) | {f"{name}.weight": shape for name, shape in norms.items()}
+    second = {name: ones(*shape) for name, shape in shapes.items()}
+    assert (
+        open_head(write_eagle1(tmp_path / "two", extra=second, num_hidden_layers=...)).config["num_hidden_layers"] == 2
+    )
+    with raises_with(MismatchError, "layers.1.mlp.up_proj.weight", "[3, 4]"):
+        open_head(write_eagle1(tmp_path / "wrong", extra=second | {"layers.1.mlp.up_proj.weight": ones(3, 4)}))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_tensor_that_the_index_has_not_in_its_shard_is_refused(tmp_path, own):
+    """vLLM and SGLang would read it: an LM head instead of the target's, or another than the one in the index."""
+    head = write_eagle3(tmp_path / "head", lm_head=own, container="sharded")
+    placed = json.loads((head / "model.safetensors.index.json").read_text())["weight_map"].get("lm_head.weight")
+    shard = next(path for path in sorted(head.glob("*.safetensors")) if path.name != placed)
+    save_file(load_file(shard) | {"lm_head.weight": ones(VOCAB, HIDDEN)}, shard)
+    with raises_with(CheckpointError, shard.name, "lm_head.weight"):
+        open_head(head)
 
 
 ATTENTION = "midlayer.self_attn"
