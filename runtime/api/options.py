@@ -46,9 +46,8 @@ _WITHOUT_EFFECT = (
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
 _ON_GREEDY = (
     "min_length", "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id",
-    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "renormalize_logits",
-    "penalty_alpha", "dola_layers", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config",
-    "token_healing",
+    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "penalty_alpha",
+    "dola_layers", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config", "token_healing",
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -62,7 +62,6 @@ class SharedCopy:
             children = {name: None if child is None else self._copy(child) for name, child in module._modules.items()}
             # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
             own = {name: copy.copy(attributes[name]) for name in _OWN_DICTS}
-            # Noise would give other logits at every forward.
             vars(copied).update({**attributes, **own, "_modules": children, "training": False})
         return self._copies[id(module)][1]
 
