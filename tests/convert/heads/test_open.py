@@ -56,6 +56,14 @@ def test_speculators_defaults_are_made_explicit(tmp_path):
     assert "norm_before_residual" not in flat.config
 
 
+@pytest.mark.parametrize("nested", ["text_config", "transformer_layer_config"])
+def test_a_null_outside_gives_way_to_the_value_inside(tmp_path, nested):
+    inside = {"rope_theta": 5e5, "rms_norm_eps": 1e-4}
+    outside = {nested: inside, **dict.fromkeys(inside), "hidden_act": "silu"}
+    head = open_head(write_eagle3(tmp_path / "head", **outside))
+    assert {key: head.config[key] for key in inside} == inside
+
+
 @pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("ascending", [True, False])
 @pytest.mark.parametrize("t2d", [True, False])
@@ -306,6 +314,8 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
         ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
         ({"hidden_act": 3}, MismatchError, ["hidden_act", "3"]),
+        ({"norm_before_residual": "false"}, MismatchError, ["norm_before_residual", "'false'"]),
+        ({"eagle_config": {"use_aux_hidden_state": 0}}, MismatchError, ["use_aux_hidden_state", "0"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),
         ({"layer_types": ["sliding_attention"]}, MismatchError, ["sliding_window"]),
         (
