@@ -97,8 +97,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in (*_FLAGS, *(name for others in _NORM_FLAGS.values() for name in others)):
         for part in (config, _part(config, "eagle_config")):
             if not isinstance(part.get(key), bool | None):
-                # Text such as "false" would count as set.
-                raise _wrong(where, key, "true, false or null", part[key])
+                raise _wrong(where, key, "true, false or null", part[key])  # "false" as text would count as set
     _settle_norm_flags(config)
     _drop_empty_taps(config)
     for key in _DROPPED_KEYS:
