@@ -340,8 +340,8 @@ class SpeculativeModel:
                 max_new_tokens: 256 by default, or what ``max_length`` leaves (prompt, with its padding, and answer).
                 do_sample, temperature, top_p, top_k, min_p: greedy unless ``do_sample`` or a temperature above 0 asks
                     for sampling, whatever the target's own generation configuration says.
-                min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids: default to the
-                    target's own generation configuration.
+                min_new_tokens, repetition_penalty, no_repeat_ngram_size, suppress_tokens, bad_words_ids, stop_strings:
+                    default to the target's own generation configuration.
                 eos_token_id: default the target's own. pad_token_id: fills ``sequences``. num_return_sequences,
                     max_time (seconds), return_dict_in_generate.
 

@@ -2,8 +2,8 @@
 
 docs/vocabulary.md lists the loaders with their versions. Read alone: ids as text in other layouts (NAME.csv, comments
 behind `#`), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt` file, a tensor of ids in a `.pt`
-file or a bare d2t in one whose name begins with d2t, the folder of a head, and an artifact, whose manifest has the rank
-order.
+file, a bare d2t in any file whose name begins with d2t, the folder of a head, and an artifact, whose manifest has the
+rank order.
 
 d2t and t2d come in two published forms. Offset form (SafeAILab, vLLM, SGLang): `target_id = row + d2t[row]`. Absolute
 form: `target_id = d2t[row]`, which no engine reads, though files with it exist. Ids (1, 4, 5) in a vocabulary of 6:
@@ -298,10 +298,8 @@ def _read(path: Path) -> DraftVocab | dict[str, Any]:
             keys = ", ".join(repr(key) for key in list(value)[:5])
             wanted = "expected a list of ids, ids, token_ids, or d2t (and t2d)"
             raise VocabularyError(f"{path}: {wanted}; found an object with keys {keys}.")
-        value = value.get("ids", value.get("token_ids"))
-    if isinstance(value, np.ndarray) and path.name.startswith("d2t"):
-        return {"d2t": value}
-    return {"ids": value}
+        return {"ids": value.get("ids", value.get("token_ids"))}
+    return {"d2t" if path.name.startswith("d2t") else "ids": value}
 
 
 def _starts_as_json(path: Path) -> bool:

@@ -35,6 +35,9 @@ def repaired_config(head: DraftHead, flavour: str = "default") -> dict[str, Any]
     """Copy config.json without the keys that no engine may read, and with the class name of the flavour."""
     source = head_config.flattened_text(head.source_config)
     config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
+    config["num_hidden_layers"] = head.config["num_hidden_layers"]
+    # SGLang would make one matrix of a tied embedding and the gathered LM head, and stop.
+    config |= {"tie_word_embeddings": False} if config.get("tie_word_embeddings") else {}
     if head.config["attention_bias"]:
         # vLLM and SGLang read the first, SafeAILab the second.
         config |= {"attention_bias": True, "qkv_bias": True}

@@ -35,8 +35,7 @@ def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64]
 
 def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
     """Plan `d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab] of ascending ids int64 [draft_vocab]."""
-    mask = t2d_from_ids(target_ids, head.target_vocab)
-    return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", mask)]
+    return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab))]
 
 
 def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
@@ -53,18 +52,11 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
     """Make config.json of the slim head: the head's own values, with what every engine demands made explicit."""
-    config = head.config | layer_class(head.has_head_norms, flavour)
-    config["draft_vocab_size"] = draft_vocab
-    config["tie_word_embeddings"] = False
-    config["torch_dtype"] = LONG_NAMES[head.dtype_name]
-    return head_config.ordered_config(config)
-
-
-def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
-    """Choose `architectures` and `model_type`, by which engines and transformers choose a class."""
-    if has_head_norms:
-        return {"architectures": [head_config.QWEN3_ARCHITECTURE], "model_type": "qwen3"}
-    return {"architectures": [flavoured_architecture("eagle3", flavour, _ARCHITECTURE)], "model_type": "llama"}
+    architecture, model_type = flavoured_architecture("eagle3", flavour, _ARCHITECTURE), "llama"
+    if head.has_head_norms:
+        architecture, model_type = head_config.QWEN3_ARCHITECTURE, "qwen3"
+    settled = {"architectures": [architecture], "model_type": model_type, "draft_vocab_size": draft_vocab}
+    return head.config | settled | {"torch_dtype": LONG_NAMES[head.dtype_name]}
 
 
 def copy_plan(head: DraftHead, name: str) -> TensorPlan:

@@ -25,18 +25,18 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
             raise UnsupportedHeadError.at(where, f"{problem}.\nConvert an unquantised head in one of these.")
 
 
-def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
-    """Check an EAGLE-1/2 head's first layer, and put into the configuration what only the tensors tell.
+def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
+    """Check an EAGLE-1/2 head's layers, and put into the configuration what only the tensors tell.
 
-    Raises as `check_eagle3`.
+    Returns and raises as `check_eagle3`.
     """
     _settle_layer(tensors, config, "eagle", where)
-    hidden = config["hidden_size"]
-    expected = layer_shapes(config, "layers.0.", hidden)
-    expected |= {
-        names.FC: (hidden, 2 * hidden), names.FC_BIAS: (hidden,), names.EMBEDDING: (config["vocab_size"], hidden)
-    }  # fmt: skip
+    hidden, vocab, layers = config["hidden_size"], config["vocab_size"], names.num_layers(tensors)
+    expected = {names.FC: (hidden, 2 * hidden), names.FC_BIAS: (hidden,), names.EMBEDDING: (vocab, hidden)}
+    for layer in range(layers):
+        expected |= layer_shapes(config, f"layers.{layer}.", hidden)
     check_shapes(tensors, expected, where)
+    return _settle_num_layers(config, layers)
 
 
 def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> list[str]:
@@ -74,16 +74,20 @@ def check_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> li
             "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
             "only a head without it is converted.",
         )
-    warnings, layers = [], config.get("num_hidden_layers")
-    if layers not in (None, 1):
-        warnings.append(f"num_hidden_layers was {layers}; the head has one layer, and 1 is written")
+    warnings = _settle_num_layers(config, 1)
     if config.get(head_config.EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
         warnings.append(
             f"{head_config.EMBEDDING_TRAINED_KEY} says that the embedding was trained, but the file has none: the "
             "target's is used, so fewer drafts may be accepted"
         )
-    config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    config["tie_word_embeddings"] = False
     return warnings
+
+
+def _settle_num_layers(config: dict[str, Any], layers: int) -> list[str]:
+    """Write the layers that the file has, with a warning: engines build as many as said, and leave some unfilled."""
+    said, config["num_hidden_layers"] = config.get("num_hidden_layers"), layers
+    return [] if said in (None, layers) else [f"num_hidden_layers was {said}; the head has {layers}, which is written"]
 
 
 def settle_taps(
@@ -106,10 +110,14 @@ def settle_taps(
         return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
-    if given is None:
-        taps = _stated_taps(config, where)
+    if given is not None:
+        taps: tuple[int, ...] | None = head_config.layer_ids(list(given), where, head_config.TAPS_FLAG, lowest=0)
     else:
-        taps = head_config.layer_ids(list(given), where, head_config.TAPS_FLAG, lowest=0)
+        try:
+            taps = head_config.tap_layers(config, where)
+        except MismatchError:
+            # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
+            taps = head_config.tap_layers(config, where, head_config.could_be_inputs(config))
     count = tensors.shape(names.FC)[-1] // target_hidden
     check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
     stated = config.get("num_aux_hidden_states") or count
@@ -130,14 +138,6 @@ def settle_taps(
         if bool(config.get(flag)) != bool(found):
             raise _wrong_flag(flag, config.get(flag), found, where)
     return taps
-
-
-def _stated_taps(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    try:
-        return head_config.tap_layers(config, where)
-    except MismatchError:
-        # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
-        return head_config.tap_layers(config, where, head_config.could_be_inputs(config))
 
 
 def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:

@@ -75,7 +75,7 @@ def settle_dflash(
         if mask is not None and not (type(mask) is int and 0 <= mask < vocab):
             raise MismatchError.at(where, f"{key}: expected an id below {vocab}, found {mask!r}.\nCorrect config.json.")
 
-    layers, columns = names.dflash_layers(tensors), len(taps) * (config.get("target_hidden_size") or hidden)
+    layers, columns = names.num_layers(tensors), len(taps) * (config.get("target_hidden_size") or hidden)
     for key in ("num_hidden_layers", "intermediate_size"):
         if config.get(key) is None:
             raise MismatchError.at(where, f"{key}: expected a positive integer, found none.\nCorrect config.json.")

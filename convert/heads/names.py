@@ -49,9 +49,9 @@ _KNOWN: Mapping[HeadKind, re.Pattern[str]] = {
         rf"midlayer\.({_IN_LAYER}|hidden_norm\.weight)|fc\.bias|d2t|t2d"
         r"|(fc|norm|lm_head|embed_tokens|input_norm|fc_norm\.\d+)\.weight"
     ),
-    "eagle": re.compile(rf"layers\.\d+\.({_IN_LAYER})|fc\.bias|(fc|embed_tokens)\.weight"),
+    "eagle": re.compile(rf"layers\.\d{{1,3}}\.({_IN_LAYER})|fc\.bias|(fc|embed_tokens)\.weight"),
     "dflash": re.compile(
-        rf"layers\.\d+\.({_IN_LAYER}|self_attn\.attention_sink_bias)|confidence_head\.proj\.bias|d2t|t2d"
+        rf"layers\.\d{{1,3}}\.({_IN_LAYER}|self_attn\.attention_sink_bias)|confidence_head\.proj\.bias|d2t|t2d"
         r"|(fc|hidden_norm|norm|lm_head|embed_tokens|markov_head\.markov_w[12]|confidence_head\.proj)\.weight"
     ),
 }
@@ -205,8 +205,8 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
     return NameTable(kind, stored, dropped)
 
 
-def dflash_layers(names: Iterable[str]) -> int:
-    """Count the decoder layers that a DFlash draft's tensors name."""
+def num_layers(names: Iterable[str]) -> int:
+    """Count the decoder layers that the tensors of an EAGLE-1/2 head or a DFlash draft name."""
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
 
 
@@ -227,14 +227,14 @@ def _eagle3_name(short: str) -> str:
 
 
 def _required(kind: HeadKind, stored: Collection[str]) -> list[str]:
-    matrices, norm = [f"{name}.weight" for name in _MATRICES], "post_attention_layernorm.weight"
-    if kind == "eagle":
-        return [FC, *(f"layers.0.{name}" for name in (*matrices, norm))]
+    inside = [*(f"{name}.weight" for name in _MATRICES), "input_layernorm.weight", "post_attention_layernorm.weight"]
     if kind == "eagle3":
-        inside = (*matrices, "input_layernorm.weight", "hidden_norm.weight", norm)
-        return [*(f"midlayer.{name}" for name in inside), "norm.weight"]
-    inside = (*matrices, "self_attn.q_norm.weight", "self_attn.k_norm.weight", "input_layernorm.weight", norm)
-    layers = [f"layers.{layer}.{name}" for layer in range(dflash_layers(stored)) for name in inside]
+        return [*(f"midlayer.{name}" for name in (*inside, "hidden_norm.weight")), "norm.weight"]
+    inside += [] if kind == "eagle" else ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    layers = [f"layers.{layer}.{name}" for layer in range(num_layers(stored)) for name in inside]
+    if kind == "eagle":
+        # The first layer is trained without this norm.
+        return [FC, *(name for name in layers if name != "layers.0.input_layernorm.weight")]
     markov = [MARKOV_IN, MARKOV_OUT] if {MARKOV_IN, MARKOV_OUT} & set(stored) else []
     return [FC, _DFLASH_NORM, "norm.weight", *layers, *markov]
 

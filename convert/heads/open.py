@@ -71,6 +71,7 @@ def open_head(
     config = read_config(source.folder, source.name, source.manifest)
     head_config.refuse_foreign(config, source.name)
     checkpoint = open_checkpoint(source.folder)
+    checkpoint.check_index()
     if source.manifest is not None:
         recorded = source.manifest.files.get(WEIGHTS_NAME, {})
         checkpoint.expect(recorded.get("header_sha256", ""), recorded.get("tensors", {}))
@@ -133,7 +134,7 @@ def head_from_checkpoint(
         if tap_layers is not None:
             problem = "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone."
             raise MismatchError.at(location, f"{problem}\nLeave the option out.")
-        check_eagle(tensors, flat, location)
+        warnings += check_eagle(tensors, flat, location)
     else:
         ids = _target_ids(d2t, t2d, tensors, flat, location, d2t_form)
         if ids is not None and not bool(np.all(np.diff(ids) > 0)):

@@ -68,6 +68,13 @@ class Checkpoint:
         """Every open file."""
         return tuple(dict.fromkeys(self._file_of.values()))
 
+    def check_index(self) -> None:
+        """Raise CheckpointError for a tensor that the index has not in its shard: vLLM and SGLang read whole shards."""
+        for file in self.files:
+            if others := [name for name in file.tensors if self._file_of.get(name) is not file]:
+                problem = f"holds {shorten(others[0])}, which the index beside it does not place there"
+                raise CheckpointError.at(file.path, f"{problem}.\nSave the head again, best as one file.")
+
     def file_of(self, name: str) -> WeightsFile:
         """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
         if name not in self._file_of:

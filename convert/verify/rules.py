@@ -6,6 +6,7 @@ A rule catches what at least one engine accepts silently and then gets wrong; FO
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from numpy.typing import NDArray
 
 from ..artifact.checksums import row_checksums, sha256_file
-from ..artifact.format import CARD_NAME, config_of, freq_name
+from ..artifact.format import CARD_NAME, OWN_NAMES, config_of, freq_name
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import ArtifactError
 from ..heads import names
@@ -161,12 +162,14 @@ def _stray_files(parts: Parts) -> str:
 
 
 def _file_checksums(parts: Parts) -> str:
-    """Every small file has the size and SHA-256 that the manifest records."""
+    """Every small file has the size and SHA-256 that the manifest records, and the name of a file of an artifact."""
     problems = []
-    small = {name: entry for name, entry in parts.manifest.files.items() if "sha256" in entry}
+    small = {name: entry for name, entry in parts.manifest.files.items() if name != WEIGHTS_NAME}
     for name, entry in small.items():
         path = parts.folder / name
-        if not path.is_file():
+        if not re.fullmatch(OWN_NAMES, name) or "sha256" not in entry:
+            problems.append(f"{name} is no file of an artifact, or has no checksum")
+        elif not path.is_file():
             problems.append(f"{name} is missing")
         # People edit a model card, and the Hub adds to it.
         elif name != CARD_NAME and (path.stat().st_size, sha256_file(path)) != (entry["size_bytes"], entry["sha256"]):

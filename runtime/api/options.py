@@ -47,7 +47,8 @@ _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "e
 _ON_GREEDY = (
     "min_length", "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id",
     "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "renormalize_logits",
-    "penalty_alpha", "dola_layers",
+    "penalty_alpha", "dola_layers", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config",
+    "token_healing",
 )  # fmt: skip
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -137,8 +138,8 @@ def join_options(
 ) -> dict[str, Any]:
     """Join keywords, a given configuration and the target's own; the earlier wins. None leaves a field unset.
 
-    Only the `PENALTIES` of the target's own configuration count. Returns the fields that are set, by name. Raises
-    `UsageError` for what is not served.
+    Only the `PENALTIES` and stop strings of the target's own configuration count. Returns the fields that are set, by
+    name. Raises `UsageError` for what is not served.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise misfit("generation_config", "transformers' GenerationConfig", given)
@@ -149,7 +150,7 @@ def join_options(
                 f"without it.{_PROCESSORS}"
             )
     known = vars(GenerationConfig())
-    found = {name: getattr(own, name, None) for name in PENALTIES}
+    found = {name: getattr(own, name, None) for name in (*PENALTIES, "stop_strings")}
     # Names in a configuration that transformers does not know belong to other software.
     fields = {} if given is None else {name: value for name, value in vars(given).items() if name in known}
     for name, value in [*fields.items(), *keywords.items()]:

@@ -4,8 +4,8 @@ transformers picks an attention function by name in the configuration, which eve
 shares. Another name there, for the time of a forward or for good, would reach whoever runs the same modules meanwhile:
 the model's own ``generate``, an inner module, an adapter's wrapper, in this thread or in another. So our forward runs
 other module objects: of the same classes, with copies of the configurations that name our function. Copied are only the
-modules that have a configuration and those around them, some hundred small objects, and dropout in training, which the
-copies leave out; all others (linears, norms, adapters, experts), all parameters and all hooks are the model's own.
+modules that have a configuration and those around them, some hundred small objects, and those that may add noise in
+training, whose copies are not; all others (linears, adapters), all parameters and all hooks are the model's own.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ class SharedCopy:
             children = {name: None if child is None else self._copy(child) for name, child in module._modules.items()}
             # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
             own = {name: copy.copy(attributes[name]) for name in _OWN_DICTS}
-            # Dropout would give other logits at every forward.
+            # Noise would give other logits at every forward.
             vars(copied).update({**attributes, **own, "_modules": children, "training": False})
         return self._copies[id(module)][1]
 
     def _is_shared(self, module: nn.Module) -> bool:
-        """Whether no module in this one reads a configuration, nor drops anything."""
+        """Whether no module in this one reads a configuration, nor adds noise in training."""
         if id(module) not in self._shares:
-            reads = any(map(is_config, vars(module).values())) or (isinstance(module, nn.Dropout) and module.training)
+            # Modules of a model, such as routers to experts, may add noise by themselves.
+            is_noisy = isinstance(module, nn.Dropout) or type(module).__module__.startswith("transformers")
+            reads = (module.training and is_noisy) or any(map(is_config, vars(module).values()))
             children = [_plain(child) for child in module._modules.values() if child is not None]
             self._shares[id(module)] = not reads and all(map(self._is_shared, children))
         return self._shares[id(module)]

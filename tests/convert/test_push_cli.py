@@ -13,6 +13,7 @@ from support.conversion import BY_ID, convert
 from support.heads import write_eagle3
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises_hub_error
+from support.tampering import change_manifest
 
 # huggingface_hub uploads with an argument that its HTTP library calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -77,6 +78,14 @@ def test_what_another_artifact_left_in_a_repository_goes_and_other_weights_stay(
     code, _, err = run(push_command, "slim", "tester/slim")
     assert (code, "pytorch_model.bin" in err, "onnx" in err) == (1, True, False)
     assert hub.repo("tester/slim").files["README.md"] == own["README.md"]
+
+
+@pytest.mark.parametrize("name", ["secret.txt", "../secret", "freq_9.pt"])
+def test_a_manifest_that_names_other_files_does_not_carry_them_along(run, hub, slim, name):
+    (slim / name).write_text("hf_secret")
+    change_manifest(slim, lambda manifest: manifest["files"].update({name: {"size_bytes": 9}}))
+    code, _, err = run(push_command, "slim", "tester/slim")
+    assert (code, hub.requests, name in err) == (1, [], True)
 
 
 def test_a_card_that_is_a_link_is_not_uploaded(run, hub, slim, tmp_path):

@@ -230,12 +230,16 @@ def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
     assert (tensors["t2d"].tolist(), tensors["t2d"].dtype) == ([i in (2, 3, 7, 11) for i in range(12)], np.bool_)
 
 
-def test_d2t_in_a_torch_file(tmp_path: Path) -> None:
+def test_d2t_in_a_file_of_its_own(tmp_path: Path) -> None:
     pair = {"d2t": torch.tensor([2, 2, 5, 8]), "t2d": torch.tensor([i in (2, 3, 7, 11) for i in range(12)])}
     torch.save(pair, tmp_path / "mapping.pt")
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
-    assert import_token_map(tmp_path / "d2t.pt", 12).target_ids.tolist() == [2, 3, 7, 11]
+    torch.save([2, 2, 5, 8], tmp_path / "d2t-list.pt")
+    (tmp_path / "d2t.json").write_text("[2, 2, 5, 8]")
+    (tmp_path / "d2t.txt").write_text("2 2 5 8")
+    for path in tmp_path.glob("d2t*"):
+        assert import_token_map(path, 12).target_ids.tolist() == [2, 3, 7, 11], path
 
 
 def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path) -> None:

@@ -10,9 +10,20 @@ from eagle_slim.convert.artifact import dflash
 from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.config import AUX_LAYER_KEY, quantisation, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
+from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from support.heads import (
+    HIDDEN,
+    MIDDLE,
+    VOCAB,
+    eagle3_tensors,
+    layer_shapes,
+    random,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+)
 from support.raising import raises_with
 from transformers import AutoConfig
 
@@ -43,6 +54,14 @@ def test_speculators_defaults_are_made_explicit(tmp_path):
     assert kept.config["norm_before_residual"] is False
     flat = open_head(write_eagle3(tmp_path / "flat"))
     assert "norm_before_residual" not in flat.config
+
+
+@pytest.mark.parametrize("nested", ["text_config", "transformer_layer_config"])
+def test_a_null_outside_gives_way_to_the_value_inside(tmp_path, nested):
+    inside = {"rope_theta": 5e5, "rms_norm_eps": 1e-4}
+    outside = {nested: inside, **dict.fromkeys(inside), "hidden_act": "silu"}
+    head = open_head(write_eagle3(tmp_path / "head", **outside))
+    assert {key: head.config[key] for key in inside} == inside
 
 
 @pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
@@ -244,6 +263,28 @@ def ones(*shape):
     return torch.ones(*shape, dtype=torch.bfloat16)
 
 
+def test_every_layer_of_eagle1_is_checked(tmp_path):
+    norms = {"layers.1.input_layernorm": (HIDDEN,), "layers.1.post_attention_layernorm": (HIDDEN,)}
+    shapes = layer_shapes("layers.1.", HIDDEN) | {f"{name}.weight": shape for name, shape in norms.items()}
+    second = {name: ones(*shape) for name, shape in shapes.items()}
+    assert (
+        open_head(write_eagle1(tmp_path / "two", extra=second, num_hidden_layers=...)).config["num_hidden_layers"] == 2
+    )
+    with raises_with(MismatchError, "layers.1.mlp.up_proj.weight", "[3, 4]"):
+        open_head(write_eagle1(tmp_path / "wrong", extra=second | {"layers.1.mlp.up_proj.weight": ones(3, 4)}))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_tensor_that_the_index_has_not_in_its_shard_is_refused(tmp_path, own):
+    """vLLM and SGLang would read it: an LM head instead of the target's, or another than the one in the index."""
+    head = write_eagle3(tmp_path / "head", lm_head=own, container="sharded")
+    placed = json.loads((head / "model.safetensors.index.json").read_text())["weight_map"].get("lm_head.weight")
+    shard = next(path for path in sorted(head.glob("*.safetensors")) if path.name != placed)
+    save_file(load_file(shard) | {"lm_head.weight": ones(VOCAB, HIDDEN)}, shard)
+    with raises_with(CheckpointError, shard.name, "lm_head.weight"):
+        open_head(head)
+
+
 ATTENTION = "midlayer.self_attn"
 Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
 TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
@@ -273,6 +314,8 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
         ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
         ({"hidden_act": 3}, MismatchError, ["hidden_act", "3"]),
+        ({"norm_before_residual": "false"}, MismatchError, ["norm_before_residual", "'false'"]),
+        ({"eagle_config": {"use_aux_hidden_state": 0}}, MismatchError, ["use_aux_hidden_state", "0"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),
         ({"layer_types": ["sliding_attention"]}, MismatchError, ["sliding_window"]),
         (

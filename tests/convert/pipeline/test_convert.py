@@ -328,16 +328,17 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
-    head = write_eagle1(tmp_path / "head", container="bin")
+    # With the number of layers and the tie of its target, as some configurations are copied.
+    head = write_eagle1(tmp_path / "head", container="bin", num_hidden_layers=32, tie_word_embeddings=True)
     done = audited(tmp_path, head, target)
     source = torch.load(head / "pytorch_model.bin", weights_only=True)
     found = written(done.folder)
     assert torch.equal(found.pop("fc.bias"), torch.zeros(HIDDEN, dtype=torch.bfloat16))
     assert found.keys() == source.keys()
     assert all(torch.equal(found[name], source[name]) for name in source)
-    assert config_of(done.folder) == {
-        key: value for key, value in json.loads((head / "config.json").read_text()).items() if key != "bias"
-    }
+    config = json.loads((head / "config.json").read_text()) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    assert config_of(done.folder) == {key: value for key, value in config.items() if key != "bias"}
+    assert any("num_hidden_layers was 32" in warning for warning in done.manifest.warnings)
     freq = torch.load(done.folder / "freq_320.pt", weights_only=True)
     assert len(freq) == len(set(freq)) == 320
     assert 2 in freq

@@ -17,7 +17,7 @@ from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
-from transformers import GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast
+from transformers import GenerationConfig, MaxLengthCriteria, PreTrainedTokenizerFast, WatermarkingConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -118,9 +118,17 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model: Specul
         assert found.token_ids == expected, options
 
 
-def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(model: SpeculativeModel) -> None:
-    model.target.model.generation_config = GenerationConfig(forced_eos_token_id=5)
-    with raises(UsageError, option="forced_eos_token_id"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("forced_eos_token_id", 5), ("encoder_repetition_penalty", 1.5), ("encoder_no_repeat_ngram_size", 2),
+     ("watermarking_config", WatermarkingConfig()), ("token_healing", True), ("stop_strings", ["a"])],
+    ids=str,
+)  # fmt: skip
+def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(
+    model: SpeculativeModel, name: str, value: Any
+) -> None:
+    model.target.model.generation_config = GenerationConfig(**{name: value})
+    with raises(UsageError, option=name.replace("_strings", "")):
         model.generate(PROMPTS, max_new_tokens=4)
 
 

@@ -28,7 +28,7 @@ from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStan
 from support.raising import raises
 from support.tiny_models import SIZES, plain_greedy, random_prompts, tiny_target, widen, write_head
 from torch import nn
-from transformers import PhiConfig, PhiForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning"),
@@ -140,9 +140,13 @@ def test_each_family_is_fused_and_a_changed_window_or_scaling_is_not(kind: str, 
     assert "target transformers (model.layers.1.self_attn." in path
 
 
-def test_a_model_in_training_answers_without_dropout(head: Path) -> None:
+@pytest.mark.parametrize("noise", ["dropout", "experts"])
+def test_a_model_in_training_answers_without_noise(head: Path, noise: str) -> None:
     torch.manual_seed(0)
-    target = PhiForCausalLM(PhiConfig(**SIZES, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5)).eval()
+    target: Any = PhiForCausalLM(PhiConfig(**SIZES, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5)).eval()
+    if noise == "experts":
+        sizes = {**SIZES, "initializer_range": 0.3}
+        target = PhimoeForCausalLM(PhimoeConfig(**sizes, num_local_experts=4, input_jitter_noise=0.5)).eval()
     widen(target.named_parameters())
     wanted = plain_greedy(target, [3, 4, 5], 12, eos=None)
     model = SpeculativeModel.from_pretrained(target.train(), head)
