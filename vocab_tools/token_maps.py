@@ -2,8 +2,7 @@
 
 docs/vocabulary.md lists the loaders with their versions. Read alone: ids as text in other layouts (NAME.csv, comments
 behind `#`), {"token_ids": ids} in JSON, {"d2t": ..., "t2d": ...} in JSON or a `.pt` file, a tensor of ids in a `.pt`
-file, a bare d2t in any file whose name begins with d2t, the folder of a head, and an artifact, whose manifest has the
-rank order.
+file, a bare d2t in any file whose name begins with d2t, the folder of a head, and an artifact with its rank order.
 
 d2t and t2d come in two published forms. Offset form (SafeAILab, vLLM, SGLang): `target_id = row + d2t[row]`. Absolute
 form: `target_id = d2t[row]`, which no engine reads, though files with it exist. Ids (1, 4, 5) in a vocabulary of 6:

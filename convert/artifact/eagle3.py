@@ -52,15 +52,11 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
     """Make config.json of the slim head: the head's own values, with what every engine demands made explicit."""
-    settled = {"draft_vocab_size": draft_vocab, "torch_dtype": LONG_NAMES[head.dtype_name]}
-    return head.config | layer_class(head.has_head_norms, flavour) | settled
-
-
-def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
-    """Choose `architectures` and `model_type`, by which engines and transformers choose a class."""
-    if has_head_norms:
-        return {"architectures": [head_config.QWEN3_ARCHITECTURE], "model_type": "qwen3"}
-    return {"architectures": [flavoured_architecture("eagle3", flavour, _ARCHITECTURE)], "model_type": "llama"}
+    architecture, model_type = flavoured_architecture("eagle3", flavour, _ARCHITECTURE), "llama"
+    if head.has_head_norms:
+        architecture, model_type = head_config.QWEN3_ARCHITECTURE, "qwen3"
+    settled = {"architectures": [architecture], "model_type": model_type, "draft_vocab_size": draft_vocab}
+    return head.config | settled | {"torch_dtype": LONG_NAMES[head.dtype_name]}
 
 
 def copy_plan(head: DraftHead, name: str) -> TensorPlan:

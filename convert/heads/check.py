@@ -31,10 +31,8 @@ def check_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> lis
     Returns and raises as `check_eagle3`.
     """
     _settle_layer(tensors, config, "eagle", where)
-    hidden, layers = config["hidden_size"], names.num_layers(tensors)
-    expected = {
-        names.FC: (hidden, 2 * hidden), names.FC_BIAS: (hidden,), names.EMBEDDING: (config["vocab_size"], hidden)
-    }  # fmt: skip
+    hidden, vocab, layers = config["hidden_size"], config["vocab_size"], names.num_layers(tensors)
+    expected = {names.FC: (hidden, 2 * hidden), names.FC_BIAS: (hidden,), names.EMBEDDING: (vocab, hidden)}
     for layer in range(layers):
         expected |= layer_shapes(config, f"layers.{layer}.", hidden)
     check_shapes(tensors, expected, where)
@@ -112,10 +110,14 @@ def settle_taps(
         return ()
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
-    if given is None:
-        taps = _stated_taps(config, where)
+    if given is not None:
+        taps: tuple[int, ...] | None = head_config.layer_ids(list(given), where, head_config.TAPS_FLAG, lowest=0)
     else:
-        taps = head_config.layer_ids(list(given), where, head_config.TAPS_FLAG, lowest=0)
+        try:
+            taps = head_config.tap_layers(config, where)
+        except MismatchError:
+            # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
+            taps = head_config.tap_layers(config, where, head_config.could_be_inputs(config))
     count = tensors.shape(names.FC)[-1] // target_hidden
     check_shapes(tensors, {names.FC: (hidden, count * target_hidden)}, where)
     stated = config.get("num_aux_hidden_states") or count
@@ -136,14 +138,6 @@ def settle_taps(
         if bool(config.get(flag)) != bool(found):
             raise _wrong_flag(flag, config.get(flag), found, where)
     return taps
-
-
-def _stated_taps(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    try:
-        return head_config.tap_layers(config, where)
-    except MismatchError:
-        # Whether the keys disagree, only the target's number of layers tells: `DraftHead.taps` asks it.
-        return head_config.tap_layers(config, where, head_config.could_be_inputs(config))
 
 
 def layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:

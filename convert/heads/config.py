@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedHeadError
@@ -68,6 +68,7 @@ _NORM_FLAGS = {
     "fc_norm": ("use_aux_norm",),
     "norm_output": ("return_hidden_post_norm",),
 }
+_FLAGS = (*_NORM_FLAGS, "use_aux_hidden_state", "tie_word_embeddings", EMBEDDING_TRAINED_KEY)
 
 
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -85,8 +86,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise _wrong(where, key, "an object or null", source[key])
     config = flattened_text(source)
     if (nested := config.get("transformer_layer_config")) is not None:
-        outer = {key: value for key, value in config.items() if key not in _SPECULATORS_KEYS}
-        config = {"norm_before_residual": True, **nested, **outer, "model_type": "llama"}
+        config = {"norm_before_residual": True, **_over(nested, config, _SPECULATORS_KEYS), "model_type": "llama"}
     if not isinstance(config.get("eagle_config"), Mapping | None):
         raise _wrong(where, "eagle_config", "an object or null", config["eagle_config"])
     if config.get("model_type") == "llama4_text" and config.get("intermediate_size_mlp") is not None:
@@ -94,6 +94,10 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
     _flatten_rope(config, where)
     _settle_window(config, where)
+    for key in (*_FLAGS, *(name for others in _NORM_FLAGS.values() for name in others)):
+        for part in (config, _part(config, "eagle_config")):
+            if not isinstance(part.get(key), bool | None):
+                raise _wrong(where, key, "true, false or null", part[key])  # "false" as text would count as set
     _settle_norm_flags(config)
     _drop_empty_taps(config)
     for key in _DROPPED_KEYS:
@@ -130,8 +134,13 @@ def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
     nested = source.get("text_config")
     if nested is None:
         return dict(source)
-    outer = {key: value for key, value in source.items() if key not in ("text_config", "vision_config")}
-    return {**nested, **outer, "model_type": "llama"}
+    return {**_over(nested, source, ("text_config", "vision_config")), "model_type": "llama"}
+
+
+def _over(nested: Mapping[str, Any], outer: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    """Put the keys of an object, but for some, over those of one inside it; null, which says nothing, gives way."""
+    said = {key: value for key, value in outer.items() if key not in without and not (value is None and key in nested)}
+    return {**nested, **said}
 
 
 def metadata_target(source: Mapping[str, Any]) -> str | None:
@@ -290,9 +299,8 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
     for key, name in (("rope_scaling.rope_type", kind), ("hidden_act", config["hidden_act"])):
         if not isinstance(name, str):
             raise _wrong(where, key, "a name", name)
-    numbers = {key: config[key] for key in ("rms_norm_eps", "rope_theta")}
-    if config.get("partial_rotary_factor") is not None:
-        numbers["partial_rotary_factor"] = config["partial_rotary_factor"]
+    keys = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+    numbers = {key: config[key] for key in keys if config.get(key) is not None}
     needed = _SCALING_NEEDS.get(kind, ())
     numbers |= {f"rope_scaling.{key}": scaling.get(key) for key in _SCALING_NUMBERS if key in scaling or key in needed}
     for key, value in numbers.items():

@@ -33,7 +33,7 @@ from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.chips import KNOWN_CHIPS
-from kernels.machine_code import overwritten_operands, spills_among_products
+from kernels.machine_code import FAULTS, mixed_halves, overwritten_operands, spills_among_products
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -77,8 +77,8 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
 
-def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]:
-    """Compile for ``chip``: ``shared_bytes``, reads of a clock, what `assembler_report` says, and the machine code."""
+def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, Any], str]:
+    """Compile for ``chip``: a report of its PTX and what `assembler_report` says, and the machine code."""
     types, params = signature(cfg), choose_launch(cfg, chip)
     aligned = {
         (draft_kernel.arg_names.index(group), place): [["tt.divisibility", 16]]
@@ -97,7 +97,8 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]
     ptx = compiled.asm["ptx"]
     report, sass = assembler_report(ptx, chip)
     clock_reads = len(re.findall(r"%(?:globaltimer|clock)", ptx))
-    return {"shared_bytes": compiled.metadata.shared, "num_clock_reads": clock_reads, **report}, sass
+    of_ptx = {"num_clock_reads": clock_reads, "mixed_halves": mixed_halves(ptx)}
+    return {"shared_bytes": compiled.metadata.shared, **of_ptx, **report}, sass
 
 
 def to_ptx(source: ASTSource, chip: Chip, options: dict[str, Any]) -> CompiledKernel:
@@ -167,11 +168,11 @@ def main() -> None:
         cfg = replace(cfg, **OPTIONS)
     chip = KNOWN_CHIPS[args.chip]
     report, sass = compile_kernel(cfg, chip)
-    report |= {"limit_bytes": chip.shared_bytes}
-    read = {"spills_among_products": spills_among_products(sass), "overwritten_operands": overwritten_operands(sass)}
-    print(json.dumps({"chip": chip.name, **report, **read}))
-    if read["overwritten_operands"]:
-        sys.exit(f"registers are written that matrix products may still read: {read['overwritten_operands']}")
+    report |= {"chip": chip.name, "limit_bytes": chip.shared_bytes}
+    report |= {"spills_among_products": spills_among_products(sass), "overwritten_operands": overwritten_operands(sass)}
+    print(json.dumps(report))
+    if wrong := {fault: report[fault] for fault in FAULTS if report[fault]}:
+        sys.exit(f"the drafter may compute wrongly: {wrong}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
 from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
-from kernels.machine_code import overwritten_operands, spills_among_products
+from kernels.machine_code import FAULTS, mixed_halves, overwritten_operands, spills_among_products
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -64,8 +64,8 @@ class Compiler:
         types = {name: types[name] for name in kernel.arg_names}
         aligned = {
             place: [["tt.divisibility", 16]]
-            for index, name in enumerate(kernel.arg_names)
-            if name not in constant
+            for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True))
+            if name not in constant and not parameter.do_not_specialize
             for place, value in self._places(index, values[name])
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
         }
@@ -76,7 +76,7 @@ class Compiler:
         self.reports[name] = {
             "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report,
             "spills_among_products": sum(spills_among_products(sass)),
-            "overwritten_operands": overwritten_operands(sass),
+            "overwritten_operands": overwritten_operands(sass), "mixed_halves": mixed_halves(compiled.asm["ptx"]),
         }  # fmt: skip
 
     @staticmethod
@@ -236,11 +236,9 @@ def main() -> None:
     else:
         run_all(compiler)
     print(json.dumps(compiler.reports))
-    overwritten = {
-        name: found for name, report in compiler.reports.items() if (found := report["overwritten_operands"])
-    }
-    if overwritten:
-        sys.exit(f"registers are written that matrix products may still read: {overwritten}")
+    for name, report in compiler.reports.items():
+        if wrong := {fault: report[fault] for fault in FAULTS if report[fault]}:
+            sys.exit(f"{name} may compute wrongly: {wrong}")
 
 
 if __name__ == "__main__":

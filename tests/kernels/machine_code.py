@@ -1,4 +1,4 @@
-"""Read nvdisasm's listing of a kernel for what slows loops of matrix products, or makes them wrong."""
+"""Read a kernel's PTX, and nvdisasm's listing of it, for what slows loops of matrix products or computes wrongly."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ _FROM_REGISTERS = re.compile(r"\b[HQ]GMMA\S* R\d+, R(\d+)")
 _WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)")
 _TARGET = re.compile(r"(?:@!?U?P\w+ )?(\S+) (?:U?PT?\w*, )*R(\d+)\b")
 _WITHOUT_TARGET = re.compile(r"(?:@!?U?P\w+ )?(ST|RED|BAR|BRA|SYNCS|WARPGROUP|HGMMA|QGMMA|LDGSTS|R2UR|VOTE)")
+
+FAULTS = "overwritten_operands", "mixed_halves"
+"""What makes results wrong, here and in reports."""
 
 
 def spills_among_products(sass: str) -> list[int]:
@@ -47,6 +50,18 @@ def overwritten_operands(sass: str) -> list[str]:
             elif _written(instruction) & set().union(*running):
                 found[instruction] = None
     return list(found)
+
+
+def mixed_halves(ptx: str) -> list[str]:
+    """List the instructions that take the upper one of two packed integers into which the lower one was shifted.
+
+    LLVM of Triton 3.6 shifts an integer that nothing reads by ``mul.wide.u32``, which does not cut it to its 32 bits.
+    """
+    shifted = set(re.findall(r"mul\.wide\.u32\s+(%rd\d+), %r\d+, \d+;", ptx))
+    joined = re.findall(r"or\.b64\s+(%rd\d+), (%rd\d+), (%rd\d+);", ptx)
+    packed = {pair for pair, *halves in joined if shifted & {*halves}}
+    taken = re.findall(r"(mov\.b64\s+\{_, %r\d+\}, (%rd\d+);)", ptx)
+    return [" ".join(instruction.split()) for instruction, pair in taken if pair in packed]
 
 
 def _written(instruction: str) -> set[int]:

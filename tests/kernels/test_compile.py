@@ -74,7 +74,7 @@ def test_the_drafter_fits_and_does_not_spill(reports: dict[str, Future[Report]],
     assert report["registers"] <= 255  # type: ignore[operator]
     assert report["spill_bytes"] <= SPILL_LIMIT_BYTES  # type: ignore[operator]
     assert report["serialized_products"] == report["num_clock_reads"] == 0
-    assert report["overwritten_operands"] == []
+    assert report["overwritten_operands"] == report["mixed_halves"] == []
     spills: Any = report["spills_among_products"]
     assert len(spills) >= (PRODUCTS if "8B" in name else 2)
     assert not any(spills)
@@ -120,6 +120,6 @@ def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
     for name, report in reports.items():
         assert report["shared_bytes"] <= chip.shared_bytes, name
         assert report["spills_among_products"] == 0, (name, report)
-        assert report["overwritten_operands"] == [], (name, report)
+        assert report["overwritten_operands"] == report["mixed_halves"] == [], (name, report)
         assert report["spill_bytes"] <= waiting.get(name.split()[0], 0), (name, report)
         assert report["registers"] * 32 * report["num_warps"] <= 65536, name

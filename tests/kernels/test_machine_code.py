@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernels.machine_code import overwritten_operands, spills_among_products
+from kernels.machine_code import mixed_halves, overwritten_operands, spills_among_products
 
 
 def listing(*instructions: str) -> str:
@@ -41,3 +41,15 @@ def test_products_of_shared_memory_hold_no_registers() -> None:
 def test_spills_between_products_are_counted() -> None:
     copy = "LDGSTS.E.BYPASS.128 [R1], [R2.64]"
     assert spills_among_products(listing("LDL R1, [R2]", copy, FIRST, "STL [R1], R3", "LDL R1, [R2]", SECOND)) == [2]
+
+
+def test_a_shift_that_runs_into_the_other_half_is_found() -> None:
+    """Of tiles of 64 columns and 128 rows in four warps (Triton 3.6), whose sums were wrong on an H100 and an H200."""
+    pair = """
+        shl.b64         %rd20, %rd19, 39;
+        {}
+        or.b64          %rd22, %rd21, %rd20;
+        mov.b64         {{_, %r5}}, %rd22;
+    """
+    assert mixed_halves(pair.format("mul.wide.u32    %rd21, %r3, 2147483648;")) == ["mov.b64 {_, %r5}, %rd22;"]
+    assert mixed_halves(pair.format("cvt.u64.u32     %rd21, %r3;")) == []

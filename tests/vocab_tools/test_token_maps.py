@@ -235,7 +235,6 @@ def test_d2t_in_a_file_of_its_own(tmp_path: Path) -> None:
     torch.save(pair, tmp_path / "mapping.pt")
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
-    torch.save([2, 2, 5, 8], tmp_path / "d2t-list.pt")
     (tmp_path / "d2t.json").write_text("[2, 2, 5, 8]")
     (tmp_path / "d2t.txt").write_text("2 2 5 8")
     for path in tmp_path.glob("d2t*"):

@@ -13,17 +13,7 @@ from eagle_slim.runtime.drafter.rope import rotary_embedding
 from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import (
-    HIDDEN,
-    MIDDLE,
-    VOCAB,
-    eagle3_tensors,
-    layer_shapes,
-    random,
-    trained_ids,
-    write_eagle1,
-    write_eagle3,
-)
+from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from support.raising import raises_with
 from transformers import AutoConfig
 
@@ -54,6 +44,12 @@ def test_speculators_defaults_are_made_explicit(tmp_path):
     assert kept.config["norm_before_residual"] is False
     flat = open_head(write_eagle3(tmp_path / "flat"))
     assert "norm_before_residual" not in flat.config
+
+
+def test_a_null_outside_gives_way_to_the_value_inside(tmp_path):
+    inside = {"rope_theta": 5e5, "rms_norm_eps": 1e-4}
+    head = open_head(write_eagle3(tmp_path / "head", text_config=inside, **dict.fromkeys(inside)))
+    assert {key: head.config[key] for key in inside} == inside
 
 
 @pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
@@ -256,9 +252,8 @@ def ones(*shape):
 
 
 def test_every_layer_of_eagle1_is_checked(tmp_path):
-    norms = {"layers.1.input_layernorm": (HIDDEN,), "layers.1.post_attention_layernorm": (HIDDEN,)}
-    shapes = layer_shapes("layers.1.", HIDDEN) | {f"{name}.weight": shape for name, shape in norms.items()}
-    second = {name: ones(*shape) for name, shape in shapes.items()}
+    second = {name: ones(*shape) for name, shape in heads.layer_shapes("layers.1.", HIDDEN).items()}
+    second |= {f"layers.1.{name}_layernorm.weight": ones(HIDDEN) for name in ("input", "post_attention")}
     assert (
         open_head(write_eagle1(tmp_path / "two", extra=second, num_hidden_layers=...)).config["num_hidden_layers"] == 2
     )
@@ -268,7 +263,6 @@ def test_every_layer_of_eagle1_is_checked(tmp_path):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_tensor_that_the_index_has_not_in_its_shard_is_refused(tmp_path, own):
-    """vLLM and SGLang would read it: an LM head instead of the target's, or another than the one in the index."""
     head = write_eagle3(tmp_path / "head", lm_head=own, container="sharded")
     placed = json.loads((head / "model.safetensors.index.json").read_text())["weight_map"].get("lm_head.weight")
     shard = next(path for path in sorted(head.glob("*.safetensors")) if path.name != placed)
@@ -306,6 +300,7 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
         ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
         ({"hidden_act": 3}, MismatchError, ["hidden_act", "3"]),
+        ({"norm_before_residual": "false"}, MismatchError, ["norm_before_residual", "'false'"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),
         ({"layer_types": ["sliding_attention"]}, MismatchError, ["sliding_window"]),
         (

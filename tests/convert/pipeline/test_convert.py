@@ -328,7 +328,6 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
-    # With the number of layers and the tie of its target, as some configurations are copied.
     head = write_eagle1(tmp_path / "head", container="bin", num_hidden_layers=32, tie_word_embeddings=True)
     done = audited(tmp_path, head, target)
     source = torch.load(head / "pytorch_model.bin", weights_only=True)
