@@ -240,6 +240,8 @@ def _without_repeats(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[st
     again = np.delete(ids, first)
     if not len(again):
         return ids, []
+    if len(again) > len(first):
+        raise VocabularyError(f"{len(ids)} entries name {len(first)} ids: a mask (t2d) or counts. Give d2t, or ids.")
     places = f"{len(ids)} entries, and again id {some_ids(again)}"
     return ids[np.sort(first)], [f"the token map has {places}; the first place counts, which leaves {len(first)} ids"]
 

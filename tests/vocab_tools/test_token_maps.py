@@ -277,6 +277,12 @@ def test_fr_specs_script_repeats_ids_for_a_tokenizer_that_adds_a_bos(tmp_path: P
         rank_by_order(found, 5, forced=[], target_vocab=12)
 
 
+def test_a_mask_is_no_list_of_ids(tmp_path: Path) -> None:
+    torch.save(torch.tensor([0, 0, 1, 1, 0, 1]), tmp_path / "t2d.pt")
+    with pytest.raises(VocabularyError, match="mask"):
+        import_token_map(tmp_path / "t2d.pt", 12)
+
+
 def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
     manifest = {"rank_order_ids": [7, 2, 11], "num_forced": 1, "target_vocab": 12, "vocabulary": {"method": "counts"}}
     (tmp_path / "eagle_slim.json").write_text(json.dumps(manifest))
