@@ -124,7 +124,7 @@ class DraftVocab:
         Raises:
             VocabularyError: the stated sizes differ by more, or an id is out of range.
         """
-        if target_vocab == self.target_vocab:
+        if target_vocab == self.target_vocab and TARGET_VOCAB_FROM not in self.provenance:
             return self
         if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > MOST_PADDING:
             raise VocabularyError(
