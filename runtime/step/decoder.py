@@ -126,32 +126,27 @@ class GraphPool:
         return graph.replay
 
 
-class HeldRow:
-    """Keys and values of one token in all layers, as a slot holds them before the token is run again.
+def hold_row(cache: KVCache, slot: int, row: int, is_exact: bool) -> Callable[[], Tensor]:
+    """Keep a token's keys and values of all layers; returns what tells whether running it again changed them: bool [].
 
     A difference shows that the weights were changed unseen (through ``.data``, by a fused optimiser). ``is_exact``: the
     same weights give the same bits, however a prompt is cut into forwards; else nearly the same numbers. Nothing here
     waits for the device.
     """
+    rows = [tensor[:, slot, :, row] for stack in cache.stacks for tensor in stack]
+    kept = [tensor.clone() for tensor in rows]
 
-    def __init__(self, cache: KVCache, slot: int, row: int, is_exact: bool) -> None:
-        self._rows = [tensor[:, slot, :, row] for stack in cache.stacks for tensor in stack]
-        self._before = [tensor.clone() for tensor in self._rows]
-        self._is_exact = is_exact
-
-    def has_changed(self) -> Tensor:
-        """Whether the row differs once its token was run again: bool []."""
-        return torch.stack([self._differs(*pair) for pair in zip(self._rows, self._before, strict=True)]).any()
-
-    def _differs(self, now: Tensor, before: Tensor) -> Tensor:
+    def differs(now: Tensor, before: Tensor) -> Tensor:
         """Compare rows [layers, kv_heads, head_dim]: bool []."""
-        if self._is_exact:
+        if is_exact:
             return (now.contiguous().view(torch.uint8) != before.view(torch.uint8)).any()
         # Roundings of all layers before: 1.4e-3 of the largest number in float32, 0.35 in bfloat16.
         tolerance = 4 * torch.finfo(now.dtype).eps ** 0.5
         largest = before.abs().amax((1, 2))
         is_near: Tensor = ((now - before).abs().amax((1, 2)) <= tolerance * largest).all()
         return ~is_near
+
+    return lambda: torch.stack(list(map(differs, rows, kept))).any()
 
 
 class TreeShape:
@@ -393,8 +388,9 @@ class Decoder:
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
 
     def enter(
-        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None
-    ) -> None:
+        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None,
+        held: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
         The slot's tail has been set before. ``held``: keys and values that the first of these tokens had before; the
@@ -412,7 +408,7 @@ class Decoder:
         if held is None:
             changed.zero_()
         else:
-            changed.copy_(held.has_changed())
+            changed.copy_(held())
         self.ops(list_active)(self.state)
 
     def counts(self) -> dict[str, int]:
