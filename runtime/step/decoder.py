@@ -311,9 +311,7 @@ class Decoder:
         ``tree``: the shape of its trees, at most that of `tree`; None decodes plainly. ``host`` chooses tokens on the
         host, in the place of the kernels.
         """
-        places = self.places_for(num_active)
-        self._make_room(rules, tree)
-        self._count_waiting(tree)
+        places = self._begin_step(num_active, rules, tree)
         whole = self._graphs_for(rules).get(("step", tree, places)) if host is None else None
         if whole is not None:
             whole()
@@ -324,9 +322,7 @@ class Decoder:
         self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
     ) -> Iterator[Phase]:
         """Yield the phases of one step, for the caller to run in order; arguments as in `step`."""
-        places = self.places_for(num_active)
-        self._make_room(rules, tree)
-        self._count_waiting(tree)
+        places = self._begin_step(num_active, rules, tree)
         for phase in self.phases(places, rules, tree, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
@@ -345,9 +341,11 @@ class Decoder:
             self._run_phases(("pairs",), rules, [Phase("pairs", self._take_pairs)])
             self._most_waiting = 1
 
-    def _count_waiting(self, tree: TreeConfig | None) -> None:
-        """Count the tokens that wait for the drafter after a step of ``tree``."""
+    def _begin_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> int:
+        """Make room for a step, and count the tokens that will wait for the drafter after it; returns its places."""
+        self._make_room(rules, tree)
         self._most_waiting = self._most_waiting + 1 if tree is None else tree.path_width
+        return self.places_for(num_active)
 
     def _take_pairs(self) -> None:
         assert self.drafter is not None
@@ -393,8 +391,8 @@ class Decoder:
     ) -> None:  # fmt: skip
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
-        The slot's tail has been set before. ``held``: keys and values that the first of these tokens had before; the
-        second number in the record's last row says whether running it again changed them.
+        The slot's tail has been set before. ``held`` (`hold_row`): of the first of these tokens; the second number in
+        the record's last row says whether its keys and values have changed.
         """
         self.ops(begin_prompt)(self.box, self.state)
         self._gather_rows()
@@ -450,19 +448,18 @@ class Decoder:
 
     def _run_phases(self, key: Key, rules: ChoiceRules, phases: Sequence[Phase]) -> None:
         """Run phases, as one graph where none waits, else each from its own where it can be captured."""
+        kept = self._graphs_for(rules)
         for own, part in _parts(key, phases).items():
-            run = self._graph(own, rules, part.run) if self.has_graphs and not part.waits else part.run
-            run()
+            if not self.has_graphs or part.waits:
+                part.run()
+                continue
+            if own not in kept:
+                self._practise([part.run])
+                kept[own] = self._record(part.run)
+            kept[own]()
 
     def _graphs_for(self, rules: ChoiceRules) -> dict[Key, Run]:
         return recall(self._graphs, rules, MOST_RULES, dict)
-
-    def _graph(self, key: Key, rules: ChoiceRules, run: Run) -> Run:
-        kept = self._graphs_for(rules)
-        if key not in kept:
-            self._practise([run])
-            kept[key] = self._record(run)
-        return kept[key]
 
     def _practise(self, runs: Iterable[Run]) -> None:
         """Run work over no slots, to compile kernels and create handles, which a capture cannot."""

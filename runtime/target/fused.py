@@ -171,7 +171,7 @@ class FusedTarget(Target):
         """Return the column block of the features for the input of ``layer``; None if it is not tapped."""
         if self.tap_layers is None or layer not in self.tap_layers:
             return None
-        return bufs.features.split(self.hidden_size, 1)[self.tap_layers.index(layer)]
+        return bufs.features.narrow(1, self.tap_layers.index(layer) * self.hidden_size, self.hidden_size)
 
 
 def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
