@@ -20,6 +20,7 @@ from ..errors import UsageError, brief
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_BROKEN_OFF = ("abort", "error")
 _PATIENCE_S, _METRICS_DELAY_S = 60.0, 2.0
 """Longest waits for a server that answers 429, and until its metrics count an answer that has arrived."""
 _OPENER = urllib.request.OpenerDirector()
@@ -91,7 +92,7 @@ class Server:
                 for name, value in _SAMPLE.findall(self._read("/metrics")):
                     found[name] += float(value)
             now, then = (sum(page.get(name, 0.0) for name in _GENERATED) for page in (found, before or {}))
-            if not now or now >= then + tokens or time.perf_counter() > deadline:
+            if not found.keys() & _GENERATED or now >= then + tokens or time.perf_counter() > deadline:
                 return found
             time.sleep(0.05)
 
@@ -143,7 +144,9 @@ class Server:
                         for each in (choice.get("logprobs") or {}).get("content") or ():
                             likely = {_token(one): float(one["logprob"]) for one in (*each["top_logprobs"], each)}
                             choices.append((_token(each), likely))
-                        if choice.get("finish_reason"):
+                        if (reason := choice.get("finish_reason")) in _BROKEN_OFF:
+                            raise ServerError(f"the server broke the answer off: {reason!r}")
+                        if reason:
                             reply = replace(reply, ended_s=time.perf_counter())
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     raise ServerError(f"garbage in the stream: {brief(value)}") from error
