@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .counts import SourceCounts, TokenCounts
 from .errors import TokenizerError, UsageError, VocabularyError, printable
 from .ranking import Part, check_floors, source_shares
-from .vocabulary import DraftVocab
+from .vocabulary import DraftVocab, doubts_of_rank
 
 MEAN = "all sources"
 """Name of the weighted mean beside the sources."""
@@ -75,7 +75,7 @@ class CoverageReport:
             several.
         uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
             text.
-        warnings: sources on which the ranking loses to the baseline, and sources measured on counted text.
+        warnings: sources on which the ranking loses to the baseline or measured on counted text; sorted lists.
     """
 
     draft_vocab: int
@@ -196,13 +196,17 @@ def measure_coverage(
         measured.append(_weighted_mean(measured))
     chosen = vocab.target_ids[vocab.num_forced : draft_vocab]
     counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
+    is_list = vocab.provenance.get("method") == "token map"
     return CoverageReport(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
         sources=tuple(measured),
         uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
-        warnings=tuple(_warnings(measured, at, draft_vocab)),
+        warnings=(
+            *_warnings(measured, at, draft_vocab),
+            *(doubts_of_rank(vocab.target_ids, grid[0]) if is_list else ()),
+        ),
     )
 
 

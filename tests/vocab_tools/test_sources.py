@@ -123,6 +123,7 @@ CHAT = [{"role": "user", "content": "x"}]
         ([{"text": "x", "messages": json.dumps(CHAT)}], None, ("messages", "chat")),
         ([{"id": 1, "talk": json.dumps(CHAT)}], None, ("talk", "chat")),
         ([{"text": '[{"name": "x"}]'}], None, ("text", "text")),
+        ([{"text": json.dumps(CHAT)}], None, ("text", "chat")),
         ([{"messages": "[citation needed]"}], None, ("messages", "text")),
         # A null does not show what its column holds.
         ([{"text": None, "id": 1}, {"text": "x", "id": 3}], None, ("text", "text")),
