@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ class TokenCounts:
 
         Raises `VocabularyError` for an id outside the vocabulary, and for the very same tokens a second time.
         """
-        found = np.fromiter(ids, np.int64)
+        found = np.fromiter(map(index, ids), np.int64)
         if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
             raise VocabularyError(
                 f"Ids to add: expected 0 to {self.vocab_size - 1}, found {found.min()} to {found.max()}."

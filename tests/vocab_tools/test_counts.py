@@ -46,6 +46,8 @@ def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
     for wrong in ([4], [-1]):
         with pytest.raises(VocabularyError, match="expected 0 to 3"):
             corpus.add(wrong)
+    with pytest.raises(TypeError):
+        corpus.add([1.5])
     with pytest.raises(VocabularyError, match="the same text would be counted twice"):
         corpus.add([3]).add([3])
 
