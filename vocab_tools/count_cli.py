@@ -105,8 +105,7 @@ def count(
         emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
         return
     for source in counts.sources:
-        told = source.provenance
-        held_out = told["held_out"]
+        told, held_out = source.provenance, source.provenance["held_out"]
         counted = f"{source.num_tokens:,} tokens of {told['documents']:,} documents"
         kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
         apart = {"documents without a token": told["empty_documents"], "records skipped": told["skipped_records"]}

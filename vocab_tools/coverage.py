@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .counts import SourceCounts, TokenCounts
 from .errors import TokenizerError, UsageError, VocabularyError, printable
-from .ranking import Part, check_floors, source_shares
+from .ranking import Part, check_floors
 from .vocabulary import DraftVocab, doubts_of_rank
 
 MEAN = "all sources"
@@ -184,11 +184,10 @@ def measure_coverage(
     orders = [vocab.target_ids, first_ids, *([] if beside is None else [beside.target_ids])]
     buckets = np.stack([_buckets(order, grid, length) for order in orders])
     draft_vocab = grid[-1] if draft_vocab is None else draft_vocab
-    shares = source_shares(counts, weights).tolist()
+    given = counts.source_weights(weights)
     check_floors(floors or {}, [source.name for source in counts.sources])
-    measured = [
-        _measure_source(source, share, buckets, len(grid)) for source, share in zip(counts.sources, shares, strict=True)
-    ]
+    shares = {name: weight / sum(given.values()) for name, weight in given.items()}
+    measured = [_measure_source(source, shares[source.name], buckets, len(grid)) for source in counts.sources]
     at = grid.index(draft_vocab)
     measured = [replace(entry, floor=(floors or {}).get(entry.name)) for entry in measured]
     measured.sort(key=lambda entry: float(entry.coverage[at]))

@@ -70,8 +70,7 @@ def show_vocabulary(
     score = np.zeros(vocab.target_vocab)
     if counts is not None:
         check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
-        weighted = counts.weighted()[: vocab.target_vocab]
-        score[: len(weighted)] = weighted
+        score = np.pad(counts.weighted(), (0, vocab.target_vocab))
     num_forced = vocab.num_forced if vocab.ranked else 0
     held = vocab.target_ids[: num_forced + limit].tolist()
     left_out = np.setdiff1d(real, vocab.target_ids)

@@ -20,7 +20,6 @@ from ..errors import UsageError, brief
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", re.MULTILINE)
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
-_BROKEN_OFF = ("abort", "error")
 _PATIENCE_S, _METRICS_DELAY_S = 60.0, 2.0
 """Longest waits for a server that answers 429, and until its metrics count an answer that has arrived."""
 _OPENER = urllib.request.OpenerDirector()
@@ -144,7 +143,7 @@ class Server:
                         for each in (choice.get("logprobs") or {}).get("content") or ():
                             likely = {_token(one): float(one["logprob"]) for one in (*each["top_logprobs"], each)}
                             choices.append((_token(each), likely))
-                        if (reason := choice.get("finish_reason")) in _BROKEN_OFF:
+                        if (reason := choice.get("finish_reason")) in ("abort", "error"):
                             raise ServerError(f"the server broke the answer off: {reason!r}")
                         if reason:
                             reply = replace(reply, ended_s=time.perf_counter())

@@ -23,7 +23,7 @@ def test_weights_are_shares_whatever_the_size() -> None:
     assert counts.weighted({"code": 3}).tolist() == [5.0, 2.5, 2.5]
     assert counts.weighted({"chat": 0}).tolist() == [0.0, 1.0, 1.0]
     empty = TokenCounts((source([1, 3], name="a"), source([0, 0], name="b", weight=9)), None)
-    assert empty.weighted().tolist() == [1.0, 3.0]
+    assert [empty.weighted(each).tolist() for each in (None, {"a": 0})] == [[1.0, 3.0], [0.0, 0.0]]
     # One source is weighted exactly.
     assert token_counts([2**53 + 1, 3]).weighted().tolist() == [float(2**53 + 1), 3.0]
     for weights, words in (

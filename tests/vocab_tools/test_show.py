@@ -6,7 +6,6 @@ import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.show import VocabularyListing, readable_token, show_vocabulary
-from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
@@ -73,16 +72,9 @@ def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
     listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
     assert column(listing, "id") == [0, 5, 1, 2, 3, 4, 6]
     assert set(column(listing, "count")) == {None}
-
-
-def test_a_list_that_does_not_tell_the_targets_size_leaves_out_all_other_tokens(
-    tokenizer: LoadedTokenizer, tmp_path: Path
-) -> None:
-    (tmp_path / "list.txt").write_text("0\n1\n2\n3\n")
-    listing = show_vocabulary(
-        import_token_map(tmp_path / "list.txt"), tokenizer, token_counts([0] * 359 + [9]), limit=1
-    )
-    assert (listing.real_tokens, listing.target_vocab, column(listing, "id")) == (360, 360, [0, 359])
+    # A list's largest id is not the target's last.
+    guessed = DraftVocab(np.array([0, 1]), 0, 2, {"target_vocab_from": "largest id"})
+    assert column(show_vocabulary(guessed, tokenizer, limit=2), "id") == [0, 1, 2, 3]
 
 
 def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:
