@@ -101,12 +101,12 @@ def count(
         emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
         return
     for source in counts.sources:
-        told = source.provenance
-        held_out, skipped = told["held_out"], told["skipped_records"]
+        told, held_out = source.provenance, source.provenance["held_out"]
         counted = f"{source.num_tokens:,} tokens of {told['documents']:,} documents"
         kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
-        skips = f"; records skipped: {skipped:,}" if skipped else ""
-        click.echo(f"{printable(source.name)}: {counted}; {kept}{skips}")
+        apart = {"documents without a token": told["empty_documents"], "records skipped": told["skipped_records"]}
+        others = "".join(f"; {what}: {number:,}" for what, number in apart.items() if number)
+        click.echo(f"{printable(source.name)}: {counted}; {kept}{others}")
     click.echo(f"wrote {path}")
 
 

@@ -91,7 +91,7 @@ class Server:
                 for name, value in _SAMPLE.findall(self._read("/metrics")):
                     found[name] += float(value)
             now, then = (sum(page.get(name, 0.0) for name in _GENERATED) for page in (found, before or {}))
-            if not now or now >= then + tokens or time.perf_counter() > deadline:
+            if not found.keys() & _GENERATED or now >= then + tokens or time.perf_counter() > deadline:
                 return found
             time.sleep(0.05)
 
@@ -134,7 +134,9 @@ class Server:
                         for each in (choice.get("logprobs") or {}).get("content") or ():
                             likely = {_token(one): float(one["logprob"]) for one in (*each["top_logprobs"], each)}
                             choices.append((_token(each), likely))
-                        if choice.get("finish_reason"):
+                        if (reason := choice.get("finish_reason")) in ("abort", "error"):
+                            raise ServerError(f"the server broke the answer off: {reason!r}")
+                        if reason:
                             ended_s = time.perf_counter()
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     raise ServerError(f"garbage in the stream: {brief(value)}") from error
