@@ -39,11 +39,7 @@ def tokenizer_options(function: _Decorated, required: bool = True) -> _Decorated
 
 
 def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: bool) -> LoadedTokenizer:
-    """Load the tokenizer that these options name.
-
-    Raises:
-        UsageError: a revision is given for a local tokenizer, which has none.
-    """
+    """Load the tokenizer that these options name; raises UsageError for the revision of a local one."""
     from .files import expand_home
     from .tokenizer import load_tokenizer
 
@@ -102,12 +98,12 @@ def count(
         emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
         return
     for source in counts.sources:
-        told = source.provenance
-        held_out, skipped = told["held_out"], told["skipped_records"]
+        told, held_out = source.provenance, source.provenance["held_out"]
         counted = f"{source.num_tokens:,} tokens of {told['documents']:,} documents"
         kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
-        skips = f"; records skipped: {skipped:,}" if skipped else ""
-        click.echo(f"{printable(source.name)}: {counted}; {kept}{skips}")
+        apart = {"documents without a token": told["empty_documents"], "records skipped": told["skipped_records"]}
+        others = "".join(f"; {what}: {number:,}" for what, number in apart.items() if number)
+        click.echo(f"{printable(source.name)}: {counted}; {kept}{others}")
     click.echo(f"wrote {path}")
 
 
