@@ -61,6 +61,16 @@ _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_ma
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
+# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and that
+# nothing that drafts reads: factors, which change nothing where they are 1, and what is off where it is null or 0.
+_FACTORS = (
+    "scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
+    "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "rotary_pct",
+)  # fmt: skip
+_SWITCHES = (
+    "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi", "parallel_attn", "use_parallel_residual",
+)  # fmt: skip
+
 # Flags that change the layer's computation, each with the other names that trainers give it.
 _NORM_FLAGS = {
     "norm_before_residual": (),
@@ -119,7 +129,28 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     config |= {key: value for key, value in defaults.items() if config.get(key) is None}
     _check_constants(config, where)
+    refuse_unread(config, where)
     return config
+
+
+def refuse_unread(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedHeadError where a key says that the layer computes what no engine and no runtime computes."""
+    head_dim = config["head_dim"]
+    neutral: dict[str, float] = {**dict.fromkeys(_FACTORS, 1.0), **dict.fromkeys(_SWITCHES, 0.0)}
+    neutral |= {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    neutral["dim_model_base"] = config["hidden_size"]
+    found = {key: config[key] for key in neutral if config.get(key) is not None}
+    is_number = {key: isinstance(value, int | float) for key, value in found.items()}
+    changing = [key for key in found if not (is_number[key] and math.isclose(found[key], neutral[key], rel_tol=1e-3))]
+    # Of the target's layers, from which it was copied, the first counts; 0 means that it is not rotated.
+    rotated = config.get("no_rope_layers")
+    changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
+    changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
+    if changing:
+        said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
+        advice = "If it was trained without, as a copy of the target's configuration suggests, take the key out."
+        problem = f"{said}: a layer that no engine and not eagle-generate computes"
+        raise UnsupportedHeadError.at(where, f"{problem}.\n{advice}")
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,14 +417,17 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
         return {}
     if not isinstance(rope, Mapping):
         raise _wrong(where, key, "an object or null", rope)
+    rope = {name: value for name, value in rope.items() if value is not None}
     by_type = [value for value in rope.values() if isinstance(value, Mapping)]
-    if not by_type or len(by_type) < len(rope):
+    if not by_type:
         return rope
+    if len(by_type) < len(rope):
+        raise _wrong(where, key, "parameters of one kind of layer, or an object for each kind and nothing else", rope)
     types = config.get("layer_types")
     first = types[0] if isinstance(types, list) and types else None
     if first in rope:
         return rope[first]  # type: ignore[no-any-return]
-    if any(value != by_type[0] for value in by_type):
+    if first is not None or any(value != by_type[0] for value in by_type):
         raise MismatchError.at(
             where,
             f"RoPE is given for {' and '.join(rope)} layers apart, and layer_types does not name the head's layer.\n"

@@ -61,6 +61,7 @@ def settle_dflash(
             given, or a mask token is outside the vocabulary.
     """
     merged = _in_one_level(source_config)
+    head_config.refuse_unread({**merged, **config}, where)
     taps = head_config.tap_layers(merged, where)
     if taps is None:
         problem = "config.json names no layers of the target, and engines choose different ones."
