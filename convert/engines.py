@@ -286,9 +286,9 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
             yield "error", "a norm for each captured layer (fc_norm) is not known, only one over all of them", ""
         if head.rope_kind not in (None, "linear", "llama3"):
             yield "error", f"rope_scaling {head.rope_kind!r} is not written for it", ""
-    is_trained = config.get(head_config.EMBEDDING_TRAINED_KEY) and names.EMBEDDING in head.tensor_names
-    if engine in ("sglang", "tensorrt-llm", "safeailab") and is_trained:
-        yield "warning", "the head's own embedding was trained, and the target's is read in its place", ""
+    has_embedding = names.EMBEDDING in head.tensor_names and not config.get("target_hidden_size")
+    if engine in ("sglang", "tensorrt-llm") and has_embedding:
+        yield "warning", "the head's own embedding is not read, but the target's in its place", ""
     if engine not in ("vllm", "llama.cpp") and config.get("norm_before_residual"):
         yield "error", "norm_before_residual is not known: the residual is taken before the norm", ""
     if engine in ("llama.cpp", "safeailab", "lmdeploy") and config.get("norm_output"):

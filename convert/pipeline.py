@@ -35,7 +35,7 @@ from .options import ConvertOptions, DraftVocabSize
 from .rows.dtypes import item_size
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.safetensors_file import SafetensorsFile
-from .rows.target import open_target_lm_head
+from .rows.target import open_target_lm_head, settle_embedding
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
@@ -226,6 +226,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
         opened = targets.open_target(choice.name, None, options.offline)
         targets.check_head_fits(head, opened)
+    head = settle_embedding(head, None if opened is None else opened.source)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
     layers, gguf = None if opened is None else opened.num_layers, None
@@ -353,7 +354,7 @@ def _manifest(
         vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
         tap_layers=head.taps(inputs.target_layers),
         coverage=coverage,
-        dropped=provenance.describe_dropped(head),
+        dropped=dict(sorted(head.dropped.items())),
         warnings=_without_paths([*warnings, *notes], inputs),
     )
 

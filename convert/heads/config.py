@@ -61,8 +61,8 @@ _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_ma
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
-# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and that
-# nothing that drafts reads: factors, which change nothing where they are 1, and what is off where it is null or 0.
+# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and
+# that nothing that drafts reads: factors, neutral where they are 1, and what is off where it is null or 0.
 _FACTORS = (
     "scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
     "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "rotary_pct",

@@ -17,7 +17,7 @@ from ..rows.dtypes import item_size
 from ..rows.safetensors_file import TensorInfo
 from ..sources.source import ResolvedSource
 from . import names
-from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
+from .config import default_taps, tap_layers
 
 if TYPE_CHECKING:
     import torch
@@ -138,12 +138,6 @@ class DraftHead:
     def has_head_norms(self) -> bool:
         """Whether its attention normalises each head of q and k, as Qwen3's does."""
         return self.kind != "dflash" and names.HEAD_NORMS[self.kind][0] in self.tensors
-
-    @property
-    def has_own_embedding(self) -> bool:
-        """Whether its embedding is no copy of the target's: of another width, or trained (speculators' format)."""
-        is_other = self.target_hidden_size != self.hidden_size or bool(self.config.get(EMBEDDING_TRAINED_KEY))
-        return is_other and names.EMBEDDING in self.tensors
 
     @property
     def dtype_name(self) -> str:

@@ -24,7 +24,7 @@ from ..heads import names
 from ..heads.config import with_tap_layers
 from ..heads.draft_head import DraftHead
 from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
-from ..rows.target import open_target_lm_head
+from ..rows.target import is_embedding_of, open_target_lm_head
 from ..sources import target as targets
 from .rules import CHECKS, Doubt, Parts, SkipCheck, config_differences, join, refuse
 
@@ -113,7 +113,8 @@ def verify_artifact(
     checks: dict[str, Callable[[], str]] = {name: partial(check, parts) for name, check in CHECKS.items()}
     checks |= {"tensors of the source head": sources.source_tensors, "target": sources.target}
     checks["config of the source head"] = sources.source_config
-    checks |= {"lm_head rows of the source": sources.source_rows, "tokenizer": sources.tokenizer}
+    checks |= {"lm_head rows of the source": sources.source_rows, "embedding": sources.embedding}
+    checks["tokenizer"] = sources.tokenizer
     checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
     return Verification(folder, tuple(map(Check.made, checks, checks.values())))
 
@@ -210,6 +211,18 @@ class _SourceChecks:
             raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+
+    def embedding(self) -> str:
+        """An embedding that the artifact leaves out is a copy of the target's."""
+        if names.EMBEDDING in self.parts.weights.tensors:
+            return "the head's own"
+        if names.EMBEDDING not in self._source_head.tensors:
+            return "the target's"
+        is_copy = None if self._target is None else is_embedding_of(self._target.source, self._source_head)
+        if is_copy is None:
+            raise SkipCheck("the target's weights are not at hand; name their folder with --target")
+        refuse(not is_copy, "the head's own is left out, and is not the target's: convert the head again")
+        return "the target's, of which the head has a copy"
 
     def target(self) -> str:
         """Widths, vocabulary and tap layers fit the target."""

@@ -79,9 +79,7 @@ HEADS: dict[str, HeadFacts] = {
     "norms of q and k (Qwen3's layer)": QWEN3,
     "… with biases of its output projection or MLP": replace(QWEN3, tensor_names=QWEN3.tensor_names | _MLP_BIASED),
     "… in an EAGLE-1/2 head": replace(EAGLE1, tensor_names=EAGLE1.tensor_names | frozenset(names.HEAD_NORMS["eagle"])),
-    "an embedding that was trained (`embed_requires_grad`)": with_config(
-        replace(EAGLE3, tensor_names=frozenset({names.FC, names.EMBEDDING})), embed_requires_grad=True
-    ),
+    "an embedding that is not the target's": replace(EAGLE3, tensor_names=frozenset({names.FC, names.EMBEDDING})),
     "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
     "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
     "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),

@@ -13,7 +13,17 @@ from eagle_slim.runtime.drafter.rope import rotary_embedding
 from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import HEAD_DIM, HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from support.heads import (
+    HEAD_DIM,
+    HIDDEN,
+    MIDDLE,
+    VOCAB,
+    eagle3_tensors,
+    random,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+)
 from support.raising import raises_with
 from transformers import AutoConfig
 

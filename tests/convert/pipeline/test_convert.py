@@ -229,7 +229,7 @@ BIASED = {"attention_bias": True}
     [
         (
             EMBEDDING, {"spelling": "speculators", "embed_requires_grad": True}, {}, {"embed_requires_grad": True},
-            "embedding was trained",
+            "embedding is not read",
         ),
         (HEAD_NORMS, {"spelling": "speculators", "model_type": "qwen3"}, {}, QWEN3, "norms of q and k"),
         (HEAD_NORMS, {"architectures": QWEN3["architectures"]}, {}, QWEN3, "norms of q and k"),
@@ -320,11 +320,38 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
     done = audited(tmp_path, head)
     found = written(done.folder)
     assert torch.equal(found["lm_head.weight"], tensors["embed_tokens.weight"][sorted(RANKED[:8])])
-    assert ("embed_tokens.weight" in found) == (target_hidden != HIDDEN)
-    assert ("embed_tokens.weight" in done.manifest.dropped) == (target_hidden == HIDDEN)
+    assert torch.equal(found["embed_tokens.weight"], tensors["embed_tokens.weight"])
     assert config_of(done.folder).get("target_hidden_size", HIDDEN) == target_hidden
     assert config_of(done.folder)["tie_word_embeddings"] is False
     assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_embedding_is_left_out_only_where_it_is_a_copy_of_the_targets(tmp_path, dtype, shards):
+    target = write_target(tmp_path / "target", dtype=torch.float32, shards=shards)
+    theirs = random((VOCAB, HIDDEN), 101, torch.float32).to(dtype)
+    changed = theirs.clone()
+    changed[TOKENS - 1, 0] += 1
+    for number, (mine, given, kept, words) in enumerate([
+        (theirs, target, False, ""),
+        (theirs, None, True, "was not compared"),
+        (changed, target, True, "is not a copy"),
+    ]):  # fmt: skip
+        tensors = eagle3_tensors(rows=VOCAB, dtype=dtype) | {"embed_tokens.weight": mine}
+        head = write_eagle3(tmp_path / f"head{number}", tensors=tensors, dtype=dtype)
+        done = convert(
+            head, draft_vocab=320, vocabulary=by_map(tmp_path, range(320)), target=given, out=tmp_path / f"{number}"
+        )
+        assert verify_artifact(done.folder, head=head, target=target).ok
+        assert ("embed_tokens.weight" in written(done.folder)) == kept
+        assert ("embed_tokens.weight" in done.manifest.dropped) != kept
+        assert any("embed_tokens" in warning and words in warning for warning in done.manifest.warnings) == kept
+    # As conversions did before they compared.
+    left_out = convert(
+        tmp_path / "head0", draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "old"
+    ).folder
+    assert [check.name for check in verify_artifact(left_out, head=head, target=target).failed] == ["embedding"]
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
