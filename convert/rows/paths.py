@@ -2,12 +2,14 @@
 
 Order of preference, as in transformers: `model.safetensors`, `model.safetensors.index.json`, `pytorch_model.bin`,
 `pytorch_model.bin.index.json`; and, where none of these exists, one single other `*.safetensors`. What is beside the
-chosen files (`consolidated.safetensors`, an older `.bin`) is not looked at.
+chosen files (an older `.bin`) is not looked at; of a head's, `open_head` warns.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from eagle_slim.vocab_tools.errors import UsageError
@@ -23,6 +25,8 @@ WEIGHTS_PREFERENCE = (
     "pytorch_model.bin.index.json",
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+# Mistral's copy of a model, which no engine reads beside another, is none either.
+_NO_HEAD = re.compile(r"training_args|optimizer|scheduler|scaler|rng_state|freq_|consolidated")
 
 
 def choose_weights(names: list[str], where: str) -> str:
@@ -43,6 +47,12 @@ def choose_weights(names: list[str], where: str) -> str:
     if any("-of-" in name for name in names):
         advice = "These are shards without their index: fetch the .index.json too, or save the head as one file."
     raise CheckpointError.at(where, f"{problem}\n{advice}")
+
+
+def unread_weights(names: Collection[str], read: Collection[str]) -> list[str]:
+    """Return those of a folder's files that hold weights too, and are not read: no state of a trainer, no token map."""
+    others = sorted(set(names) - set(read))
+    return [name for name in others if name.endswith((".safetensors", *TORCH_SUFFIXES)) and not _NO_HEAD.match(name)]
 
 
 def read_index(path: Path) -> dict[str, str]:

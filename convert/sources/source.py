@@ -67,6 +67,13 @@ class ResolvedSource:
         assert self.commit is not None
         return Snapshot(self.root, self.repo_id, self.commit, self.files)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the files in `folder`, on the Hub or on this disk."""
+        inside = f"{self.subfolder}/" if self.repo_id is not None and self.subfolder else ""
+        beside = [name.removeprefix(inside) for name in self.files if name.startswith(inside)]
+        return [name for name in beside if "/" not in name]
+
     @cached_property
     def manifest(self) -> Manifest | None:
         """The manifest of a head that eagle-convert wrote, else None; ArtifactError where it is damaged."""

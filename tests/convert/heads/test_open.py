@@ -286,6 +286,20 @@ def test_a_tensor_that_the_index_has_not_in_its_shard_is_refused(tmp_path, own):
         open_head(head)
 
 
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "head.safetensors", "model-00003-of-00003.safetensors"])
+def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, other):
+    head = write_eagle3(tmp_path / "hub" / "eagle3", container=container)
+    for name in ("optimizer.pt", "training_args.bin", "freq_8.pt", "README.md"):
+        (head / name).touch()
+    assert open_head(head).warnings == ()
+    if container == "bin" and other == "pytorch_model.bin":
+        other = "model.pt"
+    (head / other).touch()
+    for found in (open_head(head), open_head(tmp_path / "hub", subfolder="eagle3")):
+        assert [warning.startswith(f"{other}: not read") for warning in found.warnings] == [True]
+
+
 ATTENTION = "midlayer.self_attn"
 Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
 TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
