@@ -305,9 +305,9 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
     is_tapped, layers = head_config.uses_aux_layers(head.config), head.target_layers
     taps = head_config.tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else head_config.default_taps(layers)
-    # Without fc the features are the hidden state, which llama.cpp has no form for.
-    taken = (3,) if engine == "llama.cpp" else (0, 3)
-    if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps not in taken:
+    if head.num_taps == 1 and not head.config.get("target_hidden_size") and (engine == "sglang" or not is_tapped):
+        yield "error", "fc is not applied to one hidden state that is as wide as the head", ""
+    if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps != 3:
         yield "error", f"fc takes {head.num_taps} captured layers, it captures exactly 3", ""
     elif engine in ("safeailab", "lmdeploy") and taps not in (None, default):
         yield "warning", f"it captures layers (2, n // 2, n - 3), not {_joined(taps)}", ""

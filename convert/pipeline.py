@@ -71,6 +71,12 @@ class Inputs:
     is_builtin: bool
     gguf: GgufChoice | None
 
+    @property
+    def unpadded_head(self) -> DraftHead:
+        """The head for no more ids than the target has: it can neither take nor produce the others."""
+        rows = None if self.target is None else self.target.config.get("vocab_size")
+        return self.head.without_padding(min(self.head.target_vocab, rows)) if isinstance(rows, int) else self.head
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -195,8 +201,8 @@ def plan_conversion(
     if sizes != ("full",):
         cut = [size for size in sizes if isinstance(size, int)]
         ranking = make_ranking(
-            inputs.head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline, count=count,
-            say=say, sizes=cut,
+            inputs.unpadded_head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline,
+            count=count, say=say, sizes=cut,
         )  # fmt: skip
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")

@@ -173,7 +173,6 @@ class DraftHead:
 
     @property
     def trained_ids(self) -> NDArray[np.int64] | None:
-        """Target ids the head was trained on, ascending; None for all, in whatever order their rows are."""
-        if self.draft_ids_to_target is None or self.draft_vocab == self.target_vocab:
-            return None
-        return np.sort(self.draft_ids_to_target)
+        """Those ids of the target that the head was trained on, ascending; None for all, in whatever order."""
+        ids = self.draft_ids_to_target
+        return None if ids is None or len(ids) == self.target_vocab else np.sort(ids[ids < self.target_vocab])

@@ -187,6 +187,10 @@ def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> 
     """
     folder = Path(folder)
     chosen = choose_weights(list_names(folder), str(folder))
+    index = folder / f"{chosen}.index.json"
+    if index.is_file() and chosen not in read_index(index).values():
+        problem = f"{chosen} and {index.name} are two models: transformers reads the first, vLLM and SGLang the second"
+        raise CheckpointError.at(folder, f"{problem}.\nKeep the one that is meant.")
     if not chosen.endswith(".index.json"):
         return Checkpoint.of(_open(folder / chosen), str(folder))
     shard_of = {name: shard for name, shard in read_index(folder / chosen).items() if only is None or name in only}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,10 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
 
     Raises CheckpointError where there is neither, or no LM head and `tied` is False.
     """
+    other = next((name for name in names if re.fullmatch(r"(.*\.)?lm_head\.(?!weight$).*", name)), None)
+    if not tied and other is not None:
+        problem = f"{shorten(other)}: an LM head that is quantised, or has a bias, is not gathered"
+        raise CheckpointError.at(where, f"{problem}.\nGive another form of the target with --target.")
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
         problem = "no LM head: config.json says tie_word_embeddings: false, and the weights hold none"
         raise CheckpointError.at(where, f"{problem}.\nFetch all of the target's weights, or correct a copy of it.")

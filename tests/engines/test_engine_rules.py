@@ -56,8 +56,8 @@ HEADS: dict[str, HeadFacts] = {
     "… with a non-zero `fc.bias`": replace(EAGLE1, nonzero_fc_bias=True),
     "… with a sliding window": with_config(EAGLE1, **_WINDOW),
     "`fc` over more or fewer than 3 target layers, unconverted": replace(EAGLE3, num_taps=4),
-    "only the target's last hidden state": with_config(
-        replace(EAGLE3, num_taps=1), eagle_config={"use_aux_hidden_state": False}
+    "only the target's last hidden state, without `fc`": with_config(
+        replace(EAGLE3, num_taps=0, tensor_names=frozenset()), eagle_config={"use_aux_hidden_state": False}
     ),
     "tap layers other than (2, n/2, n-3), converted with `--tap-layers`": with_config(
         EAGLE3, **_TAPS, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}

@@ -326,6 +326,19 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
     assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
 
 
+@pytest.mark.parametrize("ids", [None, trained_ids()])
+def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
+    """The head pads the target's 300 ids to 384, and the tokenizer has tokens beyond them."""
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    head = write_eagle3(tmp_path / "head", ids=ids)
+    size = 290 if ids is None else int((ids < 300).sum())
+    done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert target_ids(written(done.folder)).max() < 300
+    with raises(UsageError, option="draft vocabulary"):
+        convert(head, draft_vocab=size + 10, vocabulary=BY_ID, target=target, out=tmp_path / "more")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_embedding_is_left_out_only_where_it_is_a_copy_of_the_targets(tmp_path, dtype, shards):
