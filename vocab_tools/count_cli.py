@@ -39,11 +39,7 @@ def tokenizer_options(function: _Decorated, required: bool = True) -> _Decorated
 
 
 def named_tokenizer(tokenizer: str, tokenizer_revision: str | None, offline: bool) -> LoadedTokenizer:
-    """Load the tokenizer that these options name.
-
-    Raises:
-        UsageError: a revision is given for a local tokenizer, which has none.
-    """
+    """Load the tokenizer that these options name; raises UsageError for the revision of a local one."""
     from .files import expand_home
     from .tokenizer import load_tokenizer
 

@@ -119,17 +119,14 @@ class CoverageReport:
                 cells = [name, text, str(size), f"{covered:.2%}", interval, f"{first:.2%}"]
                 if source.beside is not None:
                     cells.append(f"{source.beside[position]:.2%}")
-                if has_floors:
-                    cells.append(_verdict(source.floor, covered))
+                if source.floor is not None:
+                    verdict = "holds" if covered >= source.floor else f"short by {source.floor - covered:.2%}"
+                    cells.append(f"{source.floor:.2%} {verdict}")
+                elif has_floors:
+                    cells.append("-")
                 rows.append(tuple(cells))
                 name = text = ""
         return aligned(rows, num_left=2)
-
-
-def _verdict(floor: float | None, covered: float) -> str:
-    if floor is None:
-        return "-"
-    return f"{floor:.2%} holds" if covered >= floor else f"{floor:.2%} short by {floor - covered:.2%}"
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int) -> str:

@@ -52,10 +52,8 @@ def show_vocabulary(
 ) -> VocabularyListing:
     """List all forced tokens, the first `limit` others, and the `limit` most frequent that are left out.
 
-    Without counts, those left out are the ones of the lowest ids.
-
-    Raises:
-        TokenizerError: vocabulary or counts were made with another tokenizer, or ids belong to no token.
+    Without counts, those left out are the ones of the lowest ids. Raises TokenizerError for a vocabulary or counts made
+    with another tokenizer, and for ids that belong to no token.
     """
     check_tokenizer(tokenizer, vocab.provenance.get("tokenizer_hash"), "the vocabulary")
     real = tokenizer.real_ids[tokenizer.real_ids < vocab.target_vocab]

@@ -182,8 +182,7 @@ def _format_of(path: str) -> str:
 def find_files(location: str) -> tuple[SourceFile, ...]:
     """List the files of a path, folder (searched through) or glob, by name.
 
-    Raises:
-        CorpusError: there are none, one is no regular file, or has an unknown format.
+    Raises CorpusError where there are none, one is no regular file, or has an unknown format.
     """
     path = expand_home(location)
     base = path if path.is_dir() else path.parent

@@ -123,10 +123,9 @@ class DrafterConfig(NamedFields):
         """Return the configuration of another tree, with room for as many tokens."""
         if tree == self.tree:
             return self
-        width, num_tokens = tree.new_tokens_width, self.num_tokens
         return replace(
             self, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
-            max_positions=num_tokens + tree.depth * tree.top_k + width,
+            max_positions=self.num_tokens + tree.depth * tree.top_k + tree.new_tokens_width,
         )  # fmt: skip
 
     @property

@@ -27,7 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import BufferedDrafter, bound_of
+from ..drafter.drafter import BufferedDrafter, bound_of, reset_barrier
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
@@ -261,7 +261,7 @@ class Decoder:
         self.entering.active_count.zero_()
         self._most_waiting = 1
         for drafter in self._drafters.values():
-            drafter.clear_error_()
+            reset_barrier(drafter.bufs)
         if self.checks is not None:
             self.checks.fault.zero_()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,9 +53,10 @@ class Stub:
         # What it did before anyone measured must not count.
         self.answers, self.looks, self.late = 100, 0, options.get("late", 0)
         self.asked, self.keys = list[dict[str, Any]](), set[str | None]()
+        self.passed_s = 0.0
         self.tries, self.lock, self.is_over = Counter[str](), threading.Lock(), threading.Event()
         # From this request on they must come in fours, else this breaks, and so do the answers.
-        self.first_of_four, self.four = 100, threading.Barrier(4, timeout=20)
+        self.first_of_four, self.four = 100, threading.Barrier(4, timeout=1800)
 
     def page(self) -> str:
         assert self.metrics is not None
@@ -111,8 +114,9 @@ def serving(stub: Stub) -> Iterator[str]:
                 seconds = fault.removeprefix("429")
                 self.reply("too many", 429, **({"Retry_After": seconds} if seconds else {}))
             elif fault == "silent":
-                stub.is_over.wait(30)
+                stub.is_over.wait()
             elif fault == "pings":
+                stub.passed_s = 30.0
                 self.reply(": ping\n\n")
                 while not stub.is_over.wait(0.05):
                     self.wfile.write(b": ping\n\n")
@@ -189,7 +193,7 @@ def test_the_figures_are_the_servers_own(run: Run, stub: Stub) -> None:
             num_answers, num_answers, num_answers * 21,
         )  # fmt: skip
         assert row["tokens_per_s"] > 0
-        assert 0 < row["first_s"] < 10
+        assert row["first_s"] > 0
     assert (found["findings"], found["is_complete"]) == ([], True)
     assert len(stub.asked) == 12 + 16 + 1, "and one that warms up"
     assert {(body["temperature"], body["max_tokens"], body["model"]) for body in stub.asked[1:]} == {
@@ -234,11 +238,20 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
      ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
 )  # fmt: skip
 def test_a_fault_is_told_and_other_prompts_are_measured(
-    run: Run, slept: list[float], fault: str, message: str, is_answered: bool
+    run: Run, slept: list[float], monkeypatch: pytest.MonkeyPatch, fault: str, message: str, is_answered: bool
 ) -> None:
     stub = Stub(VLLM, faults={"prompt 2": fault})
+    clock, opened = time.perf_counter, server_module._OPENER.open
+
+    def open_briefly(request: urllib.request.Request, timeout: float) -> Any:
+        is_silent = request.full_url.startswith(two) and b"prompt 2" in (request.data or b"") and fault == "silent"
+        return opened(request, timeout=0.01 if is_silent else timeout)
+
+    # Only what never comes is given up soon: a busy machine may be late with anything else.
+    monkeypatch.setattr(server_module._OPENER, "open", open_briefly)
+    monkeypatch.setattr(server_module.time, "perf_counter", lambda: clock() + stub.passed_s)
     with serving(Stub(VLLM)) as one, serving(stub) as two:
-        found, told = run(f"plain={one}", f"slim={two}", "--timeout", "0.5" if "silent" in message else "20")
+        found, told = run(f"plain={one}", f"slim={two}", "--timeout", "20")
     (finding,) = found["findings"]
     assert (finding["server"], finding["prompt"]) == ("slim", 2)
     assert message in finding["message"]
