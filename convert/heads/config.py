@@ -62,14 +62,13 @@ _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
 # Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and
-# that nothing that drafts reads: factors, neutral where they are 1, and what is off where it is null or 0.
-_FACTORS = (
-    "scale_emb", "scale_depth", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
-    "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "rotary_pct",
-)  # fmt: skip
-_SWITCHES = (
-    "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi", "parallel_attn", "use_parallel_residual",
-)  # fmt: skip
+# that nothing that drafts reads, each with the value that changes nothing, as null does.
+_NEUTRAL: Mapping[str, float] = {
+    "scale_emb": 1, "scale_depth": 1, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
+    "logit_scale": 1, "lm_head_multiplier": 1, "key_multiplier": 1, "attention_in_multiplier": 1, "rotary_pct": 1,
+    "attention_out_multiplier": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0, "clip_qkv": 0, "alibi": 0,
+    "parallel_attn": 0, "use_parallel_residual": 0,
+}  # fmt: skip
 
 # Flags that change the layer's computation, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -135,13 +134,12 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def refuse_unread(config: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedHeadError where a key says that the layer computes what no engine and no runtime computes."""
-    head_dim = config["head_dim"]
-    neutral: dict[str, float] = {**dict.fromkeys(_FACTORS, 1.0), **dict.fromkeys(_SWITCHES, 0.0)}
-    neutral |= {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
-    neutral["dim_model_base"] = config["hidden_size"]
-    found = {key: config[key] for key in neutral if config.get(key) is not None}
-    is_number = {key: isinstance(value, int | float) for key, value in found.items()}
-    changing = [key for key in found if not (is_number[key] and math.isclose(found[key], neutral[key], rel_tol=1e-3))]
+    head_dim, changing = config["head_dim"], []
+    own = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    for key, value in {**_NEUTRAL, **own, "dim_model_base": config["hidden_size"]}.items():
+        found = value if config.get(key) is None else config[key]
+        if not isinstance(found, int | float) or not math.isclose(found, value, rel_tol=1e-3):
+            changing.append(key)
     # Of the target's layers, from which it was copied, the first counts; 0 means that it is not rotated.
     rotated = config.get("no_rope_layers")
     changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
@@ -149,8 +147,7 @@ def refuse_unread(config: Mapping[str, Any], where: str) -> None:
     if changing:
         said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
         advice = "If it was trained without, as a copy of the target's configuration suggests, take the key out."
-        problem = f"{said}: a layer that no engine and not eagle-generate computes"
-        raise UnsupportedHeadError.at(where, f"{problem}.\n{advice}")
+        raise UnsupportedHeadError.at(where, f"{said}: no engine and not eagle-generate computes this.\n{advice}")
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:

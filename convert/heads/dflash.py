@@ -40,7 +40,7 @@ def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_mask_embedding(source: ResolvedSource) -> None:
     """Raise UnsupportedHeadError where a file beside the draft replaces a row of the target's embedding."""
-    if _MASK_EMBEDDING in source.files or (source.folder / _MASK_EMBEDDING).exists():
+    if _MASK_EMBEDDING in source.files:
         problem = f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over."
         raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
 

@@ -173,6 +173,14 @@ class SourceRows:
             start += len(rows)
             yield rows
 
+    def differing(self, written: Bytes) -> NDArray[np.int64]:
+        """Return which rows are not those of `written`, uint8 [rows, row_bytes]: int64 [n]; raises as `pieces`."""
+        start, found = 0, []
+        for rows in self.pieces():
+            found.append(start + np.flatnonzero((written[start : start + len(rows)] != rows).any(axis=1)))
+            start += len(rows)
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
     def _place(self, row: int) -> str:
         token = f"row {row}" if self.target_ids is None else f"row of token {self.target_ids[row]}"
         return f"{self.where}: {self.name}: {token}"

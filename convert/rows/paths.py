@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from eagle_slim.vocab_tools.errors import UsageError
@@ -25,8 +24,10 @@ WEIGHTS_PREFERENCE = (
     "pytorch_model.bin.index.json",
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-# Mistral's copy of a model, which no engine reads beside another, is none either.
-_NO_HEAD = re.compile(r"training_args|optimizer|scheduler|scaler|rng_state|freq_|consolidated")
+WEIGHTS = re.compile(
+    r"(?!training_args|optimizer|scheduler|scaler|rng_state|freq_|consolidated)[^/]*\.(safetensors|bin|pt|pth)"
+)
+"""Names of files that an engine may read a head from: no state of a trainer, token map or Mistral's copy of a model."""
 
 
 def choose_weights(names: list[str], where: str) -> str:
@@ -47,12 +48,6 @@ def choose_weights(names: list[str], where: str) -> str:
     if any("-of-" in name for name in names):
         advice = "These are shards without their index: fetch the .index.json too, or save the head as one file."
     raise CheckpointError.at(where, f"{problem}\n{advice}")
-
-
-def unread_weights(names: Collection[str], read: Collection[str]) -> list[str]:
-    """Return those of a folder's files that hold weights too, and are not read: no state of a trainer, no token map."""
-    others = sorted(set(names) - set(read))
-    return [name for name in others if name.endswith((".safetensors", *TORCH_SUFFIXES)) and not _NO_HEAD.match(name)]
 
 
 def read_index(path: Path) -> dict[str, str]:

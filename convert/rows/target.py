@@ -99,9 +99,8 @@ def settle_embedding(head: DraftHead, target: ResolvedSource | None) -> DraftHea
         return head
     is_copy = None if target is None else is_embedding_of(target, head)
     if head.kind == "eagle3" and is_copy:
-        kept, stored = dict(head.tensors.stored), head.tensors.stored[names.EMBEDDING]
-        del kept[names.EMBEDDING]
-        dropped = {**head.dropped, stored: "a copy of the target's, which every engine shares"}
+        kept = {**head.tensors.stored}
+        dropped = {**head.dropped, kept.pop(names.EMBEDDING): "a copy of the target's, which every engine shares"}
         return replace(head, tensors=replace(head.tensors, stored=kept), dropped=dropped)
     if is_copy or (is_copy is None and head.kind == "eagle"):
         return head
@@ -119,18 +118,15 @@ def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
 
     Rows that only one of them has, as padding, are not compared.
     """
-    with contextlib.suppress(CheckpointError):
+    try:
         theirs = open_local_lm_head(target.folder, target.label, tied=True)
-        if theirs.name in EMBEDDING_NAMES:
-            mine, start = head.tensors.source.array(head.tensors.stored[names.EMBEDDING]), 0
-            common = np.arange(min(len(mine), theirs.info.num_rows))
-            dtype = head.tensors.info(names.EMBEDDING).dtype
-            for rows in SourceRows(theirs.checkpoint, theirs.name, dtype, target.label, common).pieces():
-                if not np.array_equal(rows, mine[start : start + len(rows)]):
-                    return False
-                start += len(rows)
-            return True
-    return None
+    except CheckpointError:
+        return None
+    mine, info = head.tensors.source.array(head.tensors.stored[names.EMBEDDING]), head.tensors.info(names.EMBEDDING)
+    if theirs.name not in EMBEDDING_NAMES or theirs.info.shape[1:] != info.shape[1:]:
+        return None
+    common = np.arange(min(len(mine), theirs.info.num_rows))
+    return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
 
 
 def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> LmHead:

@@ -36,7 +36,7 @@ class ResolvedSource:
         folder: holds the files; a snapshot of the Hub's cache where `repo_id` is set.
         repo_id: repository on the Hub, or None for a folder of the user.
         commit: the commit that `folder` holds, or None for a folder of the user.
-        files: names of the files in `folder`, or of all in the repository; those not asked for are not in `folder`.
+        files: names within `folder` of its files, on the Hub of all; those not asked for are not on this disk.
         subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
         name: how the user called it, sub-folder included, for messages.
     """
@@ -66,13 +66,6 @@ class ResolvedSource:
         assert self.repo_id is not None
         assert self.commit is not None
         return Snapshot(self.root, self.repo_id, self.commit, self.files)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the files in `folder`, on the Hub or on this disk."""
-        inside = f"{self.subfolder}/" if self.repo_id is not None and self.subfolder else ""
-        beside = [name.removeprefix(inside) for name in self.files if name.startswith(inside)]
-        return [name for name in beside if "/" not in name]
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -123,7 +116,8 @@ def open_head_source(
         # A whole model named by mistake is refused before its gigabytes are fetched.
         canonical_names(index, resolved.label)
         fetch(resolved.snapshot, [_joined(inside, shard) for shard in dict.fromkeys(index.values())], offline)
-    return resolved
+    prefix = f"{inside}/" if inside else ""
+    return replace(resolved, files=tuple(name.removeprefix(prefix) for name in whole.files if name.startswith(prefix)))
 
 
 def target_files(target: str | Path, revision: str | None = None, offline: bool = False) -> ResolvedSource:

@@ -201,23 +201,16 @@ class _SourceChecks:
         gathered, info = lm_head.gather(source, ids), written.info(names.LM_HEAD)
         expected = (gathered.dtype, (len(ids), lm_head.info.shape[1]))
         refuse((info.dtype, info.shape) != expected, f"expected {expected}, found {(info.dtype, info.shape)}")
-        mine_raw = written.array(names.LM_HEAD)
-        start, different = 0, []
-        for chunk in gathered.pieces():
-            mine = mine_raw[start : start + len(chunk)]
-            different += (start + np.flatnonzero((mine != chunk).any(axis=1))).tolist()
-            start += len(chunk)
-        if different:
+        different = gathered.differing(written.array(names.LM_HEAD))
+        if len(different):
             raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
-        return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+        return f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}"
 
     def embedding(self) -> str:
         """An embedding that the artifact leaves out is a copy of the target's."""
-        if names.EMBEDDING in self.parts.weights.tensors:
-            return "the head's own"
-        if names.EMBEDDING not in self._source_head.tensors:
-            return "the target's"
+        if names.EMBEDDING in self.parts.weights.tensors or names.EMBEDDING not in self._source_head.tensors:
+            return "as in the source head"
         is_copy = None if self._target is None else is_embedding_of(self._target.source, self._source_head)
         if is_copy is None:
             raise SkipCheck("the target's weights are not at hand; name their folder with --target")
