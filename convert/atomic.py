@@ -80,7 +80,7 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     For a command that wants to refuse before it downloads or computes anything: touches nothing.
     """
     out = _real(out)
-    place = next(path for path in out.parents if path.exists())
+    place = next(path for path in out.parents if os.path.exists(path))
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         problem = f"cannot be written: {place} is not a folder that you may write to"
         raise OutputError.at(out, f"{problem}.\nWrite to another place with --out.")

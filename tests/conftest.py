@@ -7,8 +7,15 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+# Tests set what they need of these; what a user has set for his own work is none of theirs.
+USERS_OWN = ("EAGLE_SLIM_", "HF_", "HUGGING", "TRANSFORMERS_", "RAY_", "TRITON_INTERPRET", "ALL_PROXY", "all_proxy")
+FOR_TESTS = ("EAGLE_SLIM_UPSTREAM", "EAGLE_SLIM_REQUIRE_PROGRAMS", "HF_HUB_OFFLINE")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in [name for name in os.environ if name.startswith(USERS_OWN) and name not in FOR_TESTS]:
+        del os.environ[name]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
     # A shell that starts the tests in the background has them ignore it, and commands that they start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
@@ -17,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ["TRITON_INTERPRET"] = "1"
     if config.pluginmanager.hasplugin("hypothesispytest"):  # the engines' environment has none
         from hypothesis import HealthCheck, settings
 

@@ -172,11 +172,7 @@ class ChatSpec:
 
 
 def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
-    """Collect what rendering needs of a tokenizer.
-
-    Raises:
-        TokenizerError: there is no template.
-    """
+    """Collect what rendering needs of a tokenizer; raises TokenizerError where there is no template."""
     if (template := tokenizer.chat_template) is None:
         raise TokenizerError(
             f"{tokenizer.source}: this tokenizer has no chat template, but the corpus holds chats. Name the tokenizer "
@@ -191,14 +187,9 @@ def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template: its source, and its syntax tree as Jinja parses it.
 
-    Attributes:
-        source: of the template.
-        syntax_tree: of the template, as Jinja parses it.
-
-    Raises:
-        TokenizerError: the template does not parse.
+    Raises TokenizerError for a template that does not parse.
     """
 
     def __init__(self, spec: ChatSpec) -> None:
@@ -227,8 +218,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """Render as `apply_chat_template(tokenize=False)` does; `variables` are further ones, such as `tools`.
 
-        Raises:
-            ChatError: the template refuses the conversation.
+        Raises ChatError where the template refuses the conversation.
         """
         try:
             text: str = self._template.render(
@@ -256,11 +246,7 @@ class Piece:
 
 
 class ChatRenderer:
-    """Renders conversations and finds the assistant's turns in them.
-
-    Raises:
-        TokenizerError: the template does not parse.
-    """
+    """Renders conversations and finds the assistant's turns in them; raises as `ChatTemplate`."""
 
     def __init__(self, spec: ChatSpec) -> None:
         self._template = ChatTemplate(spec)
@@ -269,11 +255,7 @@ class ChatRenderer:
         self._longest = max(map(len, spec.borders), default=0)
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Render the conversation in the first form that loses no content.
-
-        Raises:
-            ChatError: the template refuses it in every form.
-        """
+        """Render the conversation in the first form that loses no content; ChatError where all forms are refused."""
         rendered: list[str] = []
         for form in _forms(messages):
             with suppress(ChatError):

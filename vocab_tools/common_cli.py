@@ -131,8 +131,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
         if sys.stdout is not None:
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
+
     except BrokenPipeError:
         # The reader of stdout went away (`| head`); Python must not complain of it at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

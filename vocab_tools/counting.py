@@ -17,7 +17,7 @@ import numpy as np
 
 from .chats import chat_spec
 from .counts import JSON, HeldOut, SourceCounts, TokenCounts
-from .encoding import choose_library, encoder_spec, name_and_version
+from .encoding import TokenizerLibrary, choose_library, encoder_spec, name_and_version
 from .errors import CorpusError, UsageError
 from .ray_workers import ray_tasks
 from .records import BadRecord
@@ -32,7 +32,6 @@ _SMALL_BYTES = 4 << 20
 _PROBE_BLOCKS = 4
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 4000
-_Library = Literal["auto", "tokenizers", "fastokens"]
 
 
 def count_tokens(
@@ -41,7 +40,7 @@ def count_tokens(
     *,
     workers: int | None = None,
     run_on: Literal["local", "ray"] = "local",
-    tokenizer_library: _Library = "auto",
+    tokenizer_library: TokenizerLibrary | Literal["auto"] = "auto",
     chat_template: str | None = None,
     seed: int = 0,
     held_out: float = HELD_OUT_SHARE,

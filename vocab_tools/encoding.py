@@ -97,7 +97,7 @@ def _fastokens(tokenizer_json: str) -> Encode:
     try:
         import fastokens
     except ImportError as error:
-        raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
+        raise TokenizerError("fastokens is not installed. Try: pip install fastokens") from error
     try:
         tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
     except Exception as error:  # fastokens raises bare exceptions from Rust
@@ -158,15 +158,12 @@ def encode_tail(tokenizer: Tokenizer, text: str, start: int) -> NDArray[np.uint3
 
 
 def choose_library(
-    requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[str, str]]
+    requested: TokenizerLibrary | Literal["auto"], spec: EncoderSpec, probe: Iterable[tuple[str, str]]
 ) -> tuple[TokenizerLibrary, str]:
     """Return the library that encodes the corpus, and why.
 
     "auto" takes `fastokens` where it is installed and gives the ids of `tokenizers` on the probe: (place, text) of some
-    texts of the corpus.
-
-    Raises:
-        TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.
+    texts of the corpus. Raises TokenizerError where `fastokens` was requested, and is not installed, wrong or untried.
     """
     if requested == "tokenizers":
         return "tokenizers", "as asked for"

@@ -24,11 +24,7 @@ def check_named(path: object) -> None:
 
 
 def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
-    """Return the path of a regular file; reading a pipe or a device may block.
-
-    Raises:
-        error_type: it is missing, or a folder, a pipe or a device.
-    """
+    """Return the path of a file; raises `error_type` where it is missing, a folder, or a pipe or device (may block)."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -63,11 +59,7 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
 
 
 def write_file(path: str | Path, data: bytes) -> None:
-    """Write bytes so that a reader, or a killed writer, sees the old file or the new one.
-
-    Raises:
-        OSError: the folder is missing or read-only, the disk is full.
-    """
+    """Write bytes so that a reader, or a killed writer, sees the old file or the new one; raises OSError."""
     path = Path(path).absolute()
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -103,7 +95,7 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
     """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
     try:
         return json.loads(read_text(path, error_type))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise error_type(f"{path}: not readable as JSON: {error}.") from error
 
 

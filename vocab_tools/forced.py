@@ -134,31 +134,20 @@ def _template_tokens(tokenizer: LoadedTokenizer, template: str) -> set[int]:
 def _literals(template: ChatTemplate, special_tokens: Mapping[str, str]) -> list[str]:
     """Return every text that a template's source spells: literal strings, constant concatenations, known variables."""
     from jinja2 import nodes
+    from jinja2.visitor import NodeTransformer
 
-    def text_of(node: nodes.Node) -> str | None:
-        """Return the text of a constant expression, special-token variables included; None when it is not one."""
-        if isinstance(node, nodes.TemplateData):
-            return node.data
-        if isinstance(node, nodes.Const):
-            return node.value if isinstance(node.value, str) else None
-        if isinstance(node, nodes.Name):
-            return special_tokens.get(node.name)
-        parts: Sequence[nodes.Node]
-        if isinstance(node, nodes.Add):
-            parts = [node.left, node.right]
-        elif isinstance(node, nodes.Concat):
-            parts = node.nodes
-        else:
-            return None
-        texts = [text_of(part) for part in parts]
-        return None if any(text is None for text in texts) else "".join(text for text in texts if text is not None)
+    class Named(NodeTransformer):
+        def visit_Name(self, node: nodes.Name) -> nodes.Expr:  # noqa: N802  # jinja2 calls it by this name
+            text = special_tokens.get(node.name)
+            return node if text is None else nodes.Const(text, environment=node.environment)
 
     found: dict[str, None] = {}
-    kinds = (nodes.TemplateData, nodes.Const, nodes.Name, nodes.Add, nodes.Concat)
-    for node in template.syntax_tree.find_all(kinds):
-        text = text_of(node)
-        if text:
-            found.setdefault(text)
+    tree = Named().visit(template.syntax_tree)
+    for node in tree.find_all((nodes.TemplateData, nodes.Const, nodes.Add, nodes.Concat)):
+        with contextlib.suppress(nodes.Impossible):
+            text = node.as_const()
+            if text and isinstance(text, str):
+                found.setdefault(text)
     return list(found)
 
 

@@ -182,8 +182,7 @@ def _format_of(path: str) -> str:
 def find_files(location: str) -> tuple[SourceFile, ...]:
     """List the files of a path, folder (searched through) or glob, by name.
 
-    Raises:
-        CorpusError: there are none, one is no regular file, or has an unknown format.
+    Raises CorpusError where there are none, one is no regular file, or has an unknown format.
     """
     path = expand_home(location)
     base = path if path.is_dir() else path.parent
@@ -405,7 +404,7 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
             return column, "chat"
     for column in TEXT_COLUMNS:
         if isinstance(row.get(column), str):
-            return column, "text"
+            return column, _kind(row[column])
     strings = [column for column, value in row.items() if isinstance(value, str)]
     doubtful = {column for column, value in row.items() if value is None or isinstance(value, list | dict)}
     doubtful |= {*CHAT_COLUMNS, *TEXT_COLUMNS} & row.keys() - {*strings}

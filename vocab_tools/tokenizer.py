@@ -189,10 +189,8 @@ class LoadedTokenizer:
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
     """Load a tokenizer with its chat template and generation settings from a Hub id, a folder or a tokenizer.json.
 
-    `revision` is a branch, tag or commit on the Hub; `offline` uses the local cache only.
-
-    Raises:
-        TokenizerError: missing, gated, unreadable, or without a tokenizer.json.
+    `revision` is a branch, tag or commit on the Hub; `offline` uses the local cache only. Raises TokenizerError for one
+    that is missing, gated, unreadable, or without a tokenizer.json.
     """
     path = expand_home(source)
     if not str(source):
@@ -216,10 +214,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
 def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
     """Check that the data named by `where`, which records `tokenizer_hash`, was made with a tokenizer.
 
-    Returns a warning where the data records no hash.
-
-    Raises:
-        TokenizerError: the hashes differ.
+    Returns a warning where the data records no hash; raises TokenizerError where the hashes differ.
     """
     if tokenizer_hash is None:
         return [f"{where}: no tokenizer is recorded; the ids are taken to be those of {tokenizer.source}"]

@@ -119,12 +119,10 @@ class DraftVocab:
         """Return the vocabulary for a target of that many rows.
 
         A size that was only inferred (from a tokenizer or the largest id) gives way to the real one. One that was
-        stated must agree but for padding, since a configuration may count fewer rows than the LM head has.
-
-        Raises:
-            VocabularyError: the stated sizes differ by more, or an id is out of range.
+        stated must agree but for padding, since a configuration may count fewer rows than the LM head has; raises
+        VocabularyError where it does not, and for an id out of range.
         """
-        if target_vocab == self.target_vocab:
+        if target_vocab == self.target_vocab and TARGET_VOCAB_FROM not in self.provenance:
             return self
         if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > MOST_PADDING:
             raise VocabularyError(
@@ -185,10 +183,9 @@ def is_native(value: Any) -> bool:
 
 
 def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
-    """Return a flat list or array of integers as int64 [n]; floats, booleans and nested lists are refused.
+    """Return a flat list or array of integers as int64 [n].
 
-    Raises:
-        VocabularyError: it is none, or an integer does not fit 64 bits.
+    Raises VocabularyError for floats, booleans, nested lists, and an integer that does not fit 64 bits.
     """
     if isinstance(values, (list, tuple)) and all(type(value) is int for value in values):
         try:

@@ -164,6 +164,7 @@ def _keys(head: DraftHead) -> dict[str, Any]:
 
 
 def _tensor(head: DraftHead, name: str, kind: GgufType) -> NDArray[Any]:
+    """Encode a tensor in a type of GGUF: the bytes of q8_0 and bf16, the numbers of the others."""
     values: NDArray[np.float32] = head.tensors.get(name).float().numpy()
     if values.ndim == 1:
         return values
@@ -172,18 +173,13 @@ def _tensor(head: DraftHead, name: str, kind: GgufType) -> NDArray[Any]:
         # llama.cpp rotates neighbouring values in `eagle3`, where transformers rotates halves of a head.
         heads = head.config["num_attention_heads" if part == "q_proj.weight" else "num_key_value_heads"]
         values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-    return _encoded(values, kind, f"{head.location}: {name}")
-
-
-def _encoded(values: NDArray[np.float32], kind: GgufType, where: str) -> NDArray[Any]:
-    """Encode rows [n, columns] in a type of GGUF: the bytes of q8_0 and bf16, the numbers of the others."""
     with np.errstate(over="ignore"):
         result: NDArray[Any] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind.upper()])
     scales = result
     if kind == "q8_0":
         scales = np.ascontiguousarray(result.reshape(-1, _BLOCK_BYTES)[:, :2]).view(np.float16)
     if kind in ("f16", "q8_0") and not np.isfinite(scales).all():
-        raise MismatchError(f"{where} holds a value too large for {kind}.\nTake --gguf bf16.")
+        raise MismatchError.at(head.location, f"{name} holds a value too large for {kind}.\nTake --gguf bf16.")
     return result
 
 

@@ -143,11 +143,11 @@ def embedded_target_folder() -> Path:
 
     Raises:
         SourceError: the wheel is missing, or of another version.
-        OutputError: the cache cannot be written.
+        OutputError: the cache cannot be written, as that of a user without a home, /~/.cache.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/", os.path.expanduser("~"), ".cache"))
     out = cache / "eagle-slim" / f"smollm2-135m-instruct-{_WHEEL_VERSION}-{_EXPORT_VERSION}"
-    if out.exists():
+    if os.path.exists(out):  # unlike Path.exists, also in folders that this user may not enter
         return out
     import gguf
 

@@ -11,7 +11,6 @@ from .statistics import Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
-_NO_DIFFERENCE = "no significant difference"
 
 
 def recommend(rows: Sequence[Row]) -> list[Advice]:
@@ -86,7 +85,7 @@ def _reasons(
     reasons = [f"{chosen.label}: {length}{times} {chosen.tokens_per_s:.1f} tokens/s."]
     for row in measured:
         if row is not best:
-            how = _NO_DIFFERENCE if row in close else "slower"
+            how = "no significant difference" if row in close else "slower"
             reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
     return reasons
 

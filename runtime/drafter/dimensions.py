@@ -123,10 +123,9 @@ class DrafterConfig(NamedFields):
         """Return the configuration of another tree, with room for as many tokens."""
         if tree == self.tree:
             return self
-        width, num_tokens = tree.new_tokens_width, self.num_tokens
         return replace(
             self, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
-            max_positions=num_tokens + tree.depth * tree.top_k + width,
+            max_positions=self.num_tokens + tree.depth * tree.top_k + tree.new_tokens_width,
         )  # fmt: skip
 
     @property
@@ -138,6 +137,11 @@ class DrafterConfig(NamedFields):
     def num_tokens(self) -> int:
         """Tokens of a sequence that the cache has room for, beside a tree and the new tokens of a step."""
         return max(1, self.max_positions - self.tree_rows - self.tree.new_tokens_width)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether weights are FP8, and operands pairs of e4m3 numbers."""
+        return self.weight_dtype != self.dtype
 
     @property
     def qkv_size(self) -> int:
@@ -180,7 +184,7 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     if cfg.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise _beyond_kernel("bfloat16, float16 or float32", cfg.dtype)
     # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
-    unit, weights = (32, " with FP8 weights") if cfg.weight_dtype.itemsize == 1 else (16, "")
+    unit, weights = (32, " with FP8 weights") if cfg.has_fp8 else (16, "")
     sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width")}
     for name, size in {**sizes, "num_heads * head_dim": cfg.num_heads * cfg.head_dim}.items():
         if size % unit:

@@ -79,8 +79,11 @@ class Drafter:
     @property
     def draft_bytes(self) -> int:
         """Bytes of weights read to draft a tree: on each level the layer, the LM head and all rows that may join."""
+        head = self.weights
+        joining = 0 if head.follow is None else min(head.follow.most, len(head.follow.ids))
+        num_weights = sum(tensor.numel() for tensor in (*head.tensors.values(), head.lm_head)) + joining * head.hidden
         # Norms and biases stay as they are; they are negligible.
-        return self.weights.num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
+        return num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
 
     def like(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> Drafter:
         """Return a drafter for another tree or draft vocabulary of this head.
@@ -108,8 +111,8 @@ class Drafter:
         return BufferedDrafter(self, self._config(num_slots, capacity), cache)
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
-        stored = None if self.packing is None else self.packing.weight_dtype
-        return DrafterConfig.of(self.weights, self.tree, num_slots, capacity + self.tree.new_tokens_width, stored)
+        num_tokens = capacity + self.tree.new_tokens_width
+        return DrafterConfig.of(self.weights, self.tree, num_slots, num_tokens, self.stored_dtype)
 
 
 class BufferedDrafter:
@@ -160,10 +163,6 @@ class BufferedDrafter:
         if params is not None:
             other.bufs.workspace["barrier"] = self.bufs.workspace["barrier"]
         return other
-
-    def clear_error_(self) -> None:
-        """Make a barrier that timed out usable again."""
-        reset_barrier(self.bufs)
 
     def draft(self) -> None:
         """Draft the trees of the active slots into the buffers."""

@@ -117,13 +117,6 @@ class HeadWeights(NamedFields):
         return None if q is None or k is None else (q, k)
 
     @property
-    def num_weights(self) -> int:
-        """Weights read for a level of a tree: the layer's, the LM head's, and all rows that may join."""
-        read = [*self.tensors.values(), self.lm_head]
-        joining = 0 if self.follow is None else min(self.follow.most, len(self.follow.ids))
-        return sum(tensor.numel() for tensor in read) + joining * self.hidden
-
-    @property
     def draft_vocab(self) -> int:
         """Rows of the LM head."""
         return self.lm_head.shape[0]
@@ -139,12 +132,6 @@ class HeadWeights(NamedFields):
         biased = "self_attn.k_proj.bias" in w
         weight = torch.cat([w[f"{name}.weight"] for name in names]).t()
         return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
-
-    def rotary_halves(self, num_positions: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin, each fp32 [num_positions, head_dim / 2], for a text of ``num_tokens``."""
-        half = self.head_dim // 2
-        cos, sin = self.rotary.for_length(num_tokens).tables(num_positions)
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
     @cached_property
     def held_ids(self) -> bytes:
@@ -174,17 +161,18 @@ def choose_draft_ids(
     Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
+    own = available if rank_order is None else np.sort(rank_order)
     if draft_vocab is None:
-        return available if rank_order is None else np.sort(rank_order)
+        return own
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
             raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
         ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
         check_available(ids, available)
         return ids
-    count = len(available if rank_order is None else rank_order)
+    count = len(own)
     if draft_vocab == count:
-        return available if rank_order is None else np.sort(rank_order)
+        return own
     if rank_order is None:
         raise UsageError(
             f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "

@@ -9,7 +9,7 @@ token; an edited history shares less, and an unrelated prompt nothing::
     rows     a b c d e f            reused   a b c d e          run   f X
 
 The last shared token is run again: its feature pairs with the token after it, and its new keys and values are compared
-with those that the slot held (`HeldRow`).
+with those that the slot held (`hold_row`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Decoders:
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
         self._decoders: dict[tuple[int, TreeConfig | None, PartialVerification | None], Decoder] = {}
-        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, _token_bytes(target.runs))
+        layers = target.runs.layer_shapes
+        token_bytes = target.dtype.itemsize * sum(each.kv_heads * (each.key_dim + each.value_dim) for each in layers)
+        self.acceptance, self.costs = Acceptance(), Costs(target.weight_bytes, token_bytes)
         """What steps that choose their shape have learned of the head, and of this device."""
         self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
@@ -246,9 +248,3 @@ def match_slots(
         if place not in found and all(slot != taken for taken, _ in found.values()):
             found[place] = (slot, shared[place, slot])
     return [found[place] for place in range(len(prompts))]
-
-
-def _token_bytes(target: Target) -> int:
-    """Count the bytes of a token's keys and values, in all layers."""
-    shapes = target.layer_shapes
-    return target.dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)

@@ -161,8 +161,7 @@ def describe(
         how += f", tokens chosen on the host ({plan.rules.host_reason})"
     rows = target.exactness or "rows are not exact"
     trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in Counter(steps).most_common())
-    target_words = f"target {target.backend.name} ({target.backend.reason})"
-    path = f"{how}; {target_words}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
+    path = f"{how}; target {target.backend}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
     if plan.ahead is not None or plan.full_reason:
         path += f"; partial verification: {plan.full_reason or plan.ahead}"
     return path

@@ -35,8 +35,10 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
                 "the target out or name the model that the head belongs to."
             )
         return folder
-    is_built_in = str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline())
-    if is_built_in and not _is_cached():
+    if str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline()):
+        with suppress(HubError):
+            find_snapshot(EMBEDDED_TARGET_REPO, None, True, lambda names, _: [*{"config.json"} & {*names}])
+            return given
         warnings.warn(
             f"{given} is not on this machine; the built-in copy stands in for it. Its weights are dequantised (Q4_1 "
             "and Q8_0 to bfloat16), so its output differs from the repository's.",
@@ -71,11 +73,4 @@ def is_draft_head(folder: Path) -> bool:
     with suppress(OSError, ValueError, KeyError, TypeError):
         names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
         return "eagle" in str(names).lower()
-    return False
-
-
-def _is_cached() -> bool:
-    with suppress(HubError):
-        find_snapshot(EMBEDDED_TARGET_REPO, None, offline=True, choose=lambda names, _: [*{"config.json"} & {*names}])
-        return True
     return False

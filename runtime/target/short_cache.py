@@ -41,11 +41,6 @@ def unfit_reason(target: Target) -> str | None:
     return None
 
 
-def rows_seen(num_blocks: int) -> int:
-    """Return the most prefix rows that a partial pass sees, with ``num_blocks`` chosen blocks."""
-    return (num_blocks + RECENT + 1) * BLOCK
-
-
 class ShortCache:
     """The part of ``whole`` that partial passes see; see the module. Nothing here waits for the device.
 
@@ -58,7 +53,8 @@ class ShortCache:
         layers, slots, kv_heads, capacity, head_dim = self.keys.shape
         total = -(-capacity // BLOCK)
         self.num_blocks = min(num_blocks, total)
-        self.cache = KVCache.allocate(target, slots, rows_seen(self.num_blocks) + num_new)
+        # The last block has begun, and is not whole.
+        self.cache = KVCache.allocate(target, slots, (self.num_blocks + RECENT + 1) * BLOCK + num_new)
         self.offsets = torch.zeros(slots, dtype=torch.int32, device=target.device)
         """int32 [slots]: position minus row of the new rows."""
         self.lengths = torch.zeros_like(self.offsets)

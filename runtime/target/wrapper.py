@@ -394,8 +394,8 @@ def _problems(model: Any) -> Iterator[str]:
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
-    for name in _attentions(model):
-        if not attention.is_built_in(name):
+    for name in {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}:
+        if isinstance(name, str) and not attention.is_built_in(name):
             yield (
                 f"attends by a function of its own ({name!r}), which verifying trees would replace by softmax "
                 "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
@@ -427,13 +427,6 @@ def _problems(model: Any) -> Iterator[str]:
         )
     if not getattr(model, "_supports_attention_backend", False):
         yield f"does not take a registered attention function in this version of transformers. {can}"
-
-
-def _attentions(model: nn.Module) -> set[str]:
-    """Collect the names of the attention functions that a model's configurations ask for."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    names = (getattr(config, "_attn_implementation", None) for config in configs)
-    return {name for name in names if isinstance(name, str)}
 
 
 def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:

@@ -39,4 +39,5 @@ def test_the_commit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_COMMIT", "abc")
     assert timing.machine(torch.device("cpu"))["commit"] == "abc"
     monkeypatch.delenv("EAGLE_SLIM_COMMIT")
-    assert timing.commit()
+    monkeypatch.setenv("PATH", "")
+    assert timing.commit() == "unknown"

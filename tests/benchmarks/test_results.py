@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import ROOT, unknown_commits
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
 
 
@@ -32,9 +31,7 @@ def test_results(path: Path) -> None:
     versions = {"torch", "vllm", "sglang"} if "starts" in result else {"torch", "triton"}
     assert found
     assert all({"device", "commit"} | versions <= set(each) for each in found)
-    for commit in {str(each["commit"]) for each in found if (ROOT / ".git").exists()}:
-        known = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
-        assert known.returncode == 0, f"{commit} is no commit of the history"
+    assert unknown_commits({str(each["commit"]) for each in found}) == []
 
 
 def test_the_newest_of_each_question_is_kept() -> None:

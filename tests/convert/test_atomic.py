@@ -200,7 +200,7 @@ def test_a_writer_that_waits_for_another(tmp_path: Path, fails: bool) -> None:
         (folder / "a").write_text("first")
         if fails:
             raise KeyError
-    assert type(waiting.exception(10)) is (type(None) if fails else OutputExistsError)
+    assert type(waiting.exception(1800)) is (type(None) if fails else OutputExistsError)
     assert tree(tmp_path) == {"out/a": "second" if fails else "first"}
 
 

@@ -93,7 +93,7 @@ def free_ports(number: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def wait_for(*urls: str, timeout_s: float = 300) -> None:
+def wait_for(*urls: str, timeout_s: float = 1800) -> None:
     """Return once every URL is answered with 200."""
     deadline = time.monotonic() + timeout_s
     for url in urls:

@@ -106,7 +106,7 @@ def generate(program: Path, prompt: str, head: Path, *, depth: int, num_tokens: 
         "--no-escape", "-p", prompt,
     ]  # fmt: skip
     for _ in range(_ATTEMPTS):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, done.stderr[-3000:]
         counted = {name: int(value) for name, value in re.findall(r"(n_\w+) *= (\d+)", done.stderr)}
         if "n_accept" in counted:

@@ -104,7 +104,7 @@ def test_two_servers_and_one_that_differs_at_one_token(served: dict[str, str], t
         assert each["margin"] == pytest.approx(likely[own] - likely[other], abs=1e-3)
     # Of all answers, and of the few tokens that warmed the server up.
     drafts = accepted = 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 1800
     while drafts < 2 * passes * K and time.monotonic() < deadline:
         logged = re.findall(r"Accepted: (\d+) tokens, Drafted: (\d+) tokens", Path(served["log"]).read_text())
         accepted, drafts = (sum(int(numbers[place]) for numbers in logged) for place in (0, 1))

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def skip_or_fail(reason: str) -> NoReturn:
@@ -20,12 +24,23 @@ def skip_or_fail(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def unknown_commits(commits: Iterable[str]) -> list[str]:
+    """Those that are not in the history; none where git cannot tell: no clone, a shallow one, or somebody else's."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return []
+    is_shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True)
+    if is_shallow.stdout != b"false\n":
+        return []
+    ask = ["git", "merge-base", "--is-ancestor"]
+    return [each for each in commits if subprocess.run([*ask, each, "HEAD"], cwd=ROOT, capture_output=True).returncode]
+
+
 def headless_browser(profile: Path) -> list[str]:
     """Command line of a Chromium without a window, on an empty profile folder; what it is to open follows."""
     found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     chromium = next(filter(None, found), None) or skip_or_fail("needs chromium: apt-get install chromium")
     return [
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic",
+        "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
         f"--user-data-dir={profile}",
     ]  # fmt: skip

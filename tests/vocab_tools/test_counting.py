@@ -236,7 +236,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: sign
         assert process.stdout.readline().split() != []
         process.send_signal(by)
         # Workers hold its output open, too: this ends with the last of them.
-        process.communicate(timeout=300)
+        process.communicate(timeout=1800)
         assert process.returncode != 0
 
 

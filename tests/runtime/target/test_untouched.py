@@ -57,7 +57,7 @@ def test_modules_run_another_way_meanwhile_as_ever(head: Path) -> None:
 
             other = threading.Thread(target=run)
             other.start()
-            other.join(60)
+            other.join(1800)
             assert not other.is_alive()
             with torch.inference_mode(False):
                 run()
@@ -143,10 +143,10 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(head: Path) -> None:
 
 
 def in_another_thread(act: Callable[[], Any]) -> Any:
-    """What an act gives there, within a minute."""
+    """What an act gives there, whose end is waited for."""
     results: list[Any] = []
     other = threading.Thread(target=lambda: results.append(act()))
     other.start()
-    other.join(60)
+    other.join(1800)
     assert not other.is_alive()
     return results[0]
