@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,14 @@ class TokenCounts:
         """Tokens counted in all sources."""
         return sum(source.num_tokens for source in self.sources)
 
+    @property
+    def held_out_counts(self) -> TokenCounts:
+        """Counts of the held-out tokens alone."""
+        parts = [source.held_out.token_ids if source.held_out else () for source in self.sources]
+        counts = [np.bincount(part, minlength=self.vocab_size) for part in parts]
+        sources = zip(self.sources, counts, strict=True)
+        return replace(self, sources=tuple(replace(source, counts=own, held_out=None) for source, own in sources))
+
     def account(self, weights: Mapping[str, float] | None = None) -> list[dict[str, JSON]]:
         """Return name, weight, tokens and provenance of every source, JSON-ready; raises as `mixed_weights`."""
         chosen = self.source_weights(weights)
@@ -161,8 +170,8 @@ class TokenCounts:
         """
         chosen = self.source_weights(weights)
         used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
-        if len(used) <= 1:
-            return (used[0] if used else self.sources[0]).counts.astype(np.float64)
+        if len(used) == 1:
+            return used[0].counts.astype(np.float64)
         total_weight = sum(chosen[source.name] for source in used)
         total_tokens = sum(source.num_tokens for source in used)
         mixed = np.zeros(self.vocab_size, np.float64)
@@ -175,7 +184,7 @@ class TokenCounts:
 
         Raises `VocabularyError` for an id outside the vocabulary, and for the very same tokens a second time.
         """
-        found = np.fromiter(ids, np.int64)
+        found = np.fromiter(map(index, ids), np.int64)
         if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
             raise VocabularyError(
                 f"Ids to add: expected 0 to {self.vocab_size - 1}, found {found.min()} to {found.max()}."

@@ -95,7 +95,7 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
     """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
     try:
         return json.loads(read_text(path, error_type))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise error_type(f"{path}: not readable as JSON: {error}.") from error
 
 

@@ -78,6 +78,8 @@ class LinesBlock:
             with reading(self.path), Path(self.path).open("rb") as file:
                 file.seek(self.start)
                 data = file.read(self.stop - self.start)
+            if len(data) < self.stop - self.start:
+                raise CorpusError(f"{self.path}: it became shorter while it was counted.")
         if self.start == 0:
             data = data.removeprefix(_BYTE_ORDER_MARK)
         return _texts(data) if self.is_text else _values(data.split(b"\n"), column)

@@ -404,7 +404,7 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
             return column, "chat"
     for column in TEXT_COLUMNS:
         if isinstance(row.get(column), str):
-            return column, "text"
+            return column, _kind(row[column])
     strings = [column for column, value in row.items() if isinstance(value, str)]
     doubtful = {column for column, value in row.items() if value is None or isinstance(value, list | dict)}
     doubtful |= {*CHAT_COLUMNS, *TEXT_COLUMNS} & row.keys() - {*strings}

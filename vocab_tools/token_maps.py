@@ -311,10 +311,13 @@ def _starts_as_json(path: Path) -> bool:
 def _read_text(path: Path) -> list[int]:
     """Read ids as text, separated by spaces, commas or the ends of lines; `#` begins a comment."""
     lines = read_text(path, VocabularyError).splitlines()
-    parts = [part for line in lines for part in line.partition("#")[0].replace(",", " ").split()]
-    wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
+    rows = [row for line in lines if (row := line.partition("#")[0].replace(",", " ").split())]
+    parts = [part for row in rows for part in row]
+    wrong = next((part for part in parts if not (part.isascii() and part.isdigit() and len(part) < 20)), None)
     if wrong is not None:
         raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
+    if len(rows) > 1 and set(map(len, rows)) in ({2}, {3}):
+        raise VocabularyError(f"{path}: {len(rows[0])} numbers on each line are a table. Keep the column of ids alone.")
     return [int(part) for part in parts]
 
 

@@ -123,6 +123,7 @@ CHAT = [{"role": "user", "content": "x"}]
         ([{"text": "x", "messages": json.dumps(CHAT)}], None, ("messages", "chat")),
         ([{"id": 1, "talk": json.dumps(CHAT)}], None, ("talk", "chat")),
         ([{"text": '[{"name": "x"}]'}], None, ("text", "text")),
+        ([{"text": json.dumps(CHAT)}], None, ("text", "chat")),
         ([{"messages": "[citation needed]"}], None, ("messages", "text")),
         # A null does not show what its column holds.
         ([{"text": None, "id": 1}, {"text": "x", "id": 3}], None, ("text", "text")),
@@ -203,6 +204,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         path.write_bytes(damaged)
         with pytest.raises(CorpusError, match=f"{name}: cannot be read"):
             values(path)
+
+
+def test_a_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl([{"text": "one"}, {"text": "two"}]))
+    (block,) = open_source(CorpusSource(str(path))).blocks()
+    path.write_bytes(jsonl([{"text": "one"}]))
+    with pytest.raises(CorpusError, match=r"a\.jsonl: it became shorter"):
+        list(block.records("text"))
 
 
 @pytest.mark.parametrize(

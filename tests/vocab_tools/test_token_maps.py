@@ -254,7 +254,7 @@ def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path)
 
 def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
     texts = {
-        "a.txt": "# ranked\n7 2\n\n11,3  # rare\n",
+        "a.txt": "# ranked\n7 2 11\n\n3,  # rare\n",
         "a.csv": "7\n2\n11\n3",
         "a.json": '{"token_ids": [7, 2, 11, 3]}',
     }
@@ -351,6 +351,10 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> No
         ("a.npy", b"not an array"),
         ("a.txt", "-7 2"),
         ("a.txt", "7 2 the"),
+        ("a.txt", "7" * 5000),
+        ("a.json", b"[" + b"7" * 5000 + b"]"),
+        ("a.csv", b"7,900\n2,30\n11,8\n"),
+        ("a.txt", "1 7 9\n2 3 8\n"),
         ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16)),
         ("a.pt", torch.tensor([[1]])),
         ("a.dat", b"1\n2\n"),

@@ -353,9 +353,8 @@ def test_an_embedding_is_left_out_only_where_it_is_a_copy_of_the_targets(tmp_pat
         assert ("embed_tokens.weight" in written(done.folder)) == bool(said)
         assert any("embed_tokens" in warning and said in warning for warning in done.manifest.warnings) == bool(said)
     # As conversions left one out that was no copy, before they compared.
-    assert [check.name for check in verify_artifact(tmp_path / "a-slim", head=head, target=target).failed] == [
-        "embedding"
-    ]
+    (failed,) = verify_artifact(tmp_path / "a-slim", head=head, target=target).failed
+    assert (failed.name, "embed_tokens" in failed.detail) == ("tensors of the source head", True)
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
@@ -764,6 +763,10 @@ def test_what_several_engines_make_of_a_head_is_said_once(tmp_path):
     head = write_eagle1(tmp_path / "head")
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
+    # A head written for one engine warns of that one alone.
+    one = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "one", flavour="sglang")
+    told = " ".join(one.manifest.warnings)
+    assert ("SGLang: the token map" in told, "vLLM" in told, "full LM head" in told) == (True, False, False)
 
 
 def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):

@@ -51,7 +51,8 @@ class Stub:
         self.timings: dict[str, int] = options.get("timings", {})
         self.forgets = options.get("forgets", False)
         # What it did before anyone measured must not count.
-        self.answers, self.looks, self.late = 100, 0, options.get("late", 0)
+        self.late = self.looks = options.get("late", 0)
+        self.passes = [PASSES] * 100
         self.asked, self.keys = list[dict[str, Any]](), set[str | None]()
         self.passed_s = 0.0
         self.tries, self.lock, self.is_over = Counter[str](), threading.Lock(), threading.Event()
@@ -61,8 +62,8 @@ class Stub:
     def page(self) -> str:
         assert self.metrics is not None
         self.looks += 1
-        counted = self.answers - (self.looks % (self.late + 1) != 0)
-        return self.metrics.format(tokens=counted * 21, passes=counted * PASSES, accepted=counted * ACCEPTED)
+        counted = self.passes[: len(self.passes) - (self.looks <= self.late)]
+        return self.metrics.format(tokens=len(counted) * 21, passes=sum(counted), accepted=len(counted) * ACCEPTED)
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         changed = {} if self.forgets and body.get("logprobs") else self.changed
@@ -129,9 +130,11 @@ def serving(stub: Stub) -> Iterator[str]:
             else:
                 self.reply(": ping\n\n")
                 for event in islice(stub.events(body), 7 if fault == "dies" else None):
-                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                    said = json.dumps(event).replace('"length"', f'"{fault}"' if fault == "abort" else '"length"')
+                    self.wfile.write(f"data: {said}\n\n".encode())
                 if fault != "dies":
-                    stub.answers += 1
+                    stub.passes.append(20 if body.get("logprobs") else PASSES)
+                    stub.looks = 0
                     self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, *args: object) -> None:
@@ -189,6 +192,7 @@ def test_the_figures_are_the_servers_own(run: Run, stub: Stub) -> None:
         assert (row["candidate"], row["batch"], row["mean_accepted_length"]) == ("slim", at_once, 20 / 8)
         # Of groups of four, the last is filled up.
         num_answers = {1: 12, 4: 16}[at_once]
+        assert row["num_prompts"] == {1: 6, 4: 2}[at_once], "a second round makes no more prompts"
         assert (row["num_answers"], row["num_identical"], row["num_new_tokens"]) == (
             num_answers, num_answers, num_answers * 21,
         )  # fmt: skip
@@ -224,6 +228,12 @@ def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp
     assert re.search(r"slim|plain", advice["headline"])
 
 
+def test_answers_that_are_asked_for_again_are_in_no_figure(run: Run) -> None:
+    with serving(Stub(SGLANG, late=2)) as one, serving(Stub(SGLANG, late=2, changed={5: " x"})) as two:
+        found, _ = run(f"plain={one}", f"slim={two}")
+    assert [row["mean_accepted_length"] for row in found["rows"]] == [20 / 8, 20 / 8]
+
+
 def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
     with serving(Stub()) as one, serving(Stub(changed={5: " x"}, forgets=True)) as two:
         found, _ = run(f"plain={one}", f"slim={two}", "--limit", "1")
@@ -234,7 +244,7 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
 @pytest.mark.parametrize(
     ("fault", "message", "is_answered"),
     [("dies", "broke off after 21 characters", False), ("garbage", "garbage", False), ("silent", "silent for", False),
-     ("pings", "silent for", False), ("moved", "redirects to /v1/models", False),
+     ("pings", "silent for", False), ("moved", "redirects to /v1/models", False), ("abort", "'abort'", False),
      ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
 )  # fmt: skip
 def test_a_fault_is_told_and_other_prompts_are_measured(
