@@ -189,7 +189,7 @@ class Comparison:
         """
         with atomic_directory(folder, force=force, marker=MARKER) as inside:
             (inside / MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-            (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
+            (inside / "compare.html").write_bytes(self.to_html().encode(errors="backslashreplace"))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the answers as plain values: setup, rows, advice."""
