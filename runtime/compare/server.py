@@ -137,7 +137,9 @@ class Server:
                         reply = replace(reply, num_accepted=int(event["timings"]["draft_n_accepted"]))
                     for choice in (event.get("choices") or ()) if event.get("usage") else event["choices"]:
                         delta = choice.get("delta") or {}
-                        text += "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))
+                        # Some servers tell a thought under both of its names.
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        text += thought + (delta.get("content") or "")
                         if text and not reply.first_s:
                             reply = replace(reply, first_s=time.perf_counter())
                         for each in (choice.get("logprobs") or {}).get("content") or ():
