@@ -91,7 +91,7 @@ class Row:
             **self.candidate.to_json(),
             **{name: getattr(self, name) for name in names},
             **{name: getattr(stats, name) for name in counts},
-            "missed_rate": round(stats.missed_rate, 6) if stats.num_new_tokens else None,
+            "missed_rate": None if self.candidate.is_plain or not stats.num_new_tokens else round(stats.missed_rate, 6),
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
             **{name: round(getattr(found, own), 6) if found else None for name, own in times.items()},
