@@ -58,9 +58,9 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option("--draft-vocab", callback=_sizes, metavar="N",
-              help="Rows to keep: one or several sizes, or `full` to only normalise.")  # fmt: skip
-@click.option("--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover (0.99).")
+@click.option("--draft-vocab", callback=_sizes, metavar="N,N,...",
+              help="Rows of the LM head to keep, or several sizes; `full` keeps all, normalised.")  # fmt: skip
+@click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
@@ -78,7 +78,7 @@ Examples:
 @click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
               help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
-              help="Form of the head's own map, if its files do not show it.")  # fmt: skip
+              help="Form of the head's own map d2t, if its files do not show it.")  # fmt: skip
 @click.option("--tap-layers", callback=whole_numbers, metavar="L,L,...",
               help="Target layers whose inputs the head reads, if its files are wrong.")  # fmt: skip
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
@@ -100,8 +100,8 @@ def convert(
     The result is a folder that vLLM, SGLang and SafeAILab's EAGLE take as it is. It has the names and shapes that
     TensorRT-LLM asks for, but was not run there.
 
-    The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
-    head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
+    The tokens come from --counts, --token-map, --dataset or --order. Default: the ranks of a head that eagle-convert
+    wrote, the built-in head's counts, or 10 million tokens of a public chat dataset (HuggingFaceH4/ultrachat_200k).
     """
     from eagle_slim.vocab_tools.counting import count_tokens
     from eagle_slim.vocab_tools.sources import parse_source
@@ -150,9 +150,8 @@ def _print(conversion: Conversion, verb: str) -> None:
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
-        interval = ""
-        if entry["interval"] is not None:
-            interval = ", 95% interval {:.2%} to {:.2%}".format(*entry["interval"])
+        bounds = entry["interval"]
+        interval = "" if bounds is None else f", 95% interval {bounds[0]:.2%} to {bounds[1]:.2%}"
         covered = f"{entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} tokens{interval}"
         instead = f"the first ids would cover {entry['first_ids_instead']:.2%}"
         click.echo(f"  coverage of {printable(entry['source'])}  {covered}; {instead}")

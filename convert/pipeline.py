@@ -301,7 +301,8 @@ def _plan(
     config = config_of(head, rows, options.flavour)
     facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
     findings = conversion_findings(facts)
-    manifest = _manifest(inputs, options, ranking, vocab, in_words(findings))
+    notes = in_words([found for found in findings if options.flavour in ("default", found.engine)])
+    manifest = _manifest(inputs, options, ranking, vocab, notes)
     bytes_before, bytes_after = (bytes_per_draft_step(head, number) for number in (head.draft_vocab, rows))
     licence = EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license")
     refused = {found.engine for found in findings if found.severity == "error"}

@@ -97,7 +97,7 @@ def _fastokens(tokenizer_json: str) -> Encode:
     try:
         import fastokens
     except ImportError as error:
-        raise TokenizerError("fastokens is not installed. Try: pip install 'eagle-slim[fast]'") from error
+        raise TokenizerError("fastokens is not installed. Try: pip install fastokens") from error
     try:
         tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
     except Exception as error:  # fastokens raises bare exceptions from Rust

@@ -121,7 +121,7 @@ class DraftVocab:
         stated must agree but for padding, since a configuration may count fewer rows than the LM head has; raises
         VocabularyError where it does not, and for an id out of range.
         """
-        if target_vocab == self.target_vocab:
+        if target_vocab == self.target_vocab and TARGET_VOCAB_FROM not in self.provenance:
             return self
         if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > MOST_PADDING:
             raise VocabularyError(

@@ -39,7 +39,7 @@ class Check:
 
     @classmethod
     def made(cls, name: str, check: Callable[[], str]) -> Check:
-        """Run a check."""
+        """Run ``check``, which returns its finding, and tell from what it raises how it ended."""
         try:
             return cls(name, "ok", check())
         except SkipCheck as reason:

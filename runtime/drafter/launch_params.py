@@ -132,7 +132,7 @@ def block_rows(cfg: DrafterConfig) -> int:
     Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
     """
     most, nodes = MAX_NEW_TOKENS * padded_slots(cfg), padded_slots(cfg) << (cfg.top_k - 1).bit_length()
-    if cfg.kind == "eagle" and cfg.weight_dtype != cfg.dtype:
+    if cfg.kind == "eagle" and cfg.has_fp8:
         return most
     return min(most, max(nodes, FREE_ROWS))
 
@@ -167,7 +167,7 @@ def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
 
     Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
     """
-    if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
+    if cfg.has_fp8 and 0 < chip.capability < 89:
         raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
     cfg = replace(cfg, num_slots=1)
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
@@ -185,12 +185,11 @@ def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = 
     owned = _owned_rows(cfg, layout.split, layout.num_programs)
     chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}
     tiles = {name: _choose_tile(cfg, name, owned[name], chip, chunks.get(name)) for name in owned}
-    fp8 = cfg.weight_dtype.itemsize == 1
     return LaunchParams(
         layout, num_warps=8 if chip.capability else 1,
         # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
         max_registers=255 if chip.capability == 80 else 0, tiles=tiles,
-        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or fp8 else 64,
+        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or cfg.has_fp8 else 64,
     )  # fmt: skip
 
 
@@ -206,7 +205,7 @@ def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) ->
 def _most_rows(cfg: DrafterConfig, name: str) -> int:
     """Rows of a tile: fp32 accumulators of 128 registers a thread at 256 threads leave room for everything else."""
     # FP8 activations are pairs, and each chunk's sum comes beside the sum so far.
-    columns = block_rows(cfg) * (1 if cfg.weight_dtype == cfg.dtype else 4)
+    columns = block_rows(cfg) * (4 if cfg.has_fp8 else 1)
     return min(256, 32768 // (2 if name == "mlp" else 1) // columns)
 
 

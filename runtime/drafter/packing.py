@@ -125,7 +125,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
         parts = []
         for matrix in matrices[name]:
             matrix = matrix.to(cfg.dtype)
-            if cfg.weight_dtype != cfg.dtype:
+            if cfg.has_fp8:
                 matrix, scale = quantize_rows(matrix)
                 # The kernel halves the inputs of down (`gated_mlp`).
                 scale = scale * 2 if name == "down" else scale
@@ -144,7 +144,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
             packed = packed.reshape(programs, -1).view(torch.uint8)
             first = getattr(layout.offsets, name) * element
             by_program[:, first : first + packed.shape[1]] = packed
-        elif cfg.weight_dtype != cfg.dtype:
+        elif cfg.has_fp8:
             scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
     biased = {
         "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,

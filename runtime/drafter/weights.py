@@ -133,12 +133,6 @@ class HeadWeights(NamedFields):
         weight = torch.cat([w[f"{name}.weight"] for name in names]).t()
         return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
-    def rotary_halves(self, num_positions: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin, each fp32 [num_positions, head_dim / 2], for a text of ``num_tokens``."""
-        half = self.head_dim // 2
-        cos, sin = self.rotary.for_length(num_tokens).tables(num_positions)
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
-
     @cached_property
     def held_ids(self) -> bytes:
         """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""

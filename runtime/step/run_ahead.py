@@ -26,7 +26,7 @@ from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
 from .choice import HostChoice
-from .decoder import Decoder, GraphPool, HeldRow, TreeShape
+from .decoder import Decoder, GraphPool, TreeShape
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
 
@@ -75,8 +75,9 @@ class PartialDecoder(Decoder):
         return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def enter(
-        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None
-    ) -> None:
+        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None,
+        held: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """See `Decoder.enter`."""
         super().enter(num_tokens, rules, host, held)
         self.part.bound_slot(self.box.numbers[:1])

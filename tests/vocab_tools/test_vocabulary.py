@@ -57,7 +57,7 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
     inferred = DraftVocab(np.array([2, 9]), 1, 10, {"target_vocab_from": "tokenizer", "method": "ids"})
     padded = inferred.for_target(64)
     assert (padded.target_vocab, padded.num_forced, padded.target_ids.tolist()) == (64, 1, [2, 9])
-    assert padded.provenance == {"method": "ids"}
+    assert padded.provenance == inferred.for_target(10).provenance == {"method": "ids"}
     with pytest.raises(VocabularyError, match="id 9"):
         inferred.for_target(9)
     stated = make()

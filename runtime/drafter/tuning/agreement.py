@@ -116,7 +116,7 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
 
     def exact(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(cfg.dtype)
-        if cfg.weight_dtype == cfg.dtype or tensor.dim() < 2:
+        if not cfg.has_fp8 or tensor.dim() < 2:
             return tensor.float()
         rounded, scale = quantize_rows(tensor)
         return rounded.float() * scale[:, None]
