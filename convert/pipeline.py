@@ -317,7 +317,7 @@ def _plan(
     files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
     if vocab is not None:
         files[freq_name(rows)] = freq_bytes(vocab.target_ids)
-    files[CARD_NAME] = card.encode()
+    files[CARD_NAME] = card.encode(errors="backslashreplace")
     return Conversion(folder, head, lm_head, tensors, files, manifest, inputs.gguf, bytes_before, bytes_after)
 
 
