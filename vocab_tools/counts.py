@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import TokenizerError, UsageError, VocabularyError, errors_of
-from .files import check_named, regular_file, write_file
+from .files import check_named, json_bytes, regular_file, write_file
 
 JSON = Any
 
@@ -217,8 +217,9 @@ class TokenCounts:
                 for source in self.sources
             ],
         }
+        text = json_bytes(header, sort_keys=True).decode()
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+        return bytes(save(tensors, metadata={_KEY: text}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:

@@ -79,6 +79,11 @@ def write_file(path: str | Path, data: bytes) -> None:
         os.close(folder)
 
 
+def json_bytes(value: Any, **options: Any) -> bytes:
+    """Return JSON in UTF-8; of names of files, bytes that are no UTF-8 are escaped, and read again as they were."""
+    return json.dumps(value, ensure_ascii=False, **options).encode(errors="backslashreplace")
+
+
 def read_text(path: str | Path, error_type: type[EagleSlimError]) -> str:
     """Read a file of UTF-8 text; anything unreadable raises `error_type` with the file's name."""
     path = regular_file(path, error_type)

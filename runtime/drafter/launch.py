@@ -117,7 +117,8 @@ def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
 
-    ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
+    ``cache``: keys and values, each [slots, kv_heads, positions, head_dim], to use instead of new ones; other buffers
+    may share them. Raises `UsageError`, with packed weights, for a configuration outside the kernel's limits.
     """
     params = None if weights.packed is None else weights.packed.launches(cfg)[0]
     shared = {} if cache is None else {"keys": cache[0], "values": cache[1]}

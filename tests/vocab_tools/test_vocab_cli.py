@@ -175,7 +175,7 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         ),
         (
             ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
-            "[ray]",
+            "needs Ray",
         ),
     ],
 )
