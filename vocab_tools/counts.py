@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import TokenizerError, UsageError, VocabularyError, errors_of
-from .files import check_named, regular_file, write_file
+from .files import check_named, json_bytes, regular_file, write_file
 
 JSON = Any
 
@@ -217,16 +217,16 @@ class TokenCounts:
                 for source in self.sources
             ],
         }
+        text = json_bytes(header, sort_keys=True).decode()
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+        return bytes(save(tensors, metadata={_KEY: text}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
         """Read and check a file written by `save`.
 
-        Raises:
-            UsageError: the name is empty.
-            VocabularyError: missing, not a counts file, of a newer version, or damaged.
+        Raises UsageError for an empty name; VocabularyError for a file that is missing, no counts file, of a newer
+        version, or damaged.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -259,8 +259,7 @@ def is_counts_file(path: str | Path) -> bool:
 def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return the weight of every source by its name, in order: `weights` replace stored ones, and 0 leaves one out.
 
-    Raises:
-        UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+    Raises UsageError for an unknown name, a weight that is negative or not finite, and where every weight is 0.
     """
     chosen = {name: float(weight) for name, weight in stored.items()}
     for name, weight in (weights or {}).items():

@@ -41,9 +41,7 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
 def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """Return the output path, or refuse it before any work is done.
 
-    Raises:
-        UsageError: it exists and `force` is off, it is a folder, a pipe or a device, or its folder does not exist or
-            cannot be written.
+    Raises UsageError where it exists and `force` is off, is a folder, a pipe or a device, or cannot be written.
     """
     path = Path(path)
     if path.exists():
@@ -79,6 +77,11 @@ def write_file(path: str | Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def json_bytes(value: Any, **options: Any) -> bytes:
+    """Return JSON in UTF-8; of names of files, bytes that are no UTF-8 are escaped, and read again as they were."""
+    return json.dumps(value, ensure_ascii=False, **options).encode(errors="backslashreplace")
 
 
 def read_text(path: str | Path, error_type: type[EagleSlimError]) -> str:

@@ -129,7 +129,9 @@ class Server:
                         num_accepted = int(event["timings"]["draft_n_accepted"])
                     for choice in (event.get("choices") or ()) if event.get("usage") else event["choices"]:
                         delta = choice.get("delta") or {}
-                        text += "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))
+                        # Some servers tell a thought under both of its names.
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        text += thought + (delta.get("content") or "")
                         first_s = first_s or (time.perf_counter() if text else 0.0)
                         for each in (choice.get("logprobs") or {}).get("content") or ():
                             likely = {_token(one): float(one["logprob"]) for one in (*each["top_logprobs"], each)}

@@ -179,10 +179,8 @@ def _choose_shapes(
     ``fixed_for``: why steps cannot choose, if something of the call forbids it.
     """
     shapes, tree = shapes_up_to(decoders.tree), decoders.tree
-    if decoders.eager_reason is not None or not decoders.has_graphs:
-        fixed_for = decoders.eager_reason or "steps are timed on a GPU only; on a CPU speculative=False is often faster"
-    elif target.exactness is None:
-        fixed_for = "rows are not exact"
+    if decoders.eager_reason is not None or target.exactness is None:
+        fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
         first = first_shape(bucket_of(slots), shapes)
         others = [shape for shape in shapes if shape != first]

@@ -146,7 +146,9 @@ def test_files_of_another_version_or_without_a_part_are_refused(
 
 def test_saved_counts_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "counts.safetensors"
-    counts = TokenCounts((source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="b")), "h")
+    # The second name is of a file whose name is no UTF-8.
+    sources = source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="\udcff")
+    counts = TokenCounts(sources, "h")
     counts.save(path)
     loaded = TokenCounts.load(path)
     assert (loaded.to_bytes(), loaded.tokenizer_hash) == (counts.to_bytes(), "h")
