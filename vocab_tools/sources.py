@@ -14,6 +14,7 @@ import glob
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -202,7 +203,14 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
     # A folder is read once, however many links lead there.
     once = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
-    files = []
+    files, unpacked = (
+        [],
+        Counter(file.with_suffix("") if file.suffix.lower() in PACKED else file for file in once.values()),
+    )
+    if twice := [file for file, number in unpacked.items() if number > 1]:
+        raise CorpusError.at(
+            twice[0], "this file is there packed and unpacked. Give a glob of one kind, to count it once."
+        )
     for file in sorted(once.values()):
         if not _format_of(file.name):
             raise CorpusError.at(file, f"unknown kind of file. Readable: {READABLE}.")
@@ -403,7 +411,8 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
         if _kind(row.get(column)) == "chat":
             return column, "chat"
     for column in TEXT_COLUMNS:
-        if isinstance(row.get(column), str):
+        # A message a row is a part of a chat, of which users wrote a part, too.
+        if isinstance(row.get(column), str) and "role" not in row:
             return column, _kind(row[column])
     strings = [column for column, value in row.items() if isinstance(value, str)]
     doubtful = {column for column, value in row.items() if value is None or isinstance(value, list | dict)}
