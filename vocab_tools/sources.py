@@ -25,7 +25,7 @@ from .chats import messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
-from .records import PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
+from .records import BATCH_ROWS, PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]
@@ -41,7 +41,6 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
-_BATCH_ROWS = 100
 _NETWORK = ("huggingface_hub", "httpx", "httpx2", "requests", "aiohttp")
 
 
@@ -277,7 +276,7 @@ class OpenSource:
             if self.column in (stream.column_names or ()):
                 stream = stream.select_columns([self.column])
             where = f"{location}, split {self.origin['split']}, shard {shard}"
-            yield from rows_blocks(stream.with_format("arrow").iter(_BATCH_ROWS), self.column, shard, where)
+            yield from rows_blocks(stream.with_format("arrow").iter(BATCH_ROWS), self.column, shard, where)
 
     def is_plain(self, shard: int) -> bool:
         """Whether the blocks of a shard are byte ranges of a local file, and hold no data."""

@@ -393,8 +393,7 @@ def _numpy(value: Any) -> Any:
     import torch
 
     # Weights beside a map may be of types that numpy lacks.
-    is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
-    return value.detach().numpy() if is_whole else value
+    return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
 
 
 def export_token_map(

@@ -211,11 +211,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
             values(path)
 
 
-def test_a_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(jsonl([{"text": "one"}, {"text": "two"}]))
-    (block,) = open_source(CorpusSource(str(path))).blocks()
-    path.write_bytes(jsonl([{"text": "one"}]))
+def test_a_file_that_becomes_shorter_is_named(files: Path) -> None:
+    (block,) = open_source(CorpusSource(str(files / "a.jsonl"))).blocks()
+    (files / "a.jsonl").write_bytes(jsonl([{"text": "one"}]))
     with pytest.raises(CorpusError, match=r"a\.jsonl: it became shorter"):
         list(block.records("text"))
 
