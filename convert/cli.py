@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .pipeline import Conversion
 
 _GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
-_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
@@ -140,13 +139,13 @@ convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
 
 def _print(conversion: Conversion, verb: str) -> None:
     manifest, before, after = conversion.manifest, conversion.bytes_before, conversion.bytes_after
-    click.echo(f"{verb} {conversion.folder}, {readable_bytes(conversion.size_bytes)}")
+    click.echo(f"{verb} {conversion.folder}, {conversion.size_bytes / 1e6:,.1f} MB")
     click.echo(f"  rows of the LM head   {conversion.head.draft_vocab:,} → {manifest.draft_vocab:,}")
     click.echo(f"  forced ids            {manifest.num_forced:,}")
-    click.echo(f"  bytes per draft step  {readable_bytes(before)} → {readable_bytes(after)} ({after / before:.0%})")
+    click.echo(f"  bytes per draft step  {before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB ({after / before:.0%})")
     for name, entry in manifest.files.items():
         if name.endswith(".gguf"):
-            click.echo(f"  for llama.cpp         {name}, {readable_bytes(entry['size_bytes'])}")
+            click.echo(f"  for llama.cpp         {name}, {entry['size_bytes'] / 1e6:,.1f} MB")
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
@@ -155,12 +154,6 @@ def _print(conversion: Conversion, verb: str) -> None:
         covered = f"{entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} tokens{interval}"
         instead = f"the first ids would cover {entry['first_ids_instead']:.2%}"
         click.echo(f"  coverage of {printable(entry['source'])}  {covered}; {instead}")
-
-
-def readable_bytes(size_bytes: int) -> str:
-    """Write a number of bytes in the largest unit that it fills: `34.7 MB`."""
-    unit, divisor = next(((name, size) for name, size in _UNITS if size_bytes >= size), _UNITS[-1])
-    return f"{size_bytes / divisor:,.1f} {unit}"
 
 
 def main(args: list[str] | None = None) -> NoReturn:

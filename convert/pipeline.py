@@ -35,7 +35,7 @@ from .options import ConvertOptions, DraftVocabSize
 from .rows.dtypes import item_size
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.safetensors_file import SafetensorsFile
-from .rows.target import open_target_lm_head
+from .rows.target import open_target_lm_head, settle_embedding
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
@@ -70,6 +70,12 @@ class Inputs:
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     gguf: GgufChoice | None
+
+    @property
+    def unpadded_head(self) -> DraftHead:
+        """The head for no more ids than the target has: it can neither take nor produce the others."""
+        rows = None if self.target is None else self.target.config.get("vocab_size")
+        return self.head.without_padding(min(self.head.target_vocab, rows)) if isinstance(rows, int) else self.head
 
 
 @dataclass(frozen=True)
@@ -195,8 +201,8 @@ def plan_conversion(
     if sizes != ("full",):
         cut = [size for size in sizes if isinstance(size, int)]
         ranking = make_ranking(
-            inputs.head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline, count=count,
-            say=say, sizes=cut,
+            inputs.unpadded_head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline,
+            count=count, say=say, sizes=cut,
         )  # fmt: skip
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
@@ -226,6 +232,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
         opened = targets.open_target(choice.name, None, options.offline)
         targets.check_head_fits(head, opened)
+    head = settle_embedding(head, None if opened is None else opened.source)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
     layers, gguf = None if opened is None else opened.num_layers, None
@@ -354,7 +361,7 @@ def _manifest(
         vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
         tap_layers=head.taps(inputs.target_layers),
         coverage=coverage,
-        dropped=provenance.describe_dropped(head),
+        dropped=dict(sorted(head.dropped.items())),
         warnings=_without_paths([*warnings, *notes], inputs),
     )
 

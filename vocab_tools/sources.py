@@ -286,9 +286,8 @@ class OpenSource:
 def open_source(source: CorpusSource) -> OpenSource:
     """Open a source: find its files or dataset, and choose the column to read.
 
-    Raises:
-        UsageError: a setting that does not fit, or no column stands out.
-        CorpusError: nothing is there, or it cannot be read.
+    Raises UsageError for a setting that does not fit, and where no column stands out; CorpusError where nothing is
+    there, or it cannot be read.
     """
     opened = _open_files(source) if looks_local(source.location) else _open_dataset(source)
     if opened.table is None and all(file.format == ".txt" for file in opened.files):

@@ -7,7 +7,6 @@ from typing import Any
 
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
 from ..rows.dtypes import LONG_NAMES
@@ -45,14 +44,6 @@ def describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
         # Counts from memory and from a file differ in the order of their keys alone.
         found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
     return found
-
-
-def describe_dropped(head: DraftHead) -> dict[str, str]:
-    """List the stored tensors of a head that an artifact leaves out, each with the reason."""
-    dropped = dict(head.dropped)
-    if head.kind == "eagle3" and names.EMBEDDING in head.tensors and not head.has_own_embedding:
-        dropped[head.tensors.stored[names.EMBEDDING]] = "every engine shares the target's embedding"
-    return dict(sorted(dropped.items()))
 
 
 def open_original(manifest: Manifest, given: str | None = None, offline: bool = True) -> DraftHead | None:

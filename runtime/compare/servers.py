@@ -75,7 +75,8 @@ class _Run:
         self.servers, self.prompts, self.options, self.tell = servers, prompts, options, tell
         # A prefix cache may still hold the prompts of another run.
         self.prefix = secrets.token_hex(4)
-        self.groups = [group for size in options.batches for _ in range(rounds) for group in groups_of(prompts, size)]
+        count = len(prompts)
+        self.groups = [group for size in options.batches for _ in range(rounds) for group in groups_of(count, size)]
         self.failures = {server.label: 0 for server in servers}
         self.answers, self.findings = list[Answer](), list[Finding]()
 
