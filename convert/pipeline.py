@@ -224,6 +224,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+    own = targets.choose_target(None, head, is_builtin)
+    given = None if options.target is None or expand_home(options.target).is_dir() else str(options.target)
+    if given is not None and own is not None and own.name is not None and own.name.lower() != given.lower():
+        doubt = f"the head is for {own.name} ({own.reason}), and {given} was given as its target"
+        head = replace(head, warnings=(*head.warnings, doubt))
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
         problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
