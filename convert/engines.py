@@ -148,11 +148,7 @@ class Finding:
 
 
 def require_engines(engines: Sequence[str], version: str | None = None) -> None:
-    """Refuse unknown engines and malformed versions before anything is read.
-
-    Raises:
-        UsageError: such a name or version, or one version for several engines.
-    """
+    """Raise UsageError for an unknown engine, a malformed version, or one version for several engines."""
     for engine in engines:
         if engine not in ENGINES:
             raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.")

@@ -63,12 +63,7 @@ class HeldOut:
     @property
     def documents(self) -> list[NDArray[np.int32]]:
         """Token ids of each document, int32 [tokens]."""
-        return np.split(self.token_ids, self.doc_offsets[1:-1]) if self.num_documents else []
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self.doc_offsets) - 1
+        return np.split(self.token_ids, self.doc_offsets[1:-1]) if len(self.doc_offsets) > 1 else []
 
     @property
     def num_tokens(self) -> int:
@@ -225,9 +220,8 @@ class TokenCounts:
     def load(cls, path: str | Path) -> TokenCounts:
         """Read and check a file written by `save`.
 
-        Raises:
-            UsageError: the name is empty.
-            VocabularyError: missing, not a counts file, of a newer version, or damaged.
+        Raises UsageError for an empty name; VocabularyError for a file that is missing, no counts file, of a newer
+        version, or damaged.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -260,8 +254,7 @@ def is_counts_file(path: str | Path) -> bool:
 def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return the weight of every source by its name, in order: `weights` replace stored ones, and 0 leaves one out.
 
-    Raises:
-        UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+    Raises UsageError for an unknown name, a weight that is negative or not finite, and where every weight is 0.
     """
     chosen = {name: float(weight) for name, weight in stored.items()}
     for name, weight in (weights or {}).items():

@@ -41,9 +41,7 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
 def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """Return the output path, or refuse it before any work is done.
 
-    Raises:
-        UsageError: it exists and `force` is off, it is a folder, a pipe or a device, or its folder does not exist or
-            cannot be written.
+    Raises UsageError where it exists and `force` is off, is a folder, a pipe or a device, or cannot be written.
     """
     path = Path(path)
     if path.exists():

@@ -294,8 +294,8 @@ def _size_for_coverage(
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the held-out tokens, and the account of it.
 
-    The counted text is taken where a source with a weight above 0 held nothing out. Sources without a token are left
-    out, as in `TokenCounts.weighted`.
+    Where a source with a weight above 0 held nothing out, all are measured on their counted text. Sources without a
+    token are left out, as in `TokenCounts.weighted`.
     """
     check_share("--coverage", coverage)
     chosen, part, measured = counts.source_weights(weights), "held-out", counts.held_out_counts

@@ -152,8 +152,7 @@ class DraftHead:
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
         """Find the layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
 
-        Raises:
-            MismatchError: the configuration contradicts itself, or names a layer that the target has not.
+        Raises MismatchError for a configuration that contradicts itself, or names a layer that the target has not.
         """
         taps = self.tap_layers
         if self.kind == "eagle3" and taps:

@@ -24,7 +24,7 @@ from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
 from .report import Answer, Comparison, Finding, build_rows
-from .run import Progress, balanced_orders
+from .run import Progress, balanced_orders, groups_of
 from .server import Reply, Server, count_passes
 
 _MOST_FAILURES = 3
@@ -75,12 +75,8 @@ class _Run:
         self.servers, self.prompts, self.options, self.tell = servers, prompts, options, tell
         # A prefix cache may still hold the prompts of another run.
         self.prefix = secrets.token_hex(4)
-        self.groups = [
-            [(first + i) % len(prompts) for i in range(size)]
-            for size in options.batches
-            for _ in range(rounds)
-            for first in range(0, len(prompts), size)
-        ]
+        count = len(prompts)
+        self.groups = [group for size in options.batches for _ in range(rounds) for group in groups_of(count, size)]
         self.failures = {server.label: 0 for server in servers}
         self.answers, self.findings = list[Answer](), list[Finding]()
 

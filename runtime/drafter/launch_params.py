@@ -29,7 +29,7 @@ USUAL_NODES = 10
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """How a head's weights lie in memory: one for all that is launched over them.
+    """How a head's weights lie in memory; every launch over them has it.
 
     ``split``: programs that share the rows of a projection. ``chunks``: columns stored together, powers of two, of
     ``layer`` (`PROJECTIONS`), ``mlp`` (gate and up) and ``head``. ``head_rows``: LM-head rows of a program stored
@@ -84,7 +84,7 @@ class Chip:
 
 
 INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
-"""One program does everything, one after the other."""
+"""Stands for Triton's interpreter, where one program does everything."""
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -127,7 +127,7 @@ def padded_slots(cfg: DrafterConfig) -> int:
 
 
 def block_rows(cfg: DrafterConfig) -> int:
-    """Return the activation rows of one tile, a power of two: those of a level, up to 16 a slot while they are free.
+    """Return the activation rows of one tile, a power of two: a level's, or more where that is free, up to 16 a slot.
 
     Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
     """
@@ -210,7 +210,7 @@ def _most_rows(cfg: DrafterConfig, name: str) -> int:
 
 
 WORTH_SPLITTING = 8 << 20
-"""Bytes of an operand that all programs together read of it, from which groups save more than their barrier costs."""
+"""Bytes that all programs together read of an operand, from which on groups save more than their barrier costs."""
 
 
 def fit_split(cfg: DrafterConfig, name: str, chip: Chip) -> int:

@@ -32,7 +32,7 @@ class PackedHead:
     embedding: Tensor
     norms: dict[str, Tensor]
     biases: Tensor
-    """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
+    """Biases of fc, qkv, o, gate, up and down, as far as the head has them, one after the other: `bias_layout`."""
     launches: Launcher
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int

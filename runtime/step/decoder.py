@@ -54,7 +54,7 @@ LARGEST_EAGER_CHUNK = 1024
 _TIMED = 3
 """Replays of a step whose time is taken."""
 MOST_RULES = 8
-"""Rules of choice that a decoder keeps graphs for: those used last."""
+"""Most rules of choice that a decoder keeps graphs for: those used last."""
 Run = Callable[[], None]
 Key = tuple[object, ...]
 KeptKey = TypeVar("KeptKey")
@@ -332,7 +332,7 @@ class Decoder:
         return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
 
     def _make_room(self, rules: ChoiceRules, tree: TreeConfig | None) -> None:
-        """Have the drafter take waiting pairs where they are more than a draft takes, or fill all places.
+        """Have the drafter take the waiting pairs, where they are more than a draft takes or leave no room for another.
 
         Must precede a step of ``tree``.
         """

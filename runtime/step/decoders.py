@@ -35,7 +35,7 @@ from .shapes import Acceptance, Costs, ShapeChooser, shapes_for
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
-"""Numbers of slots and trees that decoders are kept for: those used last."""
+"""Most decoders that are kept: those used last."""
 
 
 def capacity_for(rows: int) -> int:

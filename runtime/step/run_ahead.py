@@ -57,7 +57,7 @@ class PartialDecoder(Decoder):
         # Of each slot, the tokens ahead and their number; the extra place absorbs overflow.
         self._chain, self.count = zeros(self.num_slots, nodes), zeros(self.num_slots)
         self._tallies = zeros(2, dtype=torch.int64)
-        """Partial passes of all slots, and tokens of chains that full passes did not confirm; since it was zeroed."""
+        """Partial passes of all slots, and tokens of chains that full passes did not confirm, since `clear_`."""
         layers, width = len(target.layer_shapes), target.layer_shapes[0].heads * target.layer_shapes[0].key_dim
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.
         self._queries = zeros(self.num_slots * nodes, layers, width, dtype=target.dtype)

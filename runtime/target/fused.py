@@ -122,9 +122,9 @@ class FusedTarget(Target):
             self.cos, self.sin = self._tables(num_positions)
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin fp32 [positions, head_dim / 2]: entry by entry, so the same bits in any table.
+        """Compute cos and sin fp32 [positions, head_dim / 2]; an entry's bits do not depend on the table's length.
 
-        The model's own embedding multiplies matrices, whose bits depend on settings and sizes.
+        The model's own embedding multiplies matrices, and there they do.
         """
         positions = torch.arange(num_positions, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * self._rotary.inv_freq.to(self.device, torch.float32)
@@ -204,7 +204,7 @@ def _pack_weights(modules: Sequence[nn.Module]) -> Weight:
 
 
 def _pack(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """Concatenate modules' tensors along their first axis in one storage that they become views of, unless they are."""
+    """Concatenate modules' tensors along their first axis; they become views of the result, unless they lie so."""
     parts = [getattr(module, name).data for module in modules]
     first = parts[0]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
