@@ -394,8 +394,9 @@ def _problems(model: Any) -> Iterator[str]:
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
-    for name in {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}:
-        if isinstance(name, str) and not attention.is_built_in(name):
+    asked = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
+    for name in {each for each in asked if isinstance(each, str)}:
+        if not attention.is_built_in(name):
             yield (
                 f"attends by a function of its own ({name!r}), which verifying trees would replace by softmax "
                 "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
