@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .pipeline import Conversion
 
 _GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
-_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
@@ -58,9 +57,9 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option("--draft-vocab", callback=_sizes, metavar="N",
-              help="Rows to keep: one or several sizes, or `full` to only normalise.")  # fmt: skip
-@click.option("--coverage", type=float, metavar="C", help="Instead of a size: the share of the text to cover (0.99).")
+@click.option("--draft-vocab", callback=_sizes, metavar="N,N,...",
+              help="Rows of the LM head to keep, or several sizes; `full` keeps all, normalised.")  # fmt: skip
+@click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
@@ -78,7 +77,7 @@ Examples:
 @click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
               help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
-              help="Form of the head's own map, if its files do not show it.")  # fmt: skip
+              help="Form of the head's own map d2t, if its files do not show it.")  # fmt: skip
 @click.option("--tap-layers", callback=whole_numbers, metavar="L,L,...",
               help="Target layers whose inputs the head reads, if its files are wrong.")  # fmt: skip
 @click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
@@ -100,8 +99,8 @@ def convert(
     The result is a folder that vLLM, SGLang and SafeAILab's EAGLE take as it is. It has the names and shapes that
     TensorRT-LLM asks for, but was not run there.
 
-    The tokens come from --counts, --token-map, --dataset or --order. Default: the head's own ranks (a
-    head that eagle-convert wrote), the built-in counts (the built-in head) or a public chat dataset.
+    The tokens come from --counts, --token-map, --dataset or --order. Default: the ranks of a head that eagle-convert
+    wrote, the built-in head's counts, or 10 million tokens of a public chat dataset (HuggingFaceH4/ultrachat_200k).
     """
     from eagle_slim.vocab_tools.counting import count_tokens
     from eagle_slim.vocab_tools.sources import parse_source
@@ -140,28 +139,21 @@ convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
 
 def _print(conversion: Conversion, verb: str) -> None:
     manifest, before, after = conversion.manifest, conversion.bytes_before, conversion.bytes_after
-    click.echo(f"{verb} {conversion.folder}, {readable_bytes(conversion.size_bytes)}")
+    click.echo(f"{verb} {conversion.folder}, {conversion.size_bytes / 1e6:,.1f} MB")
     click.echo(f"  rows of the LM head   {conversion.head.draft_vocab:,} → {manifest.draft_vocab:,}")
     click.echo(f"  forced ids            {manifest.num_forced:,}")
-    click.echo(f"  bytes per draft step  {readable_bytes(before)} → {readable_bytes(after)} ({after / before:.0%})")
+    click.echo(f"  bytes per draft step  {before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB ({after / before:.0%})")
     for name, entry in manifest.files.items():
         if name.endswith(".gguf"):
-            click.echo(f"  for llama.cpp         {name}, {readable_bytes(entry['size_bytes'])}")
+            click.echo(f"  for llama.cpp         {name}, {entry['size_bytes'] / 1e6:,.1f} MB")
     if manifest.num_uncounted is not None:
         click.echo(f"  never counted         {manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in manifest.coverage_summary:
-        interval = ""
-        if entry["interval"] is not None:
-            interval = ", 95% interval {:.2%} to {:.2%}".format(*entry["interval"])
+        bounds = entry["interval"]
+        interval = "" if bounds is None else f", 95% interval {bounds[0]:.2%} to {bounds[1]:.2%}"
         covered = f"{entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} tokens{interval}"
         instead = f"the first ids would cover {entry['first_ids_instead']:.2%}"
         click.echo(f"  coverage of {printable(entry['source'])}  {covered}; {instead}")
-
-
-def readable_bytes(size_bytes: int) -> str:
-    """Write a number of bytes in the largest unit that it fills: `34.7 MB`."""
-    unit, divisor = next(((name, size) for name, size in _UNITS if size_bytes >= size), _UNITS[-1])
-    return f"{size_bytes / divisor:,.1f} {unit}"
 
 
 def main(args: list[str] | None = None) -> NoReturn:

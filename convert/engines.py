@@ -148,11 +148,7 @@ class Finding:
 
 
 def require_engines(engines: Sequence[str], version: str | None = None) -> None:
-    """Refuse unknown engines and malformed versions before anything is read.
-
-    Raises:
-        UsageError: such a name or version, or one version for several engines.
-    """
+    """Raise UsageError for an unknown engine, a malformed version, or one version for several engines."""
     for engine in engines:
         if engine not in ENGINES:
             raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.")
@@ -286,9 +282,9 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
             yield "error", "a norm for each captured layer (fc_norm) is not known, only one over all of them", ""
         if head.rope_kind not in (None, "linear", "llama3"):
             yield "error", f"rope_scaling {head.rope_kind!r} is not written for it", ""
-    is_trained = config.get(head_config.EMBEDDING_TRAINED_KEY) and names.EMBEDDING in head.tensor_names
-    if engine in ("sglang", "tensorrt-llm", "safeailab") and is_trained:
-        yield "warning", "the head's own embedding was trained, and the target's is read in its place", ""
+    has_embedding = names.EMBEDDING in head.tensor_names and not config.get("target_hidden_size")
+    if engine in ("sglang", "tensorrt-llm") and has_embedding:
+        yield "warning", "the head's own embedding is not read, but the target's in its place", ""
     if engine not in ("vllm", "llama.cpp") and config.get("norm_before_residual"):
         yield "error", "norm_before_residual is not known: the residual is taken before the norm", ""
     if engine in ("llama.cpp", "safeailab", "lmdeploy") and config.get("norm_output"):
@@ -305,9 +301,9 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
     is_tapped, layers = head_config.uses_aux_layers(head.config), head.target_layers
     taps = head_config.tap_layers(head.config, "config.json", layers) if is_tapped else None
     default = None if layers is None else head_config.default_taps(layers)
-    # Without fc the features are the hidden state, which llama.cpp has no form for.
-    taken = (3,) if engine == "llama.cpp" else (0, 3)
-    if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps not in taken:
+    if head.num_taps == 1 and not head.config.get("target_hidden_size") and (engine == "sglang" or not is_tapped):
+        yield "error", "fc is not applied to one hidden state that is as wide as the head", ""
+    if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps != 3:
         yield "error", f"fc takes {head.num_taps} captured layers, it captures exactly 3", ""
     elif engine in ("safeailab", "lmdeploy") and taps not in (None, default):
         yield "warning", f"it captures layers (2, n // 2, n - 3), not {_joined(taps)}", ""

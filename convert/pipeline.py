@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact import dflash, eagle1, eagle3, provenance
+from .artifact import dflash, eagle1, eagle3
 from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
 from .artifact.format import CARD_NAME, OWN_NAMES, config_of, freq_bytes, freq_name
@@ -35,7 +35,7 @@ from .options import ConvertOptions, DraftVocabSize
 from .rows.dtypes import item_size
 from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
 from .rows.safetensors_file import SafetensorsFile
-from .rows.target import open_target_lm_head
+from .rows.target import open_target_lm_head, settle_embedding
 from .sources import target as targets
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
@@ -70,6 +70,12 @@ class Inputs:
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     gguf: GgufChoice | None
+
+    @property
+    def unpadded_head(self) -> DraftHead:
+        """The head for no more ids than the target has: it can neither take nor produce the others."""
+        rows = None if self.target is None else self.target.config.get("vocab_size")
+        return self.head.without_padding(min(self.head.target_vocab, rows)) if isinstance(rows, int) else self.head
 
 
 @dataclass(frozen=True)
@@ -195,8 +201,8 @@ def plan_conversion(
     if sizes != ("full",):
         cut = [size for size in sizes if isinstance(size, int)]
         ranking = make_ranking(
-            inputs.head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline, count=count,
-            say=say, sizes=cut,
+            inputs.unpadded_head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline,
+            count=count, say=say, sizes=cut,
         )  # fmt: skip
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
@@ -218,6 +224,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+    own = targets.choose_target(None, head, is_builtin)
+    given = None if options.target is None or expand_home(options.target).is_dir() else str(options.target)
+    if given is not None and own is not None and own.name is not None and own.name.lower() != given.lower():
+        doubt = f"the head is for {own.name} ({own.reason}), and {given} was given as its target"
+        head = replace(head, warnings=(*head.warnings, doubt))
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
         problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
@@ -226,6 +237,7 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     if choice is not None and (needs_rows or options.gguf or _is_wanted(choice, head, options)):
         opened = targets.open_target(choice.name, None, options.offline)
         targets.check_head_fits(head, opened)
+    head = settle_embedding(head, None if opened is None else opened.source)
     tokenizer = targets.open_tokenizer(options.tokenizer, opened, head.target_vocab, options.offline)
     targets.check_own_tokenizer(head, tokenizer)
     layers, gguf = None if opened is None else opened.num_layers, None
@@ -301,7 +313,8 @@ def _plan(
     config = config_of(head, rows, options.flavour)
     facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
     findings = conversion_findings(facts)
-    manifest = _manifest(inputs, options, ranking, vocab, in_words(findings))
+    notes = in_words([found for found in findings if options.flavour in ("default", found.engine)])
+    manifest = _manifest(inputs, options, ranking, vocab, notes)
     bytes_before, bytes_after = (bytes_per_draft_step(head, number) for number in (head.draft_vocab, rows))
     licence = EMBEDDED_LICENCE if inputs.is_builtin else inputs.source.on_card("license")
     refused = {found.engine for found in findings if found.severity == "error"}
@@ -309,7 +322,7 @@ def _plan(
     files = {CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
     if vocab is not None:
         files[freq_name(rows)] = freq_bytes(vocab.target_ids)
-    files[CARD_NAME] = card.encode()
+    files[CARD_NAME] = card.encode(errors="backslashreplace")
     return Conversion(folder, head, lm_head, tensors, files, manifest, inputs.gguf, bytes_before, bytes_after)
 
 
@@ -346,16 +359,33 @@ def _manifest(
         num_forced=0 if vocab is None else vocab.num_forced,
         rank_order_ids=None if vocab is None else vocab.target_ids,
         row_checksums=None,
-        head=provenance.describe_head(inputs.source, inputs.is_builtin, options.d2t_form),
+        head=_describe_head(inputs, options),
         target=_describe_target(inputs),
-        lm_head=None if inputs.lm_head is None else provenance.describe_lm_head(head, inputs.lm_head),
+        lm_head=None if inputs.lm_head is None else inputs.lm_head.describe(head),
         tokenizer=tokenizer,
-        vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
+        vocabulary=None if vocab is None else _describe_vocabulary(vocab),
         tap_layers=head.taps(inputs.target_layers),
         coverage=coverage,
-        dropped=provenance.describe_dropped(head),
+        dropped=dict(sorted(head.dropped.items())),
         warnings=_without_paths([*warnings, *notes], inputs),
     )
+
+
+def _describe_head(inputs: Inputs, options: ConvertOptions) -> dict[str, Any]:
+    source, form = inputs.source, options.d2t_form
+    name = source.repo_id or (EMBEDDED_HEAD_NAME if inputs.is_builtin else source.root.resolve().name)
+    more = {"built_in": inputs.is_builtin, "subfolder": source.subfolder, "d2t_form": form != "auto" and form}
+    found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
+    return found | {key: value for key, value in more.items() if value}
+
+
+def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
+    """Describe how a vocabulary was ranked; its warnings have a list of their own in the manifest."""
+    found = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
+    if "sources" in found:
+        # Counts from memory and from a file differ in the order of their keys alone.
+        found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+    return found
 
 
 def _describe_target(inputs: Inputs) -> dict[str, Any]:

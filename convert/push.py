@@ -40,7 +40,7 @@ def files_to_upload(folder: Path | str, repo_id: str) -> list[str]:
 
 
 def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
-    """Audit an artifact and upload its own files; arguments, result and errors are those of both functions here."""
+    """Audit an artifact, upload its own files, return the repository's address; raises SourceError, ArtifactError."""
     return upload_files(Path(folder), files_to_upload(folder, repo_id), repo_id, private)
 
 

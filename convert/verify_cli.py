@@ -18,10 +18,8 @@ Examples:
   eagle-verify ./slim-head --engine vllm --engine-version 0.32.0""",
 )
 @click.argument("folder", metavar="DIR")
-@click.option("--head", metavar="H",
-              help="Original head: Hub id or folder. Default: as recorded, in the cache.")  # fmt: skip
-@click.option("--target", metavar="T",
-              help="Target model: Hub id or folder. Default: as recorded, in the cache.")  # fmt: skip
+@click.option("--head", metavar="H", help="Original head: Hub id or folder. Default: the recorded one, if cached.")
+@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the recorded one, if cached.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--engine", "--for", "engines", multiple=True, metavar="E",
               help="Engine to serve it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip

@@ -12,10 +12,10 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 4096, 1024])
-parser.add_argument("--num-prompts", type=int, default=4)
-parser.add_argument("--max-new-tokens", type=int, default=32)
-parser.add_argument("--out", type=Path, default=Path("compare.html"))
+parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 4096, 1024], help="rows (default: %(default)s)")
+parser.add_argument("--num-prompts", type=int, default=4, help="of examples/prompts.jsonl (default: %(default)s)")
+parser.add_argument("--max-new-tokens", type=int, default=32, help="length of an answer (default: %(default)s)")
+parser.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write (default: %(default)s)")
 args = parser.parse_args()
 
 model = SpeculativeModel.from_pretrained()  # the built-in head over its full vocabulary, with its target

@@ -14,8 +14,8 @@ from eagle_slim.vocab_tools.common_cli import parse_shares
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("counts", help="npz file: counts per id, int64 [vocab], by the name of the domain")
-parser.add_argument("--size", type=int, default=16384)
-parser.add_argument("--floor", default="german=0.93,code=0.925", metavar="NAME=SHARE,...")
+parser.add_argument("--size", type=int, default=16384, help="ids to keep (default: %(default)s)")
+parser.add_argument("--floor", default="german=0.93,code=0.925", metavar="NAME=SHARE,...", help="default: %(default)s")
 args = parser.parse_args()
 
 draws, sources = np.random.default_rng(0), []

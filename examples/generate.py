@@ -12,9 +12,9 @@ from eagle_slim.runtime import SpeculativeModel
 from transformers import TextStreamer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("prompt", nargs="?", default="Why is the sky blue?")
-parser.add_argument("--draft-vocab", type=int, default=8192)
-parser.add_argument("--max-new-tokens", type=int, default=64)
+parser.add_argument("prompt", nargs="?", default="Why is the sky blue?", help="default: %(default)s")
+parser.add_argument("--draft-vocab", type=int, default=8192, help="rows of the LM head to keep (default: %(default)s)")
+parser.add_argument("--max-new-tokens", type=int, default=64, help="length of the answer (default: %(default)s)")
 args = parser.parse_args()
 
 with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@
     python examples/safeailab_dropin.py --upstream EAGLE
 
 Without arguments of your own it runs the built-in head and its target, SmolLM2-135M-Instruct, inside upstream's code.
-docs/upstream.md says which versions of it and of transformers go together.
+docs/upstream.md says which versions of it and of transformers go together. On a CPU nothing becomes faster.
 """
 
 import argparse
@@ -25,7 +25,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
 parser.add_argument("--base-model", help="target, for EaModel.from_pretrained; with --ea-model")
 parser.add_argument("--ea-model", help="head, for EaModel.from_pretrained; with --base-model")
-parser.add_argument("--max-new-tokens", type=int, default=48)
+parser.add_argument("--max-new-tokens", type=int, default=48, help="length of the answer (default: %(default)s)")
 args = parser.parse_args()
 if bool(args.base_model) != bool(args.ea_model):
     parser.error("--base-model and --ea-model go together; without both, the built-in target and head run")

@@ -34,7 +34,7 @@ Examples:
 @click.option("--draft-top-k", type=click.IntRange(min=1), default=10, show_default=True,
               help="Children per node; 1 drafts a chain.")  # fmt: skip
 @click.option("--total-tokens", type=click.IntRange(min=2),
-              help="Nodes of the tree, root included. Default: the fastest by measured steps.")  # fmt: skip
+              help="Nodes of the tree, root included. Default: chosen by step on a GPU; 16 on a CPU.")  # fmt: skip
 @click.option("--draft-vocab", metavar="N", callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
               help="Draft over the best N ids only; `full`, the default, is all of the head's.")  # fmt: skip
 @click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
@@ -43,10 +43,11 @@ Examples:
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True,
+              help="Most tokens of an answer.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="Sample, if above 0. Default: greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P",
-              help="Sample from the smallest set of this probability.")  # fmt: skip
+              help="Sample from the fewest tokens whose probabilities add up to P.")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Sample from the K most probable tokens.")
 @click.option("--seed", type=click.IntRange(min=0),
               help="Random seed. Default: a new one each time, printed with the figures.")  # fmt: skip

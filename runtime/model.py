@@ -362,6 +362,7 @@ class SpeculativeModel:
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: options that contradict each other, are not served, or lack a tokenizer.
+            LogitsError: logits that are no distribution. DeviceMemoryError: the device's memory is full.
         """
         if not (streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))):
             raise misfit("streamer", "a streamer of transformers, such as TextStreamer(tokenizer)", streamer)

@@ -229,9 +229,9 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--from-shapes", type=Path, required=True, help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
-    parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
+    parser.add_argument("--rounds", type=int, default=15, help="samples per variant; default 15")
     parser.add_argument("--variants", type=int, help="try only as many, the most promising; default all")
-    parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
+    parser.add_argument("--budget", type=float, default=300, help="seconds until no new variant is begun; default 300")
     parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
     try:
         run(parser.parse_args(argv))

@@ -1,14 +1,20 @@
-"""What README.md prints, run as printed and in order; its length; the links of all pages."""
+"""What README.md prints, run as printed and in order; its length; of all pages links and names; help of all options."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import inspect
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,3 +70,33 @@ def test_links_lead_somewhere(page: str) -> None:
             linked = (path.parent / name) if name else path
             assert linked.exists(), link
             assert not anchor or anchor in anchors(linked), link
+
+
+def test_pages_import_names_that_exist() -> None:
+    texts = [block[2] for page in PAGES for block in BLOCK.findall(page.read_text("utf-8")) if block[1] == "python"]
+    lines = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    ours = [(str(line.module), each.name) for line in lines for each in line.names if "eagle_slim" in str(line.module)]
+    assert len(ours) > 10
+    assert [(module, name) for module, name in ours if not hasattr(import_module(module), name)] == []
+
+
+def test_errors_that_docstrings_and_pages_name_are_public() -> None:
+    known = set(dir(builtins))
+    for package in map(import_module, ("eagle_slim.vocab_tools", "eagle_slim.convert", "eagle_slim.runtime")):
+        known |= set(package.__all__)
+        for name in set(package.__all__) - {"compare"}:
+            members = [value for key, value in inspect.getmembers(getattr(package, name)) if key[0] != "_"]
+            told = " ".join(inspect.getdoc(each) or "" for each in (getattr(package, name), *members))
+            assert set(re.findall(r"\b[A-Z]\w+(?:Error|Warning)\b", told)) <= known, name
+    docs = [page.read_text("utf-8") for page in PAGES if page.name != "CHANGELOG.md"]
+    assert set(re.findall(r"`(\w+Error)`", "".join(docs))) <= known
+
+
+def test_every_option_of_every_command_is_explained() -> None:
+    scripts = [each for each in entry_points(group="console_scripts") if each.value.startswith("eagle_slim.")]
+    names = [name for script in scripts for name in vars(import_module(script.module)).values()]
+    groups = [each for each in names if isinstance(each, click.Command)]
+    commands = [command for each in groups for command in (each, *getattr(each, "commands", {}).values())]
+    options = [option for command in commands for option in command.params if isinstance(option, click.Option)]
+    assert len(options) > 100
+    assert [option.opts for option in options if not option.help] == []

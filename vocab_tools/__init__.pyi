@@ -1,7 +1,7 @@
 from .counting import count_tokens
 from .counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from .coverage import CoverageReport, SourceCoverage, measure_coverage
-from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
+from .errors import CorpusError, EagleSlimError, SourceError, TokenizerError, UsageError, VocabularyError
 from .forced import ForcedIds, forced_ids
 from .ranking import rank_by_order, rank_vocabulary
 from .show import VocabularyListing, show_vocabulary
@@ -13,8 +13,8 @@ from .vocabulary import DraftVocab
 
 __all__ = [
     "CorpusError", "CorpusSource", "CoverageReport", "DraftVocab", "EagleSlimError", "ForcedIds", "HeldOut",
-    "LoadedTokenizer", "SourceCounts", "SourceCoverage", "TargetConfig", "TokenCounts", "TokenizerError", "UsageError",
-    "VocabularyError", "VocabularyListing", "count_tokens", "d2t_from_ids", "export_token_map", "forced_ids",
-    "ids_from_d2t", "import_token_map", "load_tokenizer", "measure_coverage", "merge_counts", "rank_by_order",
-    "rank_vocabulary", "read_target", "show_vocabulary", "t2d_from_ids",
+    "LoadedTokenizer", "SourceCounts", "SourceCoverage", "SourceError", "TargetConfig", "TokenCounts", "TokenizerError",
+    "UsageError", "VocabularyError", "VocabularyListing", "count_tokens", "d2t_from_ids", "export_token_map",
+    "forced_ids", "ids_from_d2t", "import_token_map", "load_tokenizer", "measure_coverage", "merge_counts",
+    "rank_by_order", "rank_vocabulary", "read_target", "show_vocabulary", "t2d_from_ids",
 ]  # fmt: skip

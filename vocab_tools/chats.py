@@ -78,10 +78,7 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
 
     ShareGPT's {"from", "value"} with its role names is understood, its function_call and OpenAI's old one become tool
     calls, and a list may be stored as JSON text. Keys without a value are dropped, because tables add them to every
-    row.
-
-    Raises:
-        ChatError: it is not a chat, or a role is unknown.
+    row. Raises ChatError for what is no chat, and for an unknown role.
     """
     if isinstance(value, str):
         value = messages_in_text(value) or value

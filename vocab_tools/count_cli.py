@@ -57,10 +57,7 @@ Example:
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @tokenizer_options
-@click.option(
-    "--chat-template", metavar="FILE",
-    help="Jinja file to use instead of the tokenizer's own template.",
-)  # fmt: skip
+@click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
 @click.option(
     "--held-out", type=float, default=0.01, show_default=True, metavar="F",
@@ -74,10 +71,10 @@ Example:
     "--tokenizer-library", type=click.Choice(["auto", "tokenizers", "fastokens"]), default="auto", show_default=True,
     help="Tokenizer library; auto uses fastokens if it is installed and correct on a probe of the corpus.",
 )  # fmt: skip
-@click.option("--workers", type=click.IntRange(0), metavar="N", help="Processes; default: one per core.")
+@click.option("--workers", type=click.IntRange(0), metavar="N", help="Further processes; default: one per core.")
 @click.option(
     "--run-on", type=click.Choice(["local", "ray"]), default="local", show_default=True,
-    help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (extra `ray`).",
+    help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (needs `ray`).",
 )  # fmt: skip
 @click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
@@ -101,12 +98,12 @@ def count(
         emit_json({"out": str(path), "tokens": counts.num_tokens, "sources": counts.account()})
         return
     for source in counts.sources:
-        told = source.provenance
-        held_out, skipped = told["held_out"], told["skipped_records"]
+        told, held_out = source.provenance, source.provenance["held_out"]
         counted = f"{source.num_tokens:,} tokens of {told['documents']:,} documents"
         kept = f"held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents"
-        skips = f"; records skipped: {skipped:,}" if skipped else ""
-        click.echo(f"{printable(source.name)}: {counted}; {kept}{skips}")
+        apart = {"documents without a token": told["empty_documents"], "records skipped": told["skipped_records"]}
+        others = "".join(f"; {what}: {number:,}" for what, number in apart.items() if number)
+        click.echo(f"{printable(source.name)}: {counted}; {kept}{others}")
     click.echo(f"wrote {path}")
 
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import TokenizerError, UsageError, VocabularyError, errors_of
-from .files import check_named, regular_file, write_file
+from .files import check_named, json_bytes, regular_file, write_file
 
 JSON = Any
 
@@ -62,12 +63,7 @@ class HeldOut:
     @property
     def documents(self) -> list[NDArray[np.int32]]:
         """Token ids of each document, int32 [tokens]."""
-        return np.split(self.token_ids, self.doc_offsets[1:-1]) if self.num_documents else []
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self.doc_offsets) - 1
+        return np.split(self.token_ids, self.doc_offsets[1:-1]) if len(self.doc_offsets) > 1 else []
 
     @property
     def num_tokens(self) -> int:
@@ -138,6 +134,14 @@ class TokenCounts:
         """Tokens counted in all sources."""
         return sum(source.num_tokens for source in self.sources)
 
+    @property
+    def held_out_counts(self) -> TokenCounts:
+        """Counts of the held-out tokens alone."""
+        parts = [source.held_out.token_ids if source.held_out else () for source in self.sources]
+        counts = [np.bincount(part, minlength=self.vocab_size) for part in parts]
+        sources = zip(self.sources, counts, strict=True)
+        return replace(self, sources=tuple(replace(source, counts=own, held_out=None) for source, own in sources))
+
     def account(self, weights: Mapping[str, float] | None = None) -> list[dict[str, JSON]]:
         """Return name, weight, tokens and provenance of every source, JSON-ready; raises as `mixed_weights`."""
         chosen = self.source_weights(weights)
@@ -161,8 +165,8 @@ class TokenCounts:
         """
         chosen = self.source_weights(weights)
         used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
-        if len(used) <= 1:
-            return (used[0] if used else self.sources[0]).counts.astype(np.float64)
+        if len(used) == 1:
+            return used[0].counts.astype(np.float64)
         total_weight = sum(chosen[source.name] for source in used)
         total_tokens = sum(source.num_tokens for source in used)
         mixed = np.zeros(self.vocab_size, np.float64)
@@ -175,7 +179,7 @@ class TokenCounts:
 
         Raises `VocabularyError` for an id outside the vocabulary, and for the very same tokens a second time.
         """
-        found = np.fromiter(ids, np.int64)
+        found = np.fromiter(map(index, ids), np.int64)
         if len(found) and not (found.min() >= 0 and found.max() < self.vocab_size):
             raise VocabularyError(
                 f"Ids to add: expected 0 to {self.vocab_size - 1}, found {found.min()} to {found.max()}."
@@ -208,16 +212,16 @@ class TokenCounts:
                 for source in self.sources
             ],
         }
+        text = json_bytes(header, sort_keys=True).decode()
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+        return bytes(save(tensors, metadata={_KEY: text}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
         """Read and check a file written by `save`.
 
-        Raises:
-            UsageError: the name is empty.
-            VocabularyError: missing, not a counts file, of a newer version, or damaged.
+        Raises UsageError for an empty name; VocabularyError for a file that is missing, no counts file, of a newer
+        version, or damaged.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -250,8 +254,7 @@ def is_counts_file(path: str | Path) -> bool:
 def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return the weight of every source by its name, in order: `weights` replace stored ones, and 0 leaves one out.
 
-    Raises:
-        UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+    Raises UsageError for an unknown name, a weight that is negative or not finite, and where every weight is 0.
     """
     chosen = {name: float(weight) for name, weight in stored.items()}
     for name, weight in (weights or {}).items():

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from .counts import SourceCounts, TokenCounts
 from .errors import TokenizerError, UsageError, VocabularyError, printable
-from .ranking import Part, check_floors, source_shares
-from .vocabulary import DraftVocab
+from .ranking import Part, check_floors
+from .vocabulary import DraftVocab, doubts_of_rank
 
 MEAN = "all sources"
 """Name of the weighted mean beside the sources."""
@@ -75,7 +75,7 @@ class CoverageReport:
             several.
         uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
             text.
-        warnings: sources on which the ranking loses to the baseline, and sources measured on counted text.
+        warnings: sources on which the ranking loses to the baseline or measured on counted text; sorted lists.
     """
 
     draft_vocab: int
@@ -181,11 +181,10 @@ def measure_coverage(
     orders = [vocab.target_ids, first_ids, *([] if beside is None else [beside.target_ids])]
     buckets = np.stack([_buckets(order, grid, length) for order in orders])
     draft_vocab = grid[-1] if draft_vocab is None else draft_vocab
-    shares = source_shares(counts, weights).tolist()
+    given = counts.source_weights(weights)
     check_floors(floors or {}, [source.name for source in counts.sources])
-    measured = [
-        _measure_source(source, share, buckets, len(grid)) for source, share in zip(counts.sources, shares, strict=True)
-    ]
+    shares = {name: weight / sum(given.values()) for name, weight in given.items()}
+    measured = [_measure_source(source, shares[source.name], buckets, len(grid)) for source in counts.sources]
     at = grid.index(draft_vocab)
     measured = [replace(entry, floor=(floors or {}).get(entry.name)) for entry in measured]
     measured.sort(key=lambda entry: float(entry.coverage[at]))
@@ -193,13 +192,17 @@ def measure_coverage(
         measured.append(_weighted_mean(measured))
     chosen = vocab.target_ids[vocab.num_forced : draft_vocab]
     counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
+    is_list = vocab.provenance.get("method") == "token map"
     return CoverageReport(
         draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
         sources=tuple(measured),
         uncounted=len(chosen) - int(counted[chosen[chosen < len(counted)]].sum()),
-        warnings=tuple(_warnings(measured, at, draft_vocab)),
+        warnings=(
+            *_warnings(measured, at, draft_vocab),
+            *(doubts_of_rank(vocab.target_ids, grid[0]) if is_list else ()),
+        ),
     )
 
 

@@ -41,9 +41,7 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
 def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """Return the output path, or refuse it before any work is done.
 
-    Raises:
-        UsageError: it exists and `force` is off, it is a folder, a pipe or a device, or its folder does not exist or
-            cannot be written.
+    Raises UsageError where it exists and `force` is off, is a folder, a pipe or a device, or cannot be written.
     """
     path = Path(path)
     if path.exists():
@@ -81,6 +79,11 @@ def write_file(path: str | Path, data: bytes) -> None:
         os.close(folder)
 
 
+def json_bytes(value: Any, **options: Any) -> bytes:
+    """Return JSON in UTF-8; of names of files, bytes that are no UTF-8 are escaped, and read again as they were."""
+    return json.dumps(value, ensure_ascii=False, **options).encode(errors="backslashreplace")
+
+
 def read_text(path: str | Path, error_type: type[EagleSlimError]) -> str:
     """Read a file of UTF-8 text; anything unreadable raises `error_type` with the file's name."""
     path = regular_file(path, error_type)
@@ -95,7 +98,7 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
     """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
     try:
         return json.loads(read_text(path, error_type))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise error_type(f"{path}: not readable as JSON: {error}.") from error
 
 

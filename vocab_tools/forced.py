@@ -69,10 +69,8 @@ def forced_ids(
     and reasoning markers of well-known names; every added token that a chat template can emit, found both in its source
     and by rendering probe conversations with all roles, tools and reasoning; single-byte tokens; what the caller adds.
 
-    `force_added` "all" forces every added token, reserved ones too; `extra` ids are forced "by request".
-
-    Raises:
-        UsageError: an extra id that no token has.
+    `force_added` "all" forces every added token, reserved ones too; `extra` ids are forced "by request". Raises
+    UsageError for an extra id that no token has.
     """
     reasons: dict[int, list[str]] = {}
     warnings: list[str] = []

@@ -90,11 +90,8 @@ def is_offline() -> bool:
 def find_snapshot(repo_id: str, revision: str | None, offline: bool, choose: Choose) -> Snapshot:
     """Return a snapshot with the files that `choose` wants: fetched, or from the cache where the Hub is out of reach.
 
-    `offline` asks for nothing.
-
-    Raises:
-        HubError: no such repository or revision, no access, or neither connection nor copy.
-        SourceError: none of its files is wanted.
+    `offline` asks for nothing. Raises HubError where there is no such repository or revision, no access, or neither
+    connection nor copy; SourceError where none of its files is wanted.
     """
     error = not_cached(repo_id)
     if not (offline or is_offline()):

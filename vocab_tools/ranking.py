@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .counts import SourceCounts, TokenCounts
+from .counts import TokenCounts
 from .errors import UsageError, VocabularyError
 from .floors import FloorProblem
 from .forced import ForcedIds, forced_ids
@@ -90,8 +90,7 @@ def rank_vocabulary(
             f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
         )
     pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, warnings)
-    score = np.zeros(max(target_vocab, counts.vocab_size))
-    score[: counts.vocab_size] = counts.weighted(weights)
+    score = np.pad(counts.weighted(weights), (0, max(target_vocab - counts.vocab_size, 0)))
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
@@ -183,13 +182,6 @@ def check_floors(floors: Mapping[str, float], names: Sequence[str]) -> None:
         if name not in names:
             raise UsageError(f"--floor {name}: there is no such source; there are: {', '.join(names)}.")
         check_share(f"--floor {name}", floor)
-
-
-def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
-    """Return the share of each source in a weighted mean, float64 [sources], 1 in sum."""
-    given = np.array(list(counts.source_weights(weights).values()), np.float64)
-    shares: NDArray[np.float64] = given / given.sum()
-    return shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,22 +294,17 @@ def _size_for_coverage(
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the held-out tokens, and the account of it.
 
-    The counted text is taken where a source with a weight above 0 held nothing out. Sources without a token are left
-    out, as in `TokenCounts.weighted`.
+    Where a source with a weight above 0 held nothing out, all are measured on their counted text. Sources without a
+    token are left out, as in `TokenCounts.weighted`.
     """
     check_share("--coverage", coverage)
-    shares = source_shares(counts, weights)
-    length = max(pool.target_vocab, counts.vocab_size)
-    parts, part = [_held_out_counts(source, length) for source in counts.sources], "held-out"
-    if any(share > 0 and not tokens.any() for share, tokens in zip(shares, parts, strict=True)):
-        parts = [np.pad(source.counts, (0, length - counts.vocab_size)) for source in counts.sources]
-        part = "counted"
-    shares = shares * [bool(tokens.any()) for tokens in parts]
-    if not shares.any():
+    chosen, part, measured = counts.source_weights(weights), "held-out", counts.held_out_counts
+    if any(chosen[source.name] > 0 and not source.num_tokens for source in measured.sources):
+        part, measured = "counted", counts
+    mixed = measured.weighted(weights)
+    if not mixed.any():
         raise VocabularyError("No source with a weight above 0 holds a token. Count some text first.")
-    used = [(share, tokens) for share, tokens in zip(shares / shares.sum(), parts, strict=True) if share > 0]
-    mixed = sum((share * (tokens / tokens.sum()) for share, tokens in used), np.zeros(length))
-    reached = np.cumsum(mixed[order])
+    reached = np.cumsum(np.pad(mixed, (0, pool.target_vocab))[order]) / mixed.sum()
     # Sums of float64 shares are a few ulps off the exact figure.
     enough = np.flatnonzero(reached >= coverage - 1e-12)
     if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
@@ -329,11 +316,6 @@ def _size_for_coverage(
     size = min(round_up(smallest), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
     return size, account
-
-
-def _held_out_counts(source: SourceCounts, length: int) -> NDArray[np.int64]:
-    token_ids = source.held_out.token_ids if source.held_out else np.zeros(0, np.int32)
-    return np.bincount(token_ids, minlength=length)
 
 
 def _hold_floors(
@@ -348,9 +330,8 @@ def _hold_floors(
 
     Where the first `size` ids of the order hold them already, it stays as it is.
     """
-    named = {source.name: source for source in counts.sources}
-    texts = np.stack([np.pad(named[name].counts, (0, len(score) - counts.vocab_size)) for name in floors])
-    held_out = np.stack([_held_out_counts(named[name], len(score)) for name in floors])
+    named = [{source.name: source.counts for source in each.sources} for each in (counts, counts.held_out_counts)]
+    texts, held_out = (np.stack([np.pad(each[name], (0, pool.target_vocab)) for name in floors]) for each in named)
     if not texts.any(axis=1).all():
         raise VocabularyError(
             f"--floor: one source of {', '.join(floors)} holds no token. Count some of its text first."

@@ -35,7 +35,7 @@ def ray_tasks(plan: CountPlan, workers: int | None) -> Iterator[Count]:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("--run-on ray needs Ray. Try: pip install 'eagle-slim[ray]'") from error
+        raise UsageError("--run-on ray needs Ray. Try: pip install 'ray>=2.50'") from error
     is_running = ray.is_initialized()
     if not is_running:
         _start(workers)

@@ -11,7 +11,7 @@ from .counts import TokenCounts
 from .coverage import aligned
 from .errors import TokenizerError, printable
 from .tokenizer import LoadedTokenizer, check_tokenizer
-from .vocabulary import DraftVocab
+from .vocabulary import TARGET_VOCAB_FROM, DraftVocab
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def show_vocabulary(
     with another tokenizer, and for ids that belong to no token.
     """
     check_tokenizer(tokenizer, vocab.provenance.get("tokenizer_hash"), "the vocabulary")
+    if TARGET_VOCAB_FROM in vocab.provenance and vocab.target_vocab < tokenizer.vocab_size:
+        vocab = vocab.for_target(tokenizer.vocab_size)
     real = tokenizer.real_ids[tokenizer.real_ids < vocab.target_vocab]
     strange = np.setdiff1d(vocab.target_ids, real)
     if len(strange):
@@ -66,8 +68,7 @@ def show_vocabulary(
     score = np.zeros(vocab.target_vocab)
     if counts is not None:
         check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
-        weighted = counts.weighted()[: vocab.target_vocab]
-        score[: len(weighted)] = weighted
+        score = np.pad(counts.weighted(), (0, vocab.target_vocab))
     num_forced = vocab.num_forced if vocab.ranked else 0
     held = vocab.target_ids[: num_forced + limit].tolist()
     left_out = np.setdiff1d(real, vocab.target_ids)

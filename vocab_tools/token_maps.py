@@ -311,10 +311,13 @@ def _starts_as_json(path: Path) -> bool:
 def _read_text(path: Path) -> list[int]:
     """Read ids as text, separated by spaces, commas or the ends of lines; `#` begins a comment."""
     lines = read_text(path, VocabularyError).splitlines()
-    parts = [part for line in lines for part in line.partition("#")[0].replace(",", " ").split()]
-    wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
+    rows = [row for line in lines if (row := line.partition("#")[0].replace(",", " ").split())]
+    parts = [part for row in rows for part in row]
+    wrong = next((part for part in parts if not (part.isascii() and part.isdigit() and len(part) < 20)), None)
     if wrong is not None:
         raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
+    if len(rows) > 1 and set(map(len, rows)) in ({2}, {3}):
+        raise VocabularyError(f"{path}: {len(rows[0])} numbers on each line are a table. Keep the column of ids alone.")
     return [int(part) for part in parts]
 
 
@@ -322,7 +325,7 @@ def _read_array(path: Path) -> NDArray[Any]:
     """Read a NumPy array; one of objects, which would be unpickled, is refused."""
     try:
         array: NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # of all kinds on a damaged header
         raise VocabularyError(f"{path}: not a readable array of numbers: {error}.") from error
     return array
 
@@ -389,7 +392,8 @@ def read_pickle(path: Path) -> Any:
 def _numpy(value: Any) -> Any:
     import torch
 
-    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
+    # Weights beside a map may be of types that numpy lacks.
+    return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
 
 
 def export_token_map(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import UsageError, VocabularyError, errors_of
-from .files import read_json, write_file
+from .files import json_bytes, read_json, write_file
 
 TARGET_VOCAB_FROM = "target_vocab_from"
 """Provenance key, there if the size of the target's vocabulary was not given: what it was taken from."""
@@ -122,7 +121,7 @@ class DraftVocab:
         stated must agree but for padding, since a configuration may count fewer rows than the LM head has; raises
         VocabularyError where it does not, and for an id out of range.
         """
-        if target_vocab == self.target_vocab:
+        if target_vocab == self.target_vocab and TARGET_VOCAB_FROM not in self.provenance:
             return self
         if TARGET_VOCAB_FROM not in self.provenance and abs(target_vocab - self.target_vocab) > MOST_PADDING:
             raise VocabularyError(
@@ -135,8 +134,8 @@ class DraftVocab:
         """Write the vocabulary as JSON, whole or not at all: a readable account, then all ids on one line."""
         account = self.to_json()
         ids = account.pop("target_ids")
-        head = json.dumps(account, indent=1, ensure_ascii=False).removesuffix("\n}")
-        write_file(path, f'{head},\n "target_ids": {json.dumps(ids)}\n}}\n'.encode())
+        head = json_bytes(account, indent=1).removesuffix(b"\n}")
+        write_file(path, b'%b,\n "target_ids": %b\n}\n' % (head, json_bytes(ids)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form that `load` reads."""

@@ -27,8 +27,7 @@ _ARCHITECTURE = "LlamaForCausalLMEagle3"
 def plan_tensors(head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None) -> list[TensorPlan]:
     """Plan the tensors for `target_ids` int64 [draft_vocab], ascending; None for all of them, without a map."""
     gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
-    left_out = {names.LM_HEAD} if head.has_own_embedding else {names.LM_HEAD, names.EMBEDDING}
-    plans = [copy_plan(head, name) for name in head.tensors if name not in left_out] + zero_output_bias(head)
+    plans = [copy_plan(head, name) for name in head.tensors if name != names.LM_HEAD] + zero_output_bias(head)
     plans.append(TensorPlan.of(names.LM_HEAD, gathered))
     return plans + ([] if target_ids is None else plan_map(head, target_ids))
 

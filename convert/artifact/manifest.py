@@ -105,7 +105,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: indented to be read, with lists of plain values on one line."""
-        return (_pretty(self.to_json(), "") + "\n").encode()
+        return (_pretty(self.to_json(), "") + "\n").encode(errors="backslashreplace")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:

@@ -58,8 +58,22 @@ _SIZES = (
 
 # Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
 _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Those of transformers, and vLLM's (`rotary_embedding/__init__.py`).
+_SCALINGS = (
+    "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "mllama4", "ntk",
+    "xdrope", "deepseek_yarn", "deepseek_llama_scaling", "openpangu", "telechat3-yarn",
+)  # fmt: skip
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
+
+# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and
+# that nothing that drafts reads, each with the value that changes nothing, as null does.
+_NEUTRAL: Mapping[str, float] = {
+    "scale_emb": 1, "scale_depth": 1, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
+    "logit_scale": 1, "lm_head_multiplier": 1, "key_multiplier": 1, "attention_in_multiplier": 1, "rotary_pct": 1,
+    "attention_out_multiplier": 1, "attn_logit_softcapping": 0, "final_logit_softcapping": 0, "clip_qkv": 0, "alibi": 0,
+    "parallel_attn": 0, "use_parallel_residual": 0,
+}  # fmt: skip
 
 # Flags that change the layer's computation, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -119,7 +133,26 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     config |= {key: value for key, value in defaults.items() if config.get(key) is None}
     _check_constants(config, where)
+    refuse_unread(config, where)
     return config
+
+
+def refuse_unread(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedHeadError where a key says that the layer computes what no engine and no runtime computes."""
+    head_dim, changing = config["head_dim"], []
+    own = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    for key, value in {**_NEUTRAL, **own, "dim_model_base": config["hidden_size"]}.items():
+        found = value if config.get(key) is None else config[key]
+        if not isinstance(found, int | float) or not math.isclose(found, value, rel_tol=1e-3):
+            changing.append(key)
+    # Of the target's layers, from which it was copied, the first counts; 0 means that it is not rotated.
+    rotated = config.get("no_rope_layers")
+    changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
+    changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
+    if changing:
+        said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
+        advice = "If it was trained without, as a copy of the target's configuration suggests, take the key out."
+        raise UnsupportedHeadError.at(where, f"{said}: no engine and not eagle-generate computes this.\n{advice}")
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,9 +329,10 @@ def quantisation(config: Any) -> str | None:
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
     scaling = config["rope_scaling"] or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    for key, name in (("rope_scaling.rope_type", kind), ("hidden_act", config["hidden_act"])):
-        if not isinstance(name, str):
-            raise _wrong(where, key, "a name", name)
+    if not isinstance(config["hidden_act"], str):
+        raise _wrong(where, "hidden_act", "a name", config["hidden_act"])
+    if kind not in _SCALINGS:
+        raise _wrong(where, "rope_scaling.rope_type", f"one of {', '.join(_SCALINGS)}", kind)
     keys = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
     numbers = {key: config[key] for key in keys if config.get(key) is not None}
     needed = _SCALING_NEEDS.get(kind, ())
@@ -306,6 +340,9 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
     for key, value in numbers.items():
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise _wrong(where, key, "a positive number", value)
+    part, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
+    if part is not None and int(part * head_dim) not in range(2, head_dim + 1, 2):
+        raise _wrong(where, "partial_rotary_factor", f"a share that is an even number of the {head_dim} values", part)
 
 
 def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
@@ -367,6 +404,10 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
     a partial rotation in there overrides one at top level.
     """
     parameters, scaling = (_rope_of_the_layer(key, config, where) for key in ("rope_parameters", "rope_scaling"))
+    # Of two that disagree transformers 5 takes rope_scaling, and vLLM rope_parameters.
+    spelled = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    if any(spelled.get(key, value) != value for key, value in parameters.items()):
+        raise _wrong(where, "rope_scaling", f"what rope_parameters says, {dict(parameters)}", dict(scaling))
     for key in ("rope_theta", "partial_rotary_factor"):
         for rope in (parameters, scaling):
             if rope.get(key) is not None:
@@ -386,14 +427,17 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
         return {}
     if not isinstance(rope, Mapping):
         raise _wrong(where, key, "an object or null", rope)
+    rope = {name: value for name, value in rope.items() if value is not None}
     by_type = [value for value in rope.values() if isinstance(value, Mapping)]
-    if not by_type or len(by_type) < len(rope):
+    if not by_type:
         return rope
+    if len(by_type) < len(rope):
+        raise _wrong(where, key, "parameters of one kind of layer, or an object for each kind and nothing else", rope)
     types = config.get("layer_types")
     first = types[0] if isinstance(types, list) and types else None
     if first in rope:
         return rope[first]  # type: ignore[no-any-return]
-    if any(value != by_type[0] for value in by_type):
+    if first is not None or any(value != by_type[0] for value in by_type):
         raise MismatchError.at(
             where,
             f"RoPE is given for {' and '.join(rope)} layers apart, and layer_types does not name the head's layer.\n"

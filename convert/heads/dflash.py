@@ -40,7 +40,7 @@ def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_mask_embedding(source: ResolvedSource) -> None:
     """Raise UnsupportedHeadError where a file beside the draft replaces a row of the target's embedding."""
-    if _MASK_EMBEDDING in source.files or (source.folder / _MASK_EMBEDDING).exists():
+    if _MASK_EMBEDDING in source.files:
         problem = f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over."
         raise UnsupportedHeadError.at(source.name, f"{problem}\nServe the draft as it is.")
 
@@ -61,6 +61,7 @@ def settle_dflash(
             given, or a mask token is outside the vocabulary.
     """
     merged = _in_one_level(source_config)
+    head_config.refuse_unread({**merged, **config}, where)
     taps = head_config.tap_layers(merged, where)
     if taps is None:
         problem = "config.json names no layers of the target, and engines choose different ones."

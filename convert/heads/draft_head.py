@@ -17,7 +17,7 @@ from ..rows.dtypes import item_size
 from ..rows.safetensors_file import TensorInfo
 from ..sources.source import ResolvedSource
 from . import names
-from .config import EMBEDDING_TRAINED_KEY, default_taps, tap_layers
+from .config import default_taps, tap_layers
 
 if TYPE_CHECKING:
     import torch
@@ -140,12 +140,6 @@ class DraftHead:
         return self.kind != "dflash" and names.HEAD_NORMS[self.kind][0] in self.tensors
 
     @property
-    def has_own_embedding(self) -> bool:
-        """Whether its embedding is no copy of the target's: of another width, or trained (speculators' format)."""
-        is_other = self.target_hidden_size != self.hidden_size or bool(self.config.get(EMBEDDING_TRAINED_KEY))
-        return is_other and names.EMBEDDING in self.tensors
-
-    @property
     def dtype_name(self) -> str:
         """Dtype of the head's matrices as safetensors spells it: one of `rows.dtypes.FLOATS`."""
         matrix = "midlayer.mlp.down_proj.weight" if self.kind == "eagle3" else names.FC
@@ -158,8 +152,7 @@ class DraftHead:
     def taps(self, num_layers: int | None) -> tuple[int, ...] | None:
         """Find the layers of a target of `num_layers` whose inputs the head reads; None for the default of engines.
 
-        Raises:
-            MismatchError: the configuration contradicts itself, or names a layer that the target has not.
+        Raises MismatchError for a configuration that contradicts itself, or names a layer that the target has not.
         """
         taps = self.tap_layers
         if self.kind == "eagle3" and taps:
@@ -179,7 +172,6 @@ class DraftHead:
 
     @property
     def trained_ids(self) -> NDArray[np.int64] | None:
-        """Target ids the head was trained on, ascending; None for all, in whatever order their rows are."""
-        if self.draft_ids_to_target is None or self.draft_vocab == self.target_vocab:
-            return None
-        return np.sort(self.draft_ids_to_target)
+        """Those ids of the target that the head was trained on, ascending; None for all, in whatever order."""
+        ids = self.draft_ids_to_target
+        return None if ids is None or len(ids) == self.target_vocab else np.sort(ids[ids < self.target_vocab])

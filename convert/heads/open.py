@@ -21,6 +21,7 @@ from ..artifact.checksums import sha256_file
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 from ..errors import CheckpointError, MismatchError
 from ..rows.checkpoint import Checkpoint, open_checkpoint
+from ..rows.paths import WEIGHTS
 from ..sources.source import ResolvedSource, open_head_source
 from . import config as head_config
 from . import names
@@ -78,6 +79,12 @@ def open_head(
     head = head_from_checkpoint(checkpoint, config, source.name, d2t_form=d2t_form, tap_layers=tap_layers)
     if head.kind == "dflash":
         refuse_mask_embedding(source)
+    read = [file.path.name for file in checkpoint.files]
+    if others := [name for name in source.files if WEIGHTS.fullmatch(name) and name not in read]:
+        problem = (
+            f"{', '.join(others[:4])}: not read, but {read[0]} is; engines may take another of these files, or all"
+        )
+        head = replace(head, warnings=(*head.warnings, f"{problem}: keep the files of one head alone in its folder"))
     return replace(head, source=source)
 
 

@@ -173,6 +173,14 @@ class SourceRows:
             start += len(rows)
             yield rows
 
+    def differing(self, written: Bytes) -> NDArray[np.int64]:
+        """Return which rows are not those of `written`, uint8 [rows, row_bytes]: int64 [n]; raises as `pieces`."""
+        start, found = 0, []
+        for rows in self.pieces():
+            found.append(start + np.flatnonzero((written[start : start + len(rows)] != rows).any(axis=1)))
+            start += len(rows)
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
     def _place(self, row: int) -> str:
         token = f"row {row}" if self.target_ids is None else f"row of token {self.target_ids[row]}"
         return f"{self.where}: {self.name}: {token}"
@@ -187,6 +195,10 @@ def open_checkpoint(folder: Path | str, only: Collection[str] | None = None) -> 
     """
     folder = Path(folder)
     chosen = choose_weights(list_names(folder), str(folder))
+    index = folder / f"{chosen}.index.json"
+    if index.is_file() and chosen not in read_index(index).values():
+        problem = f"{chosen} and {index.name} are two models: transformers reads the first, vLLM and SGLang the second"
+        raise CheckpointError.at(folder, f"{problem}.\nKeep the one that is meant.")
     if not chosen.endswith(".index.json"):
         return Checkpoint.of(_open(folder / chosen), str(folder))
     shard_of = {name: shard for name, shard in read_index(folder / chosen).items() if only is None or name in only}

@@ -2,12 +2,13 @@
 
 Order of preference, as in transformers: `model.safetensors`, `model.safetensors.index.json`, `pytorch_model.bin`,
 `pytorch_model.bin.index.json`; and, where none of these exists, one single other `*.safetensors`. What is beside the
-chosen files (`consolidated.safetensors`, an older `.bin`) is not looked at.
+chosen files (an older `.bin`) is not looked at; of a head's, `open_head` warns.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path, PurePosixPath
 
 from eagle_slim.vocab_tools.errors import UsageError
@@ -23,6 +24,10 @@ WEIGHTS_PREFERENCE = (
     "pytorch_model.bin.index.json",
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+WEIGHTS = re.compile(
+    r"(?!training_args|optimizer|scheduler|scaler|rng_state|freq_|consolidated)[^/]*\.(safetensors|bin|pt|pth)"
+)
+"""Names of files that an engine may read a head from: no state of a trainer, token map or Mistral's copy of a model."""
 
 
 def choose_weights(names: list[str], where: str) -> str:

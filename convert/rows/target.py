@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 from eagle_slim.vocab_tools.target import says_tied
 
 from ..errors import CheckpointError
+from ..heads import names
+from ..heads.config import EMBEDDING_TRAINED_KEY
+from ..heads.draft_head import DraftHead
 from ..sources.source import ResolvedSource
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, SourceRows, open_checkpoint
 from .dtypes import FLOATS
 from .hub_tensor import HubFile, cached_tensor, fetch_tensor
 from .lm_head import LmHead
@@ -38,6 +44,10 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
 
     Raises CheckpointError where there is neither, or no LM head and `tied` is False.
     """
+    other = next((name for name in names if re.fullmatch(r"(.*\.)?lm_head\.(?!weight$).*", name)), None)
+    if not tied and other is not None:
+        problem = f"{shorten(other)}: an LM head that is quantised, or has a bias, is not gathered"
+        raise CheckpointError.at(where, f"{problem}.\nGive another form of the target with --target.")
     if tied is False and not any(name in names for name in LM_HEAD_NAMES):
         problem = "no LM head: config.json says tie_word_embeddings: false, and the weights hold none"
         raise CheckpointError.at(where, f"{problem}.\nFetch all of the target's weights, or correct a copy of it.")
@@ -78,14 +88,58 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     return _fetch(target)
 
 
-def open_local_lm_head(folder: Path, label: str) -> LmHead:
-    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
-    chosen, only = choose_weights(list_names(folder), str(folder)), None
+def settle_embedding(head: DraftHead, target: ResolvedSource | None) -> DraftHead:
+    """Return a head without an embedding of its own that is a copy of the target's, with a warning of any other.
+
+    vLLM compares the two when it loads a head, and drafts with the head's own where they differ
+    (`v1/spec_decode/llm_base_proposer.py`). What config.json says to be trained is not compared.
+    """
+    is_settled = head.target_hidden_size != head.hidden_size or head.config.get(EMBEDDING_TRAINED_KEY)
+    if head.kind == "dflash" or names.EMBEDDING not in head.tensors or is_settled:
+        return head
+    is_copy = None if target is None else is_embedding_of(target, head)
+    if head.kind == "eagle3" and is_copy:
+        kept = {**head.tensors.stored}
+        dropped = {**head.dropped, kept.pop(names.EMBEDDING): "a copy of the target's, which every engine shares"}
+        return replace(head, tensors=replace(head.tensors, stored=kept), dropped=dropped)
+    if is_copy or (is_copy is None and head.kind == "eagle"):
+        return head
+    problem = "is not a copy of the target's, whose embedding SGLang and TensorRT-LLM draft with all the same"
+    if is_copy is None:
+        problem = (
+            "was not compared, as the target's weights are not on this disk: with their folder as --target, a copy "
+        )
+        problem += "of the target's is left out"
+    return replace(head, warnings=(*head.warnings, f"embed_tokens.weight is kept: it {problem}"))
+
+
+def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
+    """Tell whether a head's embedding is the target's in the head's dtype; None where the target's is not on this disk.
+
+    Rows that only one of them has, as padding, are not compared.
+    """
+    try:
+        theirs = open_local_lm_head(target.folder, target.label, tied=True)
+    except CheckpointError:
+        return None
+    mine, info = head.tensors.source.array(head.tensors.stored[names.EMBEDDING]), head.tensors.info(names.EMBEDDING)
+    if theirs.name not in EMBEDDING_NAMES or theirs.info.shape[1:] != info.shape[1:]:
+        return None
+    common = np.arange(min(len(mine), theirs.info.num_rows))
+    return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
+
+
+def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> LmHead:
+    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
+
+    `tied`: whether it is the input embedding; by default as config.json says.
+    """
+    tied, only = ties_embedding(folder) if tied is None else tied, None
+    chosen = choose_weights(list_names(folder), str(folder))
     if chosen.endswith(".index.json"):
-        only = {find_lm_head(read_index(folder / chosen), label, ties_embedding(folder))}
+        only = {find_lm_head(read_index(folder / chosen), label, tied)}
     checkpoint = open_checkpoint(folder, only)
-    name = find_lm_head(checkpoint.names, label, ties_embedding(folder))
-    return _checked(LmHead(checkpoint, name, label, "target"))
+    return _checked(LmHead(checkpoint, find_lm_head(checkpoint.names, label, tied), label, "target"))
 
 
 def _checked(lm_head: LmHead) -> LmHead:

@@ -36,7 +36,7 @@ class ResolvedSource:
         folder: holds the files; a snapshot of the Hub's cache where `repo_id` is set.
         repo_id: repository on the Hub, or None for a folder of the user.
         commit: the commit that `folder` holds, or None for a folder of the user.
-        files: names of the files in `folder`, or of all in the repository; those not asked for are not in `folder`.
+        files: names within `folder` of its files, on the Hub of all; those not asked for are not on this disk.
         subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
         name: how the user called it, sub-folder included, for messages.
     """
@@ -116,7 +116,8 @@ def open_head_source(
         # A whole model named by mistake is refused before its gigabytes are fetched.
         canonical_names(index, resolved.label)
         fetch(resolved.snapshot, [_joined(inside, shard) for shard in dict.fromkeys(index.values())], offline)
-    return resolved
+    prefix = f"{inside}/" if inside else ""
+    return replace(resolved, files=tuple(name.removeprefix(prefix) for name in whole.files if name.startswith(prefix)))
 
 
 def target_files(target: str | Path, revision: str | None = None, offline: bool = False) -> ResolvedSource:

@@ -104,11 +104,7 @@ def open_target(name: str | None, revision: str | None, offline: bool) -> Target
 
 
 def check_head_fits(head: DraftHead, target: Target) -> None:
-    """Compare a head with the configuration of a target.
-
-    Raises:
-        MismatchError: widths or vocabularies disagree, or a tapped layer does not exist.
-    """
+    """Raise MismatchError where a target's configuration has other sizes than a head, or lacks a layer that it taps."""
     hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
     for key, found, value, fits in (
         ("hidden_size", hidden, head.target_hidden_size, hidden == head.target_hidden_size),

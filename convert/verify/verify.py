@@ -17,15 +17,16 @@ import numpy as np
 from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 
 from ..artifact.format import config_of
-from ..artifact.provenance import open_original
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names
 from ..heads.config import with_tap_layers
 from ..heads.draft_head import DraftHead
+from ..heads.open import open_head
 from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
-from ..rows.target import open_target_lm_head
+from ..rows.target import is_embedding_of, open_target_lm_head
 from ..sources import target as targets
+from ..sources.source import open_head_source
 from .rules import CHECKS, Doubt, Parts, SkipCheck, config_differences, join, refuse
 
 
@@ -39,7 +40,7 @@ class Check:
 
     @classmethod
     def made(cls, name: str, check: Callable[[], str]) -> Check:
-        """Run a check."""
+        """Run ``check``, which returns its finding, and tell from what it raises how it ended."""
         try:
             return cls(name, "ok", check())
         except SkipCheck as reason:
@@ -111,7 +112,7 @@ def verify_artifact(
     head_name, target_name, tokenizer_name = (None if it is None else str(it) for it in (head, target, tokenizer))
     sources = _SourceChecks(parts, head_name, target_name, tokenizer_name, offline)
     checks: dict[str, Callable[[], str]] = {name: partial(check, parts) for name, check in CHECKS.items()}
-    checks |= {"tensors of the source head": sources.source_tensors, "target": sources.target}
+    checks |= {"target": sources.target, "tensors of the source head": sources.source_tensors}
     checks["config of the source head"] = sources.source_config
     checks |= {"lm_head rows of the source": sources.source_rows, "tokenizer": sources.tokenizer}
     checks |= {f"engine {engine}": partial(_check_engine, parts, engine, engine_version) for engine in engines}
@@ -150,7 +151,7 @@ class _SourceChecks:
     _target: targets.Target | None = field(default=None, init=False)
 
     def source_tensors(self) -> str:
-        """Every tensor that is copied is bit-identical to the source head's."""
+        """Every tensor that is copied is bit-identical to the source head's; an embedding left out, to the target's."""
         parts, source = self.parts, self._source_head
         skipped = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
         # Zeros that a conversion adds where the source has none.
@@ -169,8 +170,13 @@ class _SourceChecks:
             rows, mine = source.tensors.rows(name, rows_of_ids(source, parts.ids)), parts.checkpoint.tensor(name)
             if mine.dtype != rows.dtype or not mine.equal(rows):
                 problems.append(f"{name} differs from the source's rows")
+        is_left_out = names.EMBEDDING in source.tensors and names.EMBEDDING not in parts.weights.tensors
+        is_copy = is_embedding_of(self._target.source, source) if is_left_out and self._target is not None else None
+        if is_left_out and is_copy is False:
+            problems.append(f"{names.EMBEDDING} is left out, and is no copy of the target's")
         join(problems)
-        return f"{len(copied)} tensors bit-identical to {source.location}"
+        doubt = "; that the target has its embedding is not known here" if is_left_out and is_copy is None else ""
+        return f"{len(copied)} tensors bit-identical to {source.location}{doubt}"
 
     def source_config(self) -> str:
         """config.json has the values that a conversion of the source head writes."""
@@ -200,16 +206,11 @@ class _SourceChecks:
         gathered, info = lm_head.gather(source, ids), written.info(names.LM_HEAD)
         expected = (gathered.dtype, (len(ids), lm_head.info.shape[1]))
         refuse((info.dtype, info.shape) != expected, f"expected {expected}, found {(info.dtype, info.shape)}")
-        mine_raw = written.array(names.LM_HEAD)
-        start, different = 0, []
-        for chunk in gathered.pieces():
-            mine = mine_raw[start : start + len(chunk)]
-            different += (start + np.flatnonzero((mine != chunk).any(axis=1))).tolist()
-            start += len(chunk)
-        if different:
+        different = gathered.differing(written.array(names.LM_HEAD))
+        if len(different):
             raise ArtifactError(f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
-        return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+        return f"{len(ids)} rows {how} {lm_head.name} of {lm_head.where}"
 
     def target(self) -> str:
         """Widths, vocabulary and tap layers fit the target."""
@@ -256,8 +257,14 @@ class _SourceChecks:
 
     @cached_property
     def _source_head(self) -> DraftHead:
+        """The head that the artifact was made from, read as it was then; at the recorded revision unless named."""
+        manifest, recorded, name, revision = self.parts.manifest, self.parts.manifest.head, self.head_name, None
+        if name is None:
+            name, revision = recorded.get("repo_id"), recorded.get("revision")
+            if name is None and not recorded.get("built_in"):
+                raise SkipCheck("the source head was a local folder; name it with --head")
         with self._skipped_unless_named("the source head", "--head", self.head_name):
-            found = open_original(self.parts.manifest, self.head_name, self.offline)
-        if found is None:
-            raise SkipCheck("the source head was a local folder; name it with --head")
-        return found
+            is_offline = self.offline or self.head_name is None
+            source = open_head_source(name, revision, is_offline, recorded.get("subfolder"))
+            form = recorded.get("d2t_form", "auto")
+            return open_head(source, d2t_form=form, tap_layers=manifest.tap_layers or None)

@@ -112,6 +112,8 @@ def read_call(
         "criteria": _read_callables("stopping_criteria", own["stopping_criteria"]),
         "deadline": _read_deadline(options.get("max_time")), "device": target.device,
     }  # fmt: skip
+    if own["stop"] is not None and keywords.get("stop_strings") is not None:
+        raise UsageError("stop is stop_strings: give it once.")
     processors, requests = _read_callables("logits_processor", own["logits_processor"]), []
     for index, (row, prompt) in enumerate(prompts):
         # As in transformers, a length of prompt and answer together counts the padding that was given.

@@ -21,11 +21,11 @@ from .stats import GenerationStats
 class GenerationOutput:
     """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all of them together.
 
+    ``sequences``: prompts and answers, int64 [prompts, longest prompt + longest answer] (`join_sequences`).
     It can be used as what transformers returns: see `RowsOutput`, and with ``return_dict_in_generate`` `DictOutput`.
     """
 
     sequences: Tensor = field(repr=False, compare=False)
-    """See `join_sequences`."""
     results: tuple[RequestOutput, ...]
     stats: GenerationStats
     seed: int | tuple[int, ...] | None = None

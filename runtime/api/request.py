@@ -129,9 +129,13 @@ class Request:
         ids = torch.tensor([[*self.prompt_ids, *self.token_ids]], device=self.device)
         for criterion in self.criteria:
             found = criterion(ids, None)
-            if found is None or isinstance(found, str):
+            try:
+                flags = torch.as_tensor(found)
+            except (RuntimeError, TypeError, ValueError):
+                flags = torch.tensor([])
+            if flags.numel() == 0:
                 raise misfit("What a stopping criterion returns", "True or False, or a tensor of them", found)
-            if torch.as_tensor(found).all():
+            if flags.all():
                 return True
         return False
 

@@ -59,10 +59,10 @@ class Processors:
         """
         for name, step in self.steps:
             found: Any = hf.LogitsProcessorList([step])(input_ids, scores)
-            if not isinstance(found, Tensor) or found.shape != scores.shape:
-                what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            if not isinstance(found, Tensor) or found.shape != scores.shape or not found.is_floating_point():
+                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
                 raise UsageError(
-                    f"Logits processor {name} returned {what}; expected scores {list(scores.shape)}, as it was given. "
+                    f"Logits processor {name} returned {what}; expected floats {list(scores.shape)}, as it was given. "
                     "One that changes them in place returns them too."
                 )
             scores = found

@@ -50,8 +50,9 @@ class GenerationStats:
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0
+    """Seconds of the call, prompts included; 0.0 in the statistics of a single answer, as are ``steps``."""
     steps: tuple[StepTimes, ...] = field(default=(), repr=False)
-    """Times of each step; a step is one pass of every sequence that runs in it."""
+    """Seconds of each step; a step is one pass of every sequence that runs in it."""
     active_sequences: dict[int, int] = field(default_factory=dict)
     """How many steps of the call ran each number of sequences side by side."""
     finish_reasons: dict[str, int] = field(default_factory=dict)

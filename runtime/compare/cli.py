@@ -99,7 +99,7 @@ Examples:
               help="Another head of the same target to compare; repeatable.")  # fmt: skip
 @click.option("--tree", "trees", multiple=True, metavar="D,K,N",
               callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
-              help="Depth, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.")  # fmt: skip
+              help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
               help="JSON lines with `turns`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
@@ -114,7 +114,8 @@ Examples:
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampled mode.")
 @click.option("--batch", "batches", default="1", show_default=True, callback=_list_of(int, "1,4,16"), metavar="B,B,...",
               help="Prompts answered at a time; the speed is for all of them together.")  # fmt: skip
-@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True,
+              help="Most tokens of an answer.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
@@ -163,12 +164,12 @@ def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.argument("urls", nargs=-1, required=True, metavar="NAME=URL...", callback=_named)
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE", help="As for eagle-compare; first turns only.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option(
-    "--concurrency", default="1", show_default=True, callback=_list_of(_count, "1,8"), help="Prompts at once."
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="How often each is asked.")
-@click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 1e6), default=120, help="Silence in seconds.")
+@click.option("--concurrency", default="1", show_default=True, callback=_list_of(_count, "1,8"), metavar="N,N,...",
+              help="Prompts that are asked at once; each number is measured by itself.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Times each prompt is asked.")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Most tokens of an answer.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 1e6), default=120, show_default=True, metavar="S",
+              help="Seconds of silence after which an answer is given up.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option

@@ -11,7 +11,6 @@ from .statistics import Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
-_NO_DIFFERENCE = "no significant difference"
 
 
 def recommend(rows: Sequence[Row]) -> list[Advice]:
@@ -33,17 +32,19 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
         for label, found in figures.items()
         if label != best.label
     }
-    close = [row for row in measured if row is best or not _is_slower(others[row.label])]
+    slower = {label for label, speed in others.items() if speed.high < 1 and speed.value < 1 - _MARGIN}
+    close = [row for row in measured if row.label not in slower]
     chosen = min(close, key=lambda row: (row.candidate.draft_bytes, -row.tokens_per_s))
     # Plain decoding must beat all that may be the fastest.
     verdicts = {_beats(row.speedup) for row in close}
     beats = False if verdicts == {False} else _beats(chosen.speedup) or None
     advised = plain if beats is False else chosen
-    is_decided = beats is False or all(row is best or _is_as_fast(others[row.label]) for row in close)
+    speeds = [speed for label, speed in others.items() if label not in slower]
+    are_as_fast = all(speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN for speed in speeds)
     reasons = tuple(_reasons(chosen, best, close, measured, others))
     return Advice(
         mode, batch, f"{where}: {_headline(plain, chosen, close, beats)}", advised.label,
-        advised.candidate.draft_vocab, is_decided, tuple(row.label for row in close), beats, reasons,
+        advised.candidate.draft_vocab, beats is False or are_as_fast, tuple(row.label for row in close), beats, reasons,
     )  # fmt: skip
 
 
@@ -61,14 +62,6 @@ def _headline(plain: Row, chosen: Row, close: Sequence[Row], beats: bool | None)
     is_smaller = len({row.candidate.draft_bytes for row in close}) > 1
     merit = f", of which {chosen.label} reads the fewest bytes" if is_smaller else ""
     return f"{begin}; no significant difference between {names}{merit}"
-
-
-def _is_as_fast(speed: Estimate) -> bool:
-    return speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN
-
-
-def _is_slower(speed: Estimate) -> bool:
-    return speed.high < 1 and speed.value < 1 - _MARGIN
 
 
 def _beats(speedup: Estimate | None) -> bool | None:
@@ -92,7 +85,7 @@ def _reasons(
     reasons = [f"{chosen.label}: {length}{times} {chosen.tokens_per_s:.1f} tokens/s."]
     for row in measured:
         if row is not best:
-            how = _NO_DIFFERENCE if row in close else "slower"
+            how = "no significant difference" if row in close else "slower"
             reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
     return reasons
 

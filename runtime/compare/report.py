@@ -91,7 +91,7 @@ class Row:
             **self.candidate.to_json(),
             **{name: getattr(self, name) for name in names},
             **{name: getattr(stats, name) for name in counts},
-            "missed_rate": round(stats.missed_rate, 6) if stats.num_new_tokens else None,
+            "missed_rate": None if self.candidate.is_plain or not stats.num_new_tokens else round(stats.missed_rate, 6),
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
             **{name: round(getattr(found, own), 6) if found else None for name, own in times.items()},
@@ -189,7 +189,7 @@ class Comparison:
         """
         with atomic_directory(folder, force=force, marker=MARKER) as inside:
             (inside / MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-            (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
+            (inside / "compare.html").write_bytes(self.to_html().encode(errors="backslashreplace"))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the answers as plain values: setup, rows, advice."""

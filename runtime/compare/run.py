@@ -84,6 +84,11 @@ def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[in
             yield [int(things[place]) for place in rows[number]]
 
 
+def groups_of(count: int, size: int) -> list[tuple[int, ...]]:
+    """Number prompts that are asked together, the last group filled up from the beginning."""
+    return [tuple((first + i) % count for i in range(size)) for first in range(0, count, size)]
+
+
 class Run:
     """The calls of one comparison; ``candidates`` begin with plain decoding, which the others are compared with."""
 
@@ -99,7 +104,7 @@ class Run:
             kind: balanced_orders(len(candidates), np.random.default_rng([0, number]))
             for number, kind in enumerate(kinds)
         }
-        groups = [group for batch in options.batches for group in self._groups(batch)]
+        groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
         num_turns = sum(max(len(prompts[place].turns) for place in group) for group in groups)
         self.num_calls = len(candidates) * num_turns * len(options.modes)
         """How many calls of `generate` it takes."""
@@ -129,18 +134,13 @@ class Run:
         self._warm_up()
         try:
             for batch in self.options.batches:
-                for group in self._groups(batch):
+                for group in groups_of(len(self.prompts), batch):
                     for mode in self.options.modes:
                         self._answer_group(group, mode)
         except KeyboardInterrupt:
             if not self.answers:
                 raise
         return self.answers
-
-    def _groups(self, batch: int) -> list[tuple[int, ...]]:
-        """Return the numbers of the prompts that are answered together."""
-        count = len(self.prompts)
-        return [tuple((first + i) % count for i in range(batch)) for first in range(0, count, batch)]
 
     def _warm_up(self) -> None:
         # Refuse a prompt that does not fit the context now, not after hours.

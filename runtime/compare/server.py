@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,7 +91,7 @@ class Server:
                 for name, value in _SAMPLE.findall(self._read("/metrics")):
                     found[name] += float(value)
             now, then = (sum(page.get(name, 0.0) for name in _GENERATED) for page in (found, before or {}))
-            if not now or now >= then + tokens or time.perf_counter() > deadline:
+            if not found.keys() & _GENERATED or now >= then + tokens or time.perf_counter() > deadline:
                 return found
             time.sleep(0.05)
 
@@ -115,43 +115,51 @@ class Server:
                 waited_s, pause_s = waited_s + wait_s, 2 * pause_s
 
     def _answer(self, body: Mapping[str, Any]) -> Reply:
-        """Read a stream of server-sent events."""
-        heard_s = time.perf_counter()
-        reply, text, choices = Reply(began_s=heard_s), "", []
+        """Read a streamed answer."""
+        began_s, first_s, ended_s = time.perf_counter(), 0.0, 0.0
+        text, tokens, choices = "", 0, list[tuple[bytes, Mapping[bytes, float]]]()
+        num_accepted: int | None = None
         with self._open("/v1/chat/completions", json.dumps(body).encode()) as response:
-            for line in response:
-                kind, _, value = line.decode(errors="replace").strip().partition(":")
-                if kind != "data":
-                    # Comments that keep a connection alive are silence, too.
-                    if time.perf_counter() > heard_s + self.timeout_s:
-                        raise TimeoutError
-                    continue
-                heard_s = time.perf_counter()
-                if value.strip() == "[DONE]":
-                    break
+            for value in self._events(response):
                 try:
                     event = json.loads(value)
                     if event.get("usage"):
-                        reply = replace(reply, tokens=int(event["usage"]["completion_tokens"]))
+                        tokens = int(event["usage"]["completion_tokens"])
                     if "draft_n_accepted" in (event.get("timings") or {}):
-                        reply = replace(reply, num_accepted=int(event["timings"]["draft_n_accepted"]))
+                        num_accepted = int(event["timings"]["draft_n_accepted"])
                     for choice in (event.get("choices") or ()) if event.get("usage") else event["choices"]:
                         delta = choice.get("delta") or {}
-                        text += "".join(delta.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))
-                        if text and not reply.first_s:
-                            reply = replace(reply, first_s=time.perf_counter())
+                        # Some servers tell a thought under both of its names.
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        text += thought + (delta.get("content") or "")
+                        first_s = first_s or (time.perf_counter() if text else 0.0)
                         for each in (choice.get("logprobs") or {}).get("content") or ():
                             likely = {_token(one): float(one["logprob"]) for one in (*each["top_logprobs"], each)}
                             choices.append((_token(each), likely))
-                        if choice.get("finish_reason"):
-                            reply = replace(reply, ended_s=time.perf_counter())
+                        if (reason := choice.get("finish_reason")) in ("abort", "error"):
+                            raise ServerError(f"the server broke the answer off: {reason!r}")
+                        if reason:
+                            ended_s = time.perf_counter()
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     raise ServerError(f"garbage in the stream: {brief(value)}") from error
-        if not reply.ended_s:
+        if not ended_s:
             raise ServerError(f"the stream broke off after {len(text)} characters")
-        problem = "" if reply.tokens else "no speed, as the server does not tell how many tokens it generated"
-        first_s = reply.first_s or reply.ended_s
-        return replace(reply, text=text, first_s=first_s, choices=tuple(choices), problem=problem)
+        problem = "" if tokens else "no speed, as the server does not tell how many tokens it generated"
+        return Reply(text, tokens, began_s, first_s or ended_s, ended_s, num_accepted, tuple(choices), problem)
+
+    def _events(self, response: Iterable[bytes]) -> Iterator[str]:
+        """Yield the data of server-sent events, up to the one that says that all is done."""
+        heard_s = time.perf_counter()
+        for line in response:
+            kind, _, value = line.decode(errors="replace").strip().partition(":")
+            if kind == "data":
+                heard_s = time.perf_counter()
+                if value.strip() == "[DONE]":
+                    return
+                yield value
+            # Comments that keep a connection alive are silence, too.
+            elif time.perf_counter() > heard_s + self.timeout_s:
+                raise TimeoutError
 
     def _read(self, path: str) -> str:
         with self._open(path) as response:

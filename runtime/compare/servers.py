@@ -24,7 +24,7 @@ from .options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
 from .report import Answer, Comparison, Finding, build_rows
-from .run import Progress, balanced_orders
+from .run import Progress, balanced_orders, groups_of
 from .server import Reply, Server, count_passes
 
 _MOST_FAILURES = 3
@@ -75,12 +75,8 @@ class _Run:
         self.servers, self.prompts, self.options, self.tell = servers, prompts, options, tell
         # A prefix cache may still hold the prompts of another run.
         self.prefix = secrets.token_hex(4)
-        self.groups = [
-            [(first + i) % len(prompts) for i in range(size)]
-            for size in options.batches
-            for _ in range(rounds)
-            for first in range(0, len(prompts), size)
-        ]
+        count = len(prompts)
+        self.groups = [group for size in options.batches for _ in range(rounds) for group in groups_of(count, size)]
         self.failures = {server.label: 0 for server in servers}
         self.answers, self.findings = list[Answer](), list[Finding]()
 
@@ -90,17 +86,14 @@ class _Run:
         done, total = 0, len(self.servers) * len(self.groups)
         try:
             for server in self.servers:
-                # First answers are slow. A fault is told when it comes again.
-                server.ask("Hi", 8)
+                # First answers are slow. A fault is told when it comes again. The answer is counted before others are.
+                server.counts(server.counts(), server.ask("Hi", 8).tokens)
             for number, group in enumerate(self.groups):
                 replies, passes = dict[str, list[Reply]](), dict[str, tuple[float, float]]()
                 for server in [self.servers[place] for place in next(orders)]:
                     if self.failures[server.label] < _MOST_FAILURES:
-                        before = server.counts()
-                        replies[server.label] = found = self._ask(server, number)
-                        after = server.counts(before, sum(reply.tokens for reply in found))
-                        passes[server.label] = count_passes(before, after, found)
-                        self._check(server, group, found)
+                        replies[server.label], passes[server.label] = self._ask(server, number)
+                        self._check(server, group, replies[server.label])
                     done += 1
                     progress(done, total)
                 self._compare(number, replies, passes)
@@ -110,12 +103,14 @@ class _Run:
             return False
         return True
 
-    def _ask(self, server: Server, number: int, with_logprobs: bool = False) -> list[Reply]:
-        """Ask a group at once."""
+    def _ask(self, server: Server, number: int, with_logprobs: bool = False) -> tuple[list[Reply], tuple[float, float]]:
+        """Ask a group at once; returns `count_passes` too, as what metrics count late is not the next group's."""
         texts = [self.prompts[place].turns[0] for place in self.groups[number]]
         asked = [f"[{self.prefix}-{number}-{slot}]\n{text}" for slot, text in enumerate(texts)]
+        before = server.counts()
         with ThreadPool(len(asked)) as pool:
-            return pool.map(lambda text: server.ask(text, self.options.max_new_tokens, with_logprobs), asked, 1)
+            found = pool.map(lambda text: server.ask(text, self.options.max_new_tokens, with_logprobs), asked, 1)
+        return found, count_passes(before, server.counts(before, sum(reply.tokens for reply in found)), found)
 
     def _tell(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -141,11 +136,11 @@ class _Run:
             slots = [slot for slot, reply in enumerate(base) if reply.ended_s and own[slot].ended_s]
             differing = [slot for slot in slots if base[slot].text != own[slot].text]
             if any(reply.ended_s for reply in own):
-                names, same = ("greedy", len(group), number, server.label, None), len(slots) - len(differing)
+                names, same = ("greedy", len(group), group[0], server.label, None), len(slots) - len(differing)
                 self.answers.append(Answer(*names, same, len(slots), _stats(own, *passes[server.label])))
             if differing:
-                again = again or self._ask(self.servers[0], number, with_logprobs=True)
-                own_again = self._ask(server, number, with_logprobs=True)
+                again = again or self._ask(self.servers[0], number, with_logprobs=True)[0]
+                own_again, _ = self._ask(server, number, with_logprobs=True)
                 for slot in differing:
                     place = Finding(server.label, "", len(group), group[slot])
                     self._tell(_difference(place, (base[slot], own[slot]), (again[slot], own_again[slot])))

@@ -144,14 +144,5 @@ def _weighted_medians(
 
     ``prompts`` int64 [steps], ``weights`` int64 [rows, prompts]; gives float64 [rows], NaN for a row without steps.
     """
-    order = np.argsort(times, kind="stable")
-    ascending, owners = times[order], prompts[order]
-    medians = np.full(len(weights), np.nan)
-    for row, counts in enumerate(weights):
-        cumulative = np.cumsum(counts[owners])
-        total = cumulative[-1]
-        if total:
-            # The mean of the two middle values, which are the same one for an odd number.
-            low, high = np.searchsorted(cumulative, [(total + 1) // 2, total // 2 + 1])
-            medians[row] = (ascending[low] + ascending[high]) / 2
-    return medians
+    repeated = (np.repeat(times, counts[prompts]) for counts in weights)
+    return np.array([np.median(each) if len(each) else np.nan for each in repeated])

@@ -97,7 +97,8 @@ class Buffers(NamedFields):
             check_kernel_limits(cfg)
             found["workspace"] = allocate_workspace(cfg, params, device)
         if "tables" not in found:
-            found["tables"] = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
+            tables = head.rotary.for_length(cfg.num_tokens).tables(cfg.max_positions + MAX_DEPTH)
+            found["tables"] = tuple(table[:, : cfg.head_dim // 2].contiguous() for table in tables)
         if cfg.tail_rows and "tails" not in found:
             found["tails"] = allocate_tails(cfg, params, device)
         bufs = cls(**found, cfg=cfg, tree=cfg.tree, params=params)

@@ -139,6 +139,11 @@ class DrafterConfig(NamedFields):
         return max(1, self.max_positions - self.tree_rows - self.tree.new_tokens_width)
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether weights are FP8, and operands pairs of e4m3 numbers."""
+        return self.weight_dtype != self.dtype
+
+    @property
     def qkv_size(self) -> int:
         """Outputs of the fused q, k, v projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -179,7 +184,7 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     if cfg.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise _beyond_kernel("bfloat16, float16 or float32", cfg.dtype)
     # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
-    unit, weights = (32, " with FP8 weights") if cfg.weight_dtype.itemsize == 1 else (16, "")
+    unit, weights = (32, " with FP8 weights") if cfg.has_fp8 else (16, "")
     sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width")}
     for name, size in {**sizes, "num_heads * head_dim": cfg.num_heads * cfg.head_dim}.items():
         if size % unit:

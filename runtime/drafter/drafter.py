@@ -111,8 +111,8 @@ class Drafter:
         return BufferedDrafter(self, self._config(num_slots, capacity), cache)
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
-        stored = None if self.packing is None else self.packing.weight_dtype
-        return DrafterConfig.of(self.weights, self.tree, num_slots, capacity + self.tree.new_tokens_width, stored)
+        num_tokens = capacity + self.tree.new_tokens_width
+        return DrafterConfig.of(self.weights, self.tree, num_slots, num_tokens, self.stored_dtype)
 
 
 class BufferedDrafter:

@@ -82,11 +82,6 @@ class FollowRows:
         return self.of(self.most, base_ids, self.rows, self.row_of_id, self.rank_order)
 
     @property
-    def target_vocab(self) -> int:
-        """Ids of the target."""
-        return len(self.row_of_id)
-
-    @property
     def width(self) -> int:
         """Places of a tail: ``most``, or all that may join, in whole units."""
         return -(-min(self.most, len(self.ids)) // UNIT_ROWS) * UNIT_ROWS
@@ -94,7 +89,7 @@ class FollowRows:
     @cached_property
     def rank_of_id(self) -> NDArray[np.int32]:
         """int32 [target_vocab]: rank of each target id, -1 for ids that never join."""
-        ranks = np.full(self.target_vocab, -1, dtype=np.int32)
+        ranks = np.full(len(self.row_of_id), -1, dtype=np.int32)
         ranks[self.ids_on_host] = np.arange(len(self.ids), dtype=np.int32)
         return ranks
 
@@ -188,7 +183,7 @@ class JoinedVocab:
         device, hidden = follow.rows.device, follow.rows.shape[1]
         rows = torch.zeros((len(tails), longest, hidden), dtype=follow.rows.dtype, device=device)
         # Places without a row sort behind all ids, in an order of their own.
-        ids = torch.arange(longest, device=device).expand(len(tails), longest) + follow.target_vocab
+        ids = torch.arange(longest, device=device).expand(len(tails), longest) + len(follow.row_of_id)
         ids = torch.cat((base_ids.expand(len(tails), -1), ids), 1)
         for place, tail in enumerate(tails):
             rows[place, : len(tail)] = follow.rows_of(tail)

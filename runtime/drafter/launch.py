@@ -33,7 +33,7 @@ from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
 from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
-from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs, tail_tiles
+from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, tail_tiles
 
 _WIDEST_PIECE = 16384
 BACKENDS = ("triton", "reference")
@@ -117,7 +117,8 @@ def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
 
-    ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
+    ``cache``: keys and values, each [slots, kv_heads, positions, head_dim], to use instead of new ones; other buffers
+    may share them. Raises `UsageError`, with packed weights, for a configuration outside the kernel's limits.
     """
     params = None if weights.packed is None else weights.packed.launches(cfg)[0]
     shared = {} if cache is None else {"keys": cache[0], "values": cache[1]}
@@ -273,7 +274,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     stream = StreamLayout.of(cfg, layout, draft_vocab)
     finished = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
     sums = max(16, min(finished, 4096 // rows))
-    segments, scaled, tiles = tap_segments(cfg), has_pairs(cfg), params.tiles
+    segments, scaled, tiles = tap_segments(cfg), cfg.has_fp8, params.tiles
     return {
         "HEAD": HeadShape(
             cfg.kind == "eagle", cfg.has_fc, cfg.has_fc_bias, cfg.has_qkv_bias, scaled, cfg.hidden, cfg.intermediate,

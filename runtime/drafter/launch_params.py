@@ -29,7 +29,7 @@ USUAL_NODES = 10
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """How a head's weights lie in memory: one for all that is launched over them.
+    """How a head's weights lie in memory; every launch over them has it.
 
     ``split``: programs that share the rows of a projection. ``chunks``: columns stored together, powers of two, of
     ``layer`` (`PROJECTIONS`), ``mlp`` (gate and up) and ``head``. ``head_rows``: LM-head rows of a program stored
@@ -84,7 +84,7 @@ class Chip:
 
 
 INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
-"""One program does everything, one after the other."""
+"""Stands for Triton's interpreter, where one program does everything."""
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -127,12 +127,12 @@ def padded_slots(cfg: DrafterConfig) -> int:
 
 
 def block_rows(cfg: DrafterConfig) -> int:
-    """Return the activation rows of one tile, a power of two: those of a level, up to 16 a slot while they are free.
+    """Return the activation rows of one tile, a power of two: a level's, or more where that is free, up to 16 a slot.
 
     Always 16 per slot for EAGLE-1/2 in front of FP8 weights, whose fc is outside the loop that repeats it.
     """
     most, nodes = MAX_NEW_TOKENS * padded_slots(cfg), padded_slots(cfg) << (cfg.top_k - 1).bit_length()
-    if cfg.kind == "eagle" and cfg.weight_dtype != cfg.dtype:
+    if cfg.kind == "eagle" and cfg.has_fp8:
         return most
     return min(most, max(nodes, FREE_ROWS))
 
@@ -167,7 +167,7 @@ def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
 
     Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
     """
-    if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
+    if cfg.has_fp8 and 0 < chip.capability < 89:
         raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
     cfg = replace(cfg, num_slots=1)
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
@@ -185,12 +185,11 @@ def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = 
     owned = _owned_rows(cfg, layout.split, layout.num_programs)
     chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}
     tiles = {name: _choose_tile(cfg, name, owned[name], chip, chunks.get(name)) for name in owned}
-    fp8 = cfg.weight_dtype.itemsize == 1
     return LaunchParams(
         layout, num_warps=8 if chip.capability else 1,
         # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
         max_registers=255 if chip.capability == 80 else 0, tiles=tiles,
-        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or fp8 else 64,
+        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or cfg.has_fp8 else 64,
     )  # fmt: skip
 
 
@@ -206,12 +205,12 @@ def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) ->
 def _most_rows(cfg: DrafterConfig, name: str) -> int:
     """Rows of a tile: fp32 accumulators of 128 registers a thread at 256 threads leave room for everything else."""
     # FP8 activations are pairs, and each chunk's sum comes beside the sum so far.
-    columns = block_rows(cfg) * (1 if cfg.weight_dtype == cfg.dtype else 4)
+    columns = block_rows(cfg) * (4 if cfg.has_fp8 else 1)
     return min(256, 32768 // (2 if name == "mlp" else 1) // columns)
 
 
 WORTH_SPLITTING = 8 << 20
-"""Bytes of an operand that all programs together read of it, from which groups save more than their barrier costs."""
+"""Bytes that all programs together read of an operand, from which on groups save more than their barrier costs."""
 
 
 def fit_split(cfg: DrafterConfig, name: str, chip: Chip) -> int:

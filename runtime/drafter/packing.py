@@ -32,7 +32,7 @@ class PackedHead:
     embedding: Tensor
     norms: dict[str, Tensor]
     biases: Tensor
-    """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
+    """Biases of fc, qkv, o, gate, up and down, as far as the head has them, one after the other: `bias_layout`."""
     launches: Launcher
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
@@ -121,30 +121,34 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
     stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
     by_program = stream.view(torch.uint8).view(programs, layout.size * element)
     scales = []
+
+    def cut(name: str, matrix: Tensor) -> Tensor:
+        """Cut a matrix into the pieces of each program: [programs, ...]."""
+        if name in PROJECTIONS:
+            split = stored.split[name]
+            grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
+            return cut_parts(grouped, split, chunks["layer"], programs)
+        if name == "mlp":
+            return cut_chunks(assign_rows(matrix, programs), chunks["mlp"])
+        return cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"])
+
     for name in matrices:
         parts = []
         for matrix in matrices[name]:
             matrix = matrix.to(cfg.dtype)
-            if cfg.weight_dtype != cfg.dtype:
+            if cfg.has_fp8:
                 matrix, scale = quantize_rows(matrix)
                 # The kernel halves the inputs of down (`gated_mlp`).
                 scale = scale * 2 if name == "down" else scale
                 scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
-            if name in PROJECTIONS:
-                split = stored.split[name]
-                grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
-                parts.append(cut_parts(grouped, split, chunks["layer"], programs))
-            elif name == "mlp":
-                parts.append(cut_chunks(assign_rows(matrix, programs), chunks["mlp"]))
-            else:
-                parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
+            parts.append(cut(name, matrix))
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
             packed = packed.reshape(programs, -1).view(torch.uint8)
             first = getattr(layout.offsets, name) * element
             by_program[:, first : first + packed.shape[1]] = packed
-        elif cfg.weight_dtype != cfg.dtype:
+        elif cfg.has_fp8:
             scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
     biased = {
         "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,

@@ -59,9 +59,9 @@ class RotaryEmbedding:
 def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cpu") -> RotaryEmbedding:
     """Initialise from a head's ``config.json`` (``rope_theta``, ``rope_scaling``, ``head_dim``).
 
-    A scaling that depends on the length is that of short texts; `RotaryEmbedding.for_length` gives the others. Raises
-    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, for a part to
-    rotate that is no even number of values, and for such a part with a scaling that changes sizes.
+    Where a scaling depends on the length, the result is for short texts (`RotaryEmbedding.for_length`). Raises
+    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, and for a part to
+    rotate with a scaling that changes sizes.
     """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -74,7 +74,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     kind = _OTHER_NAMES.get(kind, kind)
     theta = config["rope_theta"]
     if kind == "dynamic" and scaling.get("alpha"):
-        # Hunyuan's reading of the word, and vLLM's (`dynamic_ntk_alpha_rope.py`): another base, whatever the length.
+        # To Hunyuan and vLLM (`dynamic_ntk_alpha_rope.py`) this means another base, whatever the length.
         rotates = rotary_dim(config)
         kind, theta = "default", theta * scaling["alpha"] ** (rotates / (rotates - 2))
     if config.get("original_max_position_embeddings"):
@@ -120,25 +120,15 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
 
 
 def rotary_dim(config: Mapping[str, Any]) -> int:
-    """Return how many values of each attention head are rotated, by ``config.json``. Raises `UnsupportedModelError`."""
-    factor, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
-    if factor is None or factor == 1:
-        return int(head_dim)
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    rotated = int(head_dim * factor) if is_number and 0 < factor < 1 else 0
-    if rotated < 2 or rotated % 2:
-        raise UnsupportedModelError(
-            f"The head's partial_rotary_factor = {factor!r} rotates {rotated} of {head_dim} values; expected an even "
-            "number of them. Correct it in the head's config.json."
-        )
-    return rotated
+    """Return how many values of each attention head are rotated, by ``config.json`` as `normalise_config` checks it."""
+    return int(config["head_dim"] * (config.get("partial_rotary_factor") or 1))
 
 
 def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
     """Put rows [heads * head_dim, ...] in the order in which value i is rotated with value i + head_dim / 2.
 
-    Rows of q, of k, or of their norms. ``rotated``: how many of each head's first values are, value i with value
-    i + rotated / 2.
+    Rows of q, of k, or of their norms. ``rotated``: how many of a head's first values are rotated, value i with
+    value i + rotated / 2.
     """
     order = torch.arange(head_dim, device=rows.device)
     pairs = order[:rotated].view(2, -1), order[rotated:].view(2, -1)

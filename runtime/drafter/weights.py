@@ -133,12 +133,6 @@ class HeadWeights(NamedFields):
         weight = torch.cat([w[f"{name}.weight"] for name in names]).t()
         return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
-    def rotary_halves(self, num_positions: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin, each fp32 [num_positions, head_dim / 2], for a text of ``num_tokens``."""
-        half = self.head_dim // 2
-        cos, sin = self.rotary.for_length(num_tokens).tables(num_positions)
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
-
     @cached_property
     def held_ids(self) -> bytes:
         """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""
@@ -227,16 +221,12 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
     if head.kind == "eagle":
         # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
         tensors.pop("input_layernorm.weight", None)
-    if head.kind == "eagle3" and head.has_own_embedding:
-        embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
-    else:
-        embedding = target.embedding.detach()
     lm_head = gather_lm_head_rows(head, target, draft_ids)
     _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(
         kind=head.kind,
         tensors=tensors,
-        embedding=embedding,
+        embedding=_choose_embedding(head, target),
         lm_head=lm_head,
         draft_to_target=torch.from_numpy(draft_ids).to(device),
         rotary=rotary_embedding(config, device),
@@ -251,6 +241,18 @@ def load_head_weights(head: DraftHead, target: TargetModel, draft_ids: NDArray[n
         norm_output=bool(config.get("norm_output")),
         sliding_window=sliding_window(config),
     )
+
+
+def _choose_embedding(head: DraftHead, target: TargetModel) -> Tensor:
+    """Take the head's embedding, [vocab, hidden], as vLLM does, or the target's where it has none or a copy of it."""
+    shared = target.embedding.detach()
+    if "embed_tokens.weight" not in head.tensors:
+        return shared
+    own = head.tensors.get("embed_tokens.weight").to(shared.device)
+    common = min(len(own), len(shared))
+    if own.shape[1] == shared.shape[1] and torch.equal(own[:common], shared[:common].to(own.dtype)):
+        return shared
+    return own.to(target.device, target.dtype)
 
 
 def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:

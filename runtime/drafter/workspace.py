@@ -1,7 +1,6 @@
-"""The persistent kernel's workspace: one table of the buffers that its phases pass to each other.
+"""The persistent kernel's workspace: one table of the buffers that its phases (docs/kernels.md) pass to each other.
 
-Phases are those of docs/kernels.md, and ``tree`` after the last ``pick``. Nothing here grows with the draft vocabulary
-times the nodes.
+Nothing here grows with the draft vocabulary times the nodes.
 """
 
 from __future__ import annotations
@@ -33,52 +32,40 @@ class Buffer:
     """One of `element_types`."""
     shape: tuple[str, ...]
     """Names of `sizes`."""
-    written: str
-    """Phases that write it."""
-    read: str
-    """Phases that read it."""
     holds: str
 
 
 BUFFERS = (
-    Buffer("x", "operand", ("operand values",), "rows, fc sum, norm, merge, o sum, mlp, down sum, pick",
-           "fc, qkv, o, mlp, down, head", "inputs of the products, one after the other: `OperandLayout`"),
-    Buffer("x_raw", "model", ("raw rows", "hidden"), "rows, pick", "fc",
-           "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
-    Buffer("partial", "fp32", ("part rows", "rows"), "fc, qkv, o, down", "fc sum, qkv sum, o sum, down sum",
-           "partial sums of a projection: `projections.Parts`"),
-    Buffer("hidden", "fp32", ("slot rows", "hidden"), "rows, fc sum, down sum", "norm, o sum, pick",
+    Buffer("x", "operand", ("operand values",), "inputs of the products, one after the other: `OperandLayout`"),
+    Buffer("x_raw", "model", ("raw rows", "hidden"), "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
+    Buffer("partial", "fp32", ("part rows", "rows"), "partial sums of a projection: `projections.Parts`"),
+    Buffer("hidden", "fp32", ("slot rows", "hidden"),
            "residual that enters the layer: features, then each level's output"),
-    Buffer("middle", "fp32", ("slot rows", "hidden"), "o sum", "down sum", "residual between attention and MLP"),
-    Buffer("qkv", "fp32", ("slot rows", "qkv"), "qkv sum", "attention", "query, key and value, not rotated"),
-    Buffer("squares_post", "fp32", ("programs", "rows"), "o sum", "mlp", "sums of squares of `middle`"),
-    Buffer("squares_out", "fp32", ("programs", "rows"), "down sum", "head", "sums of squares of `hidden`"),
-    Buffer("scratch", "fp32", ("programs", "rows", "head tile"), "head", "head", "one tile of logits"),
-    Buffer("best_max", "fp32", ("programs", "rows"), "head", "pick", "largest logit: `lm_topk.Lists`"),
-    Buffer("best_sum", "fp32", ("programs", "rows"), "head", "pick", "sum of exp(logit - largest)"),
-    Buffer("score", "fp32", ("slots", "candidates"), "pick", "tree", "cumulative log-probability of each candidate"),
-    Buffer("frontier_score", "fp32", ("slot rows",), "pick", "pick", "of each node of the level"),
-    Buffer("part_stat", "fp32", ("2", "attention rows"), "attention", "merge", "running maximum and sum of each part"),
-    Buffer("part_acc", "fp32", ("attention rows", "head block"), "attention", "merge", "weighted sum of values"),
-    Buffer("factor", "fp32", ("input rows",), "rows, norm, pick", "fc sum, qkv sum, o sum",
-           "RMSNorm factor, or divisor, of each embedding and feature"),
-    Buffer("best_key", "int64", ("lists", "rows", "places"), "head", "pick",
-           "best rows of the LM head: `lm_topk.Lists`"),
-    Buffer("child_key", "int64", ("slot rows", "places"), "pick", "pick",
-           "children of each node of the level, as keys"),
-    Buffer("owner", "int32", ("programs", "places"), "pick", "pick", "programs with the best lists; each its own"),
-    Buffer("token", "int32", ("slots", "candidates"), "pick", "tree", "target id of each candidate"),
-    Buffer("parent", "int32", ("slots", "candidates"), "pick", "tree", "candidate that it is a child of"),
-    Buffer("node_of", "int32", ("slots", "candidates"), "tree", "tree", "node of each chosen candidate"),
-    Buffer("chosen", "int32", ("slots", "nodes"), "tree", "tree", "candidate of each node"),
-    Buffer("frontier_candidate", "int32", ("slot rows",), "pick", "pick", "candidate that each node of the level is"),
-    Buffer("frontier_parent", "int32", ("slot rows",), "pick", "fc, qkv, o sum, pick",
-           "node of the level before whose child it is"),
-    Buffer("frontier_child", "int32", ("slot rows",), "pick", "fc, qkv", "and which child"),
-    Buffer("chain", "int32", ("2", "slot rows", "chain"), "pick", "attention, pick",
-           "ancestors of each node; levels take turns"),
-    Buffer("node_arrivals", "int32", ("slots",), "pick", "pick", "nodes merged; 0 between levels"),
-    Buffer("barrier", "int32", ("barrier",), "all", "all", "`grid_barrier`'s state; 0 between launches"),
+    Buffer("middle", "fp32", ("slot rows", "hidden"), "residual between attention and MLP"),
+    Buffer("qkv", "fp32", ("slot rows", "qkv"), "query, key and value, not rotated"),
+    Buffer("squares_post", "fp32", ("programs", "rows"), "sums of squares of `middle`"),
+    Buffer("squares_out", "fp32", ("programs", "rows"), "sums of squares of `hidden`"),
+    Buffer("scratch", "fp32", ("programs", "rows", "head tile"), "one tile of logits"),
+    Buffer("best_max", "fp32", ("programs", "rows"), "largest logit: `lm_topk.Lists`"),
+    Buffer("best_sum", "fp32", ("programs", "rows"), "sum of exp(logit - largest)"),
+    Buffer("score", "fp32", ("slots", "candidates"), "cumulative log-probability of each candidate"),
+    Buffer("frontier_score", "fp32", ("slot rows",), "of each node of the level"),
+    Buffer("part_stat", "fp32", ("2", "attention rows"), "running maximum and sum of each part"),
+    Buffer("part_acc", "fp32", ("attention rows", "head block"), "weighted sum of values"),
+    Buffer("factor", "fp32", ("input rows",), "RMSNorm factor, or divisor, of each embedding and feature"),
+    Buffer("best_key", "int64", ("lists", "rows", "places"), "best rows of the LM head: `lm_topk.Lists`"),
+    Buffer("child_key", "int64", ("slot rows", "places"), "children of each node of the level, as keys"),
+    Buffer("owner", "int32", ("programs", "places"), "programs with the best lists; each its own"),
+    Buffer("token", "int32", ("slots", "candidates"), "target id of each candidate"),
+    Buffer("parent", "int32", ("slots", "candidates"), "candidate that it is a child of"),
+    Buffer("node_of", "int32", ("slots", "candidates"), "node of each chosen candidate"),
+    Buffer("chosen", "int32", ("slots", "nodes"), "candidate of each node"),
+    Buffer("frontier_candidate", "int32", ("slot rows",), "candidate that each node of the level is"),
+    Buffer("frontier_parent", "int32", ("slot rows",), "node of the level before whose child it is"),
+    Buffer("frontier_child", "int32", ("slot rows",), "and which child"),
+    Buffer("chain", "int32", ("2", "slot rows", "chain"), "ancestors of each node; levels take turns"),
+    Buffer("node_arrivals", "int32", ("slots",), "nodes merged; 0 between levels"),
+    Buffer("barrier", "int32", ("barrier",), "`grid_barrier`'s state; 0 between launches"),
 )  # fmt: skip
 Workspace = namedtuple("Workspace", [buffer.name for buffer in BUFFERS])  # type: ignore[misc]  # the table names them
 """The tensors, or in a kernel their addresses, in the table's order."""
@@ -114,13 +101,8 @@ class OperandLayout:
         starts, at = {}, 0
         for name, size in operands.items():
             starts[name] = at
-            at += -(-size * (2 if has_pairs(cfg) else 1) // 128) * 128
+            at += -(-size * (2 if cfg.has_fp8 else 1) // 128) * 128
         return cls(**starts, size=at)
-
-
-def has_pairs(cfg: DrafterConfig) -> bool:
-    """Whether operands are pairs of e4m3 numbers: weights are FP8."""
-    return cfg.weight_dtype != cfg.dtype
 
 
 def element_types(cfg: DrafterConfig) -> dict[str, torch.dtype]:
@@ -167,7 +149,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
         "hidden": cfg.hidden,
         "qkv": cfg.qkv_size,
         "input rows": input_rows(cfg),
-        "raw rows": input_rows(cfg) if cfg.kind == "eagle" and has_pairs(cfg) else 1,
+        "raw rows": input_rows(cfg) if cfg.kind == "eagle" and cfg.has_fp8 else 1,
         "operand values": OperandLayout.of(cfg).size,
         "part rows": max(num_groups(n, programs) * n * group_rows(cfg, name, n, programs) for name, n in split),
         "attention rows": max(programs, cfg.num_slots * attention.groups) * attention.group_rows,
@@ -203,11 +185,9 @@ def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
     """
     tile = params.tiles["head"]
     block_n = min(_MOST_ROWS, tile.block_n)
-    scaled = cfg.weight_dtype != cfg.dtype
     return HeadTiles(
-        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=params.layout.chunks["head"], scaled=scaled,
-        several=True,
-        tile=Tile(block_n, tile.block_k, tile.stages),
+        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=params.layout.chunks["head"], scaled=cfg.has_fp8,
+        several=True, tile=Tile(block_n, tile.block_k, tile.stages),
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ LARGEST_EAGER_CHUNK = 1024
 _TIMED = 3
 """Replays of a step whose time is taken."""
 MOST_RULES = 8
-"""Rules of choice that a decoder keeps graphs for: those used last."""
+"""Most rules of choice that a decoder keeps graphs for: those used last."""
 Run = Callable[[], None]
 Key = tuple[object, ...]
 KeptKey = TypeVar("KeptKey")
@@ -126,32 +126,27 @@ class GraphPool:
         return graph.replay
 
 
-class HeldRow:
-    """Keys and values of one token in all layers, as a slot holds them before the token is run again.
+def hold_row(cache: KVCache, slot: int, row: int, is_exact: bool) -> Callable[[], Tensor]:
+    """Keep a token's keys and values of all layers; returns what tells whether running it again changed them: bool [].
 
     A difference shows that the weights were changed unseen (through ``.data``, by a fused optimiser). ``is_exact``: the
     same weights give the same bits, however a prompt is cut into forwards; else nearly the same numbers. Nothing here
     waits for the device.
     """
+    rows = [tensor[:, slot, :, row] for stack in cache.stacks for tensor in stack]
+    kept = [tensor.clone() for tensor in rows]
 
-    def __init__(self, cache: KVCache, slot: int, row: int, is_exact: bool) -> None:
-        self._rows = [tensor[:, slot, :, row] for stack in cache.stacks for tensor in stack]
-        self._before = [tensor.clone() for tensor in self._rows]
-        self._is_exact = is_exact
-
-    def has_changed(self) -> Tensor:
-        """Whether the row differs once its token was run again: bool []."""
-        return torch.stack([self._differs(*pair) for pair in zip(self._rows, self._before, strict=True)]).any()
-
-    def _differs(self, now: Tensor, before: Tensor) -> Tensor:
+    def differs(now: Tensor, before: Tensor) -> Tensor:
         """Compare rows [layers, kv_heads, head_dim]: bool []."""
-        if self._is_exact:
+        if is_exact:
             return (now.contiguous().view(torch.uint8) != before.view(torch.uint8)).any()
         # Roundings of all layers before: 1.4e-3 of the largest number in float32, 0.35 in bfloat16.
         tolerance = 4 * torch.finfo(now.dtype).eps ** 0.5
         largest = before.abs().amax((1, 2))
         is_near: Tensor = ((now - before).abs().amax((1, 2)) <= tolerance * largest).all()
         return ~is_near
+
+    return lambda: torch.stack(list(map(differs, rows, kept))).any()
 
 
 class TreeShape:
@@ -316,9 +311,7 @@ class Decoder:
         ``tree``: the shape of its trees, at most that of `tree`; None decodes plainly. ``host`` chooses tokens on the
         host, in the place of the kernels.
         """
-        places = self.places_for(num_active)
-        self._make_room(rules, tree)
-        self._count_waiting(tree)
+        places = self._begin_step(num_active, rules, tree)
         whole = self._graphs_for(rules).get(("step", tree, places)) if host is None else None
         if whole is not None:
             whole()
@@ -329,9 +322,7 @@ class Decoder:
         self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
     ) -> Iterator[Phase]:
         """Yield the phases of one step, for the caller to run in order; arguments as in `step`."""
-        places = self.places_for(num_active)
-        self._make_room(rules, tree)
-        self._count_waiting(tree)
+        places = self._begin_step(num_active, rules, tree)
         for phase in self.phases(places, rules, tree, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, tree, places), rules, [phase]))
 
@@ -341,7 +332,7 @@ class Decoder:
         return not is_whole or ("step", tree, self.places_for(num_active)) in self._graphs_for(rules)
 
     def _make_room(self, rules: ChoiceRules, tree: TreeConfig | None) -> None:
-        """Have the drafter take waiting pairs where they are more than a draft takes, or fill all places.
+        """Have the drafter take the waiting pairs, where they are more than a draft takes or leave no room for another.
 
         Must precede a step of ``tree``.
         """
@@ -350,11 +341,14 @@ class Decoder:
             self._run_phases(("pairs",), rules, [Phase("pairs", self._take_pairs)])
             self._most_waiting = 1
 
-    def _count_waiting(self, tree: TreeConfig | None) -> None:
-        """Count the tokens that wait for the drafter after a step of ``tree``."""
+    def _begin_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> int:
+        """Make room for a step, and count the tokens that will wait for the drafter after it; returns its places."""
+        self._make_room(rules, tree)
         self._most_waiting = self._most_waiting + 1 if tree is None else tree.path_width
+        return self.places_for(num_active)
 
     def _take_pairs(self) -> None:
+        """Have the drafter take the pairs that wait in the state."""
         assert self.drafter is not None
         assert self.features is not None
         state = self.state
@@ -393,12 +387,13 @@ class Decoder:
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
 
     def enter(
-        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None
-    ) -> None:
+        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None,
+        held: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
-        The slot's tail has been set before. ``held``: keys and values that the first of these tokens had before; the
-        second number in the record's last row says whether running it again changed them.
+        The slot's tail has been set before. ``held`` (`hold_row`): of the first of these tokens; the second number in
+        the record's last row says whether its keys and values have changed.
         """
         self.ops(begin_prompt)(self.box, self.state)
         self._gather_rows()
@@ -412,7 +407,7 @@ class Decoder:
         if held is None:
             changed.zero_()
         else:
-            changed.copy_(held.has_changed())
+            changed.copy_(held())
         self.ops(list_active)(self.state)
 
     def counts(self) -> dict[str, int]:
@@ -454,19 +449,18 @@ class Decoder:
 
     def _run_phases(self, key: Key, rules: ChoiceRules, phases: Sequence[Phase]) -> None:
         """Run phases, as one graph where none waits, else each from its own where it can be captured."""
+        kept = self._graphs_for(rules)
         for own, part in _parts(key, phases).items():
-            run = self._graph(own, rules, part.run) if self.has_graphs and not part.waits else part.run
-            run()
+            if not self.has_graphs or part.waits:
+                part.run()
+                continue
+            if own not in kept:
+                self._practise([part.run])
+                kept[own] = self._record(part.run)
+            kept[own]()
 
     def _graphs_for(self, rules: ChoiceRules) -> dict[Key, Run]:
         return recall(self._graphs, rules, MOST_RULES, dict)
-
-    def _graph(self, key: Key, rules: ChoiceRules, run: Run) -> Run:
-        kept = self._graphs_for(rules)
-        if key not in kept:
-            self._practise([run])
-            kept[key] = self._record(run)
-        return kept[key]
 
     def _practise(self, runs: Iterable[Run]) -> None:
         """Run work over no slots, to compile kernels and create handles, which a capture cannot."""

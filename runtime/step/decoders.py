@@ -9,7 +9,7 @@ token; an edited history shares less, and an unrelated prompt nothing::
     rows     a b c d e f            reused   a b c d e          run   f X
 
 The last shared token is run again: its feature pairs with the token after it, and its new keys and values are compared
-with those that the slot held (`HeldRow`).
+with those that the slot held (`hold_row`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .shapes import Acceptance, Costs, ShapeChooser, shapes_for
 
 Result = TypeVar("Result")
 MOST_DECODERS = 12
-"""Numbers of slots and trees that decoders are kept for: those used last."""
+"""Most decoders that are kept: those used last."""
 
 
 def capacity_for(rows: int) -> int:

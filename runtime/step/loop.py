@@ -22,7 +22,7 @@ from ..drafter.drafter import timed_out
 from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
-from .decoder import HeldRow
+from .decoder import hold_row
 from .decoders import Decoders, KeptRows, match_slots
 from .kernels.acceptance import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import no_distribution, token_bits
@@ -142,7 +142,7 @@ class GenerationLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
-        held = HeldRow(decoder.cache, slot, first, self.decoders.model.has_exact_rows) if first > 0 else None
+        held = hold_row(decoder.cache, slot, first, self.decoders.model.has_exact_rows) if first > 0 else None
         decoder.enter(len(prompt) - first, self.rules, self.host, held)
 
     def _enter_again(self, record: _Record) -> None:

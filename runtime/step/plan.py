@@ -161,8 +161,7 @@ def describe(
         how += f", tokens chosen on the host ({plan.rules.host_reason})"
     rows = target.exactness or "rows are not exact"
     trees = ", ".join(f"{_words(shape)} in {count} steps" for shape, count in Counter(steps).most_common())
-    target_words = f"target {target.backend.name} ({target.backend.reason})"
-    path = f"{how}; {target_words}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
+    path = f"{how}; target {target.backend}; {rows}; {drafting}; {trees or _words(plan.tree)} ({plan.reason})"
     if plan.ahead is not None or plan.full_reason:
         path += f"; partial verification: {plan.full_reason or plan.ahead}"
     return path
@@ -180,10 +179,8 @@ def _choose_shapes(
     ``fixed_for``: why steps cannot choose, if something of the call forbids it.
     """
     shapes, tree = shapes_up_to(decoders.tree), decoders.tree
-    if decoders.eager_reason is not None or not decoders.has_graphs:
-        fixed_for = decoders.eager_reason or "steps are timed on a GPU only; on a CPU speculative=False is often faster"
-    elif target.exactness is None:
-        fixed_for = "rows are not exact"
+    if decoders.eager_reason is not None or target.exactness is None:
+        fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
         first = first_shape(bucket_of(slots), shapes)
         others = [shape for shape in shapes if shape != first]

@@ -26,7 +26,7 @@ from ..target.cache import KVCache, Target
 from ..target.short_cache import ROWS, ShortCache
 from ..tree import Trees
 from .choice import HostChoice
-from .decoder import Decoder, GraphPool, HeldRow, TreeShape
+from .decoder import Decoder, GraphPool, TreeShape
 from .kernels.acceptance import ENDED_BY_FAULT, SlotState
 from .kernels.choice_kernels import ChoiceRules
 
@@ -47,7 +47,7 @@ class PartialDecoder(Decoder):
         self.part = ShortCache(target, cache, option.num_blocks, room, nodes)
         self.ahead = new_ahead(target, self.part.cache, drafter, waits, pool, self.part.offsets)
         self.ahead.checks = None
-        self._drafter = drafter
+
         # Its own, as `ahead` writes those of the drafter.
         self.features = drafter.features.new_zeros((*self.state.new_tokens.shape, drafter.features.shape[2]))
 
@@ -57,7 +57,7 @@ class PartialDecoder(Decoder):
         # Of each slot, the tokens ahead and their number; the extra place absorbs overflow.
         self._chain, self.count = zeros(self.num_slots, nodes), zeros(self.num_slots)
         self._tallies = zeros(2, dtype=torch.int64)
-        """Partial passes of all slots, and tokens of chains that full passes did not confirm; since it was zeroed."""
+        """Partial passes of all slots, and tokens of chains that full passes did not confirm, since `clear_`."""
         layers, width = len(target.layer_shapes), target.layer_shapes[0].heads * target.layer_shapes[0].key_dim
         # Of all nodes, as it is not known which of them are accepted; of a prompt its last ones.
         self._queries = zeros(self.num_slots * nodes, layers, width, dtype=target.dtype)
@@ -75,8 +75,9 @@ class PartialDecoder(Decoder):
         return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def enter(
-        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None, held: HeldRow | None = None
-    ) -> None:
+        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None,
+        held: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """See `Decoder.enter`."""
         super().enter(num_tokens, rules, host, held)
         self.part.bound_slot(self.box.numbers[:1])
@@ -91,8 +92,7 @@ class PartialDecoder(Decoder):
         """Run ahead for ``places`` sequences, and write their chains."""
         state, own, ahead = self.state, self.ahead.state, self.ahead
         self.part.take(state.lengths)
-        assert self.features is not None
-        self._drafter.take_pairs(state.prefix, state.num_new, state.new_tokens, state.active_inverse, self.features)
+        self._take_pairs()
         own.lengths.copy_(self.part.lengths)
         for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
                      "eos_ids"):  # fmt: skip

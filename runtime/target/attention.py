@@ -92,7 +92,7 @@ def tree_attention_forward(
 
 
 class ShapeProbe:
-    """Notes the shapes of a model's layers over one token; in the place of a `CacheContext`."""
+    """Records the shapes of a model's layers in a forward over one token, in the place of a `CacheContext`."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -218,7 +218,7 @@ def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = Fals
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name stands for transformers' own softmax attention; with a slash, for a repository of its kernels."""
+    """Whether a name stands for transformers' softmax attention; one with a slash is a repository of its kernels."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     module = str(getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", ""))

@@ -122,9 +122,9 @@ class FusedTarget(Target):
             self.cos, self.sin = self._tables(num_positions)
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin fp32 [positions, head_dim / 2]: entry by entry, so the same bits in any table.
+        """Compute cos and sin fp32 [positions, head_dim / 2]; an entry's bits do not depend on the table's length.
 
-        The model's own embedding multiplies matrices, whose bits depend on settings and sizes.
+        The model's own embedding multiplies matrices, and there they do.
         """
         positions = torch.arange(num_positions, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * self._rotary.inv_freq.to(self.device, torch.float32)
@@ -156,12 +156,11 @@ class FusedTarget(Target):
             ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, self._tap(bufs, index + 1), scratch)
         if self.tap_layers is None:
             ops(norm_rows)(normed, self.final_norm, bufs.features)
-        for place, tap in enumerate(self.tap_layers or ()):
+        taps, blocks = self.tap_layers or (), bufs.features.split(self.hidden_size, 1)
+        for place, tap in enumerate(taps):
             # A layer may be tapped twice: default taps of a small model.
-            first = self._tap(bufs, tap)
-            block = bufs.features[:, place * self.hidden_size : (place + 1) * self.hidden_size]
-            if first is not None and first.data_ptr() != block.data_ptr():
-                block.copy_(first)
+            if (first := taps.index(tap)) != place:
+                blocks[place].copy_(blocks[first])
         if last_row is not None:
             torch.index_select(normed.scaled, 0, last_row, out=bufs.last)
             torch.index_select(normed.squares, 0, last_row, out=bufs.last_squares)
@@ -172,8 +171,7 @@ class FusedTarget(Target):
         """Return the column block of the features for the input of ``layer``; None if it is not tapped."""
         if self.tap_layers is None or layer not in self.tap_layers:
             return None
-        place = self.tap_layers.index(layer)
-        return bufs.features[:, place * self.hidden_size : (place + 1) * self.hidden_size]
+        return bufs.features.narrow(1, self.tap_layers.index(layer) * self.hidden_size, self.hidden_size)
 
 
 def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
@@ -206,7 +204,7 @@ def _pack_weights(modules: Sequence[nn.Module]) -> Weight:
 
 
 def _pack(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """Concatenate modules' tensors along their first axis in one storage that they become views of, unless they are."""
+    """Concatenate modules' tensors along their first axis; they become views of the result, unless they lie so."""
     parts = [getattr(module, name).data for module in modules]
     first = parts[0]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]

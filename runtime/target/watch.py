@@ -3,7 +3,7 @@
 Compared are the classes and attributes of all modules, their hooks and children, the configurations, the functions of
 the classes, and of every tensor its object, storage, address, type, layout and version counter. A counter misses what
 is written through ``.data`` or by a fused optimiser: rows that are taken over are compared by value for that
-(`step.decoder.HeldRow`).
+(`step.decoder.hold_row`).
 """
 
 from __future__ import annotations

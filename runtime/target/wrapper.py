@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..errors import PairingError, SpeedWarning, UnsupportedModelError, UsageError
+from ..errors import EagleSlimError, PairingError, SpeedWarning, UnsupportedModelError, UsageError, brief
 from ..ops import current, side_stream
 from . import attention, known
 from .attention import CacheContext, ShapeProbe
@@ -105,8 +105,8 @@ class TargetModel(Target):
             # Other threads wait above, so whoever holds it is this one.
             if own.locked():
                 raise UsageError(
-                    "generate() was called from its own streamer while the model is generating. Let that answer end "
-                    "first."
+                    "generate() was called while it is running, by its streamer, a criterion or a logits processor. "
+                    "Let that answer end first."
                 )
             with own:
                 yield
@@ -220,7 +220,12 @@ class TargetModel(Target):
         """
         probe = ShapeProbe()
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        self._run(token, token, probe, None)
+        try:
+            self._run(token, token, probe, None)
+        except (EagleSlimError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            raise UnsupportedModelError(f"{type(self.model).__name__} cannot run a token: {brief(error)}.") from error
         skipped = sorted(set(probe.shapes) - probe.attended)
         if skipped or not probe.attended:
             raise UnsupportedModelError(
@@ -250,7 +255,7 @@ class TargetModel(Target):
                     self.forward(rows, cache, bufs)
         except Exception as error:  # a model's own code may raise anything under capture
             torch.cuda.synchronize(self.device)
-            return f"the forward of {name} cannot be captured: {str(error).splitlines()[0][:200]}"
+            return f"the forward of {name} cannot be captured: {brief(error)}"
         return None
 
     @property
@@ -355,8 +360,16 @@ class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no typ
         """Store the new rows of a layer; returns what it is to attend to."""
         return self._context.store(layer_idx, key_states, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are given with every forward."""
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return 0: positions are given with every forward. Raises `UnsupportedModelError` for a layer that asks."""
+        if layer_idx is not None:
+            raise UnsupportedModelError(
+                f"Decoder layer {layer_idx} computes with the length of the KV cache, which differs between sequences."
+            )
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0; only masks ask for it, and none is made (`attention.mark_window`)."""
         return 0
 
 
@@ -381,8 +394,9 @@ def _problems(model: Any) -> Iterator[str]:
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
-    for name in {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}:
-        if isinstance(name, str) and not attention.is_built_in(name):
+    asked = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
+    for name in {each for each in asked if isinstance(each, str)}:
+        if not attention.is_built_in(name):
             yield (
                 f"attends by a function of its own ({name!r}), which verifying trees would replace by softmax "
                 "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."
@@ -405,7 +419,7 @@ def _problems(model: Any) -> Iterator[str]:
     if others:
         yield f"has layers of type {', '.join(sorted(others))}; only full and sliding attention work. {can}"
     is_alibi = getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
-    if is_alibi or not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
+    if is_alibi or not any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_dim")):
         yield f"has no rotary positions. {can}"
     if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
         yield (

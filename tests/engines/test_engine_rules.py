@@ -56,8 +56,8 @@ HEADS: dict[str, HeadFacts] = {
     "… with a non-zero `fc.bias`": replace(EAGLE1, nonzero_fc_bias=True),
     "… with a sliding window": with_config(EAGLE1, **_WINDOW),
     "`fc` over more or fewer than 3 target layers, unconverted": replace(EAGLE3, num_taps=4),
-    "only the target's last hidden state": with_config(
-        replace(EAGLE3, num_taps=1), eagle_config={"use_aux_hidden_state": False}
+    "only the target's last hidden state, without `fc`": with_config(
+        replace(EAGLE3, num_taps=0, tensor_names=frozenset()), eagle_config={"use_aux_hidden_state": False}
     ),
     "tap layers other than (2, n/2, n-3), converted with `--tap-layers`": with_config(
         EAGLE3, **_TAPS, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
@@ -79,9 +79,7 @@ HEADS: dict[str, HeadFacts] = {
     "norms of q and k (Qwen3's layer)": QWEN3,
     "… with biases of its output projection or MLP": replace(QWEN3, tensor_names=QWEN3.tensor_names | _MLP_BIASED),
     "… in an EAGLE-1/2 head": replace(EAGLE1, tensor_names=EAGLE1.tensor_names | frozenset(names.HEAD_NORMS["eagle"])),
-    "an embedding that was trained (`embed_requires_grad`)": with_config(
-        replace(EAGLE3, tensor_names=frozenset({names.FC, names.EMBEDDING})), embed_requires_grad=True
-    ),
+    "an embedding that is not the target's": replace(EAGLE3, tensor_names=frozenset({names.FC, names.EMBEDDING})),
     "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
     "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
     "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),

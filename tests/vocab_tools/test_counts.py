@@ -23,7 +23,7 @@ def test_weights_are_shares_whatever_the_size() -> None:
     assert counts.weighted({"code": 3}).tolist() == [5.0, 2.5, 2.5]
     assert counts.weighted({"chat": 0}).tolist() == [0.0, 1.0, 1.0]
     empty = TokenCounts((source([1, 3], name="a"), source([0, 0], name="b", weight=9)), None)
-    assert empty.weighted().tolist() == [1.0, 3.0]
+    assert [empty.weighted(each).tolist() for each in (None, {"a": 0})] == [[1.0, 3.0], [0.0, 0.0]]
     # One source is weighted exactly.
     assert token_counts([2**53 + 1, 3]).weighted().tolist() == [float(2**53 + 1), 3.0]
     for weights, words in (
@@ -46,6 +46,8 @@ def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
     for wrong in ([4], [-1]):
         with pytest.raises(VocabularyError, match="expected 0 to 3"):
             corpus.add(wrong)
+    with pytest.raises(TypeError):
+        corpus.add([1.5])
     with pytest.raises(VocabularyError, match="the same text would be counted twice"):
         corpus.add([3]).add([3])
 
@@ -144,7 +146,9 @@ def test_files_of_another_version_or_without_a_part_are_refused(
 
 def test_saved_counts_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "counts.safetensors"
-    counts = TokenCounts((source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="b")), "h")
+    # The second name is of a file whose name is no UTF-8.
+    sources = source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="\udcff")
+    counts = TokenCounts(sources, "h")
     counts.save(path)
     loaded = TokenCounts.load(path)
     assert (loaded.to_bytes(), loaded.tokenizer_hash) == (counts.to_bytes(), "h")

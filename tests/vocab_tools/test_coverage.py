@@ -79,6 +79,10 @@ def test_warnings_are_about_the_size_that_is_used() -> None:
     used = measure_coverage(ranked, counts, [2, 5], draft_vocab=2)
     assert used.draft_vocab == 2
     assert ["25.00%, less than the 75.00% of the first 2 ids" in warning for warning in used.warnings] == [True]
+    # The beginning of a sorted list is no ranking.
+    listed, counts = vocab([0, 1, 2, 4, 5, 6, 7, 9], method="token map"), token_counts([1] * 10, [[1]])
+    assert ["ascend" in warning for warning in measure_coverage(listed, counts, [4, 8]).warnings] == [True]
+    assert measure_coverage(listed, counts, [8]).warnings == ()
 
 
 def test_the_baseline_is_of_forced_ids_and_of_ids_that_could_be_chosen() -> None:

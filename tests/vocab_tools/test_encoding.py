@@ -64,10 +64,6 @@ def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longe
     assert rows(encoded) == [[ord(sign) for sign in text] for text in texts]
 
 
-def fail(texts: Sequence[str]) -> encoding.Encoded:
-    raise RuntimeError("no such pattern")
-
-
 def shift(texts: Sequence[str]) -> encoding.Encoded:
     """The ids of tokenizers, one of the fourth text excepted."""
     right = build_encoder(spec_of(llama3_like()))(texts)
@@ -80,7 +76,6 @@ def shift(texts: Sequence[str]) -> encoding.Encoded:
     ("encode", "texts", "words"),
     [
         (shift, TEXTS, "at document 3"),
-        (fail, TEXTS, "no such pattern"),
         (None, [""], "no text in the corpus"),
         (None, TEXTS, "fastokens is not installed"),
     ],
@@ -98,6 +93,16 @@ def test_a_library_that_differs_or_cannot_be_compared_is_refused(
     assert words in reason
     with raises(TokenizerError, option="--tokenizer-library"):
         choose_library("fastokens", spec_of(llama3_like()), probe)
+
+
+def test_a_text_that_fastokens_cannot_encode_is_told() -> None:
+    # As a vocabulary that lacks the byte 0x14, which tokenizers leaves out.
+    spec = spec_of(llama3_like())
+    spec = replace(spec, tokenizer_json=spec.tokenizer_json.replace('"Ĕ"', '"no byte"'))
+    assert rows(build_encoder(spec)(["\x14"])) == [[]]
+    assert choose_library("auto", spec, [("a", "\x14")])[0] == "tokenizers"
+    with raises(TokenizerError, option="--tokenizer-library"):
+        build_encoder(replace(spec, library="fastokens"))(["\x14"])
 
 
 def test_auto_takes_fastokens_after_the_probe() -> None:

@@ -72,6 +72,9 @@ def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
     listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
     assert column(listing, "id") == [0, 5, 1, 2, 3, 4, 6]
     assert set(column(listing, "count")) == {None}
+    # A list's largest id is not the target's last.
+    guessed = DraftVocab(np.array([0, 1]), 0, 2, {"target_vocab_from": "largest id"})
+    assert column(show_vocabulary(guessed, tokenizer, limit=2), "id") == [0, 1, 2, 3]
 
 
 def test_what_belongs_to_another_tokenizer_is_refused(tokenizer: LoadedTokenizer) -> None:

@@ -108,6 +108,10 @@ def test_folders_and_globs(files: Path) -> None:
     for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):
         with pytest.raises(CorpusError, match=nothing.replace("*", r"\*")):
             open_source(CorpusSource(str(files / nothing)))
+    # zstd keeps what it unpacks.
+    (files / "a.jsonl.zst").write_bytes(pack(b"{}", ".zst"))
+    with pytest.raises(CorpusError, match=r"a\.jsonl: .* packed and unpacked"):
+        open_source(CorpusSource(str(files)))
 
 
 CHAT = [{"role": "user", "content": "x"}]
@@ -123,6 +127,7 @@ CHAT = [{"role": "user", "content": "x"}]
         ([{"text": "x", "messages": json.dumps(CHAT)}], None, ("messages", "chat")),
         ([{"id": 1, "talk": json.dumps(CHAT)}], None, ("talk", "chat")),
         ([{"text": '[{"name": "x"}]'}], None, ("text", "text")),
+        ([{"text": json.dumps(CHAT)}], None, ("text", "chat")),
         ([{"messages": "[citation needed]"}], None, ("messages", "text")),
         # A null does not show what its column holds.
         ([{"text": None, "id": 1}, {"text": "x", "id": 3}], None, ("text", "text")),
@@ -146,6 +151,7 @@ def test_the_column_is_found_or_asked_for(
     [
         ({"id": "f00d", "text": 5}, None, ",column=NAME behind .* have id, text"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
+        ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
     ],
 )
 def test_no_column_stands_out(tmp_path: Path, row: dict[str, Any], asked: str | None, words: str) -> None:
@@ -203,6 +209,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
         path.write_bytes(damaged)
         with pytest.raises(CorpusError, match=f"{name}: cannot be read"):
             values(path)
+
+
+def test_a_file_that_becomes_shorter_is_named(files: Path) -> None:
+    (block,) = open_source(CorpusSource(str(files / "a.jsonl"))).blocks()
+    (files / "a.jsonl").write_bytes(jsonl([{"text": "one"}]))
+    with pytest.raises(CorpusError, match=r"a\.jsonl: it became shorter"):
+        list(block.records("text"))
 
 
 @pytest.mark.parametrize(

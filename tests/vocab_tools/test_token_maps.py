@@ -232,6 +232,7 @@ def test_d2t_and_t2d_are_the_published_tensors(tmp_path: Path) -> None:
 
 def test_d2t_in_a_file_of_its_own(tmp_path: Path) -> None:
     pair = {"d2t": torch.tensor([2, 2, 5, 8]), "t2d": torch.tensor([i in (2, 3, 7, 11) for i in range(12)])}
+    pair["lm_head.weight"] = torch.ones(4, 2, dtype=torch.bfloat16)
     torch.save(pair, tmp_path / "mapping.pt")
     assert import_token_map(tmp_path / "mapping.pt").target_ids.tolist() == [2, 3, 7, 11]
     torch.save(torch.tensor([2, 2, 5, 8]), tmp_path / "d2t.pt")
@@ -254,7 +255,7 @@ def test_the_form_of_d2t_is_said_where_the_file_does_not_show_it(tmp_path: Path)
 
 def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
     texts = {
-        "a.txt": "# ranked\n7 2\n\n11,3  # rare\n",
+        "a.txt": "# ranked\n7 2 11\n\n3,  # rare\n",
         "a.csv": "7\n2\n11\n3",
         "a.json": '{"token_ids": [7, 2, 11, 3]}',
     }
@@ -349,8 +350,13 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> No
         ("a.json", []),
         ("a.json", {"tokens": [1]}),
         ("a.npy", b"not an array"),
+        ("a.npy", b"\x93NUMPY\x01\x00\x10\x00{'descr': '<i8',\n"),
         ("a.txt", "-7 2"),
         ("a.txt", "7 2 the"),
+        ("a.txt", "7" * 5000),
+        ("a.json", b"[" + b"7" * 5000 + b"]"),
+        ("a.csv", b"7,900\n2,30\n11,8\n"),
+        ("a.txt", "1 7 9\n2 3 8\n"),
         ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16)),
         ("a.pt", torch.tensor([[1]])),
         ("a.dat", b"1\n2\n"),

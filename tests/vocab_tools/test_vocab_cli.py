@@ -105,6 +105,12 @@ def test_count_writes_a_file_of_counts_and_nothing_else(run, files: Path, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["counts.safetensors"]
 
 
+def test_documents_without_a_token_are_told(run, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
+    counted = run("count", tmp_path / "a.jsonl", "--tokenizer", files / "tok", "-o", tmp_path / "a.counts")
+    assert counted.out.splitlines()[0].endswith("; documents without a token: 1")
+
+
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     export = ("export", tmp_path / "v.json", "--for", "head")
@@ -169,7 +175,7 @@ def test_rank_by_coverage_and_among_candidates(run, files: Path, tmp_path: Path)
         ),
         (
             ["count", "chat.jsonl", "--tokenizer", "TOK", "--tokenizer-library", "tokenizers", "--run-on", "ray"],
-            "[ray]",
+            "needs Ray",
         ),
     ],
 )

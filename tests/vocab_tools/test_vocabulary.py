@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
     inferred = DraftVocab(np.array([2, 9]), 1, 10, {"target_vocab_from": "tokenizer", "method": "ids"})
     padded = inferred.for_target(64)
     assert (padded.target_vocab, padded.num_forced, padded.target_ids.tolist()) == (64, 1, [2, 9])
-    assert padded.provenance == {"method": "ids"}
+    assert padded.provenance == inferred.for_target(10).provenance == {"method": "ids"}
     with pytest.raises(VocabularyError, match="id 9"):
         inferred.for_target(9)
     stated = make()
@@ -73,12 +74,13 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "vocab.json"
-    vocab = make(forced=2)
+    account = {"method": "counts", "file": "no UTF-8: \udcff"}
+    vocab = replace(make(forced=2), provenance=account)
     vocab.save(path)
     again = DraftVocab.load(path)
     assert again.target_ids.tolist() == vocab.target_ids.tolist()
     assert (again.num_forced, again.target_vocab, again.ranked) == (2, 10, True)
-    assert again.provenance == {"method": "counts"}
+    assert again.provenance == account
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def choice_scratch(
 
 
 def token_bits(ids: Tensor, vocab: int) -> Tensor:
-    """Set the bits of ids, int64 [count] without repetition needed: int32 [ceil(vocab / 32)] on their device."""
+    """Set a bit for each of ``ids`` int64 [count], which may repeat: int32 [ceil(vocab / 32)] on their device."""
     marks = torch.zeros(triton.cdiv(vocab, WORD_BITS) * WORD_BITS, dtype=torch.int64, device=ids.device)
     marks[ids] = 1
     words = (marks.view(-1, WORD_BITS) << torch.arange(WORD_BITS, device=ids.device)).sum(-1)

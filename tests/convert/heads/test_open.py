@@ -13,7 +13,17 @@ from eagle_slim.runtime.drafter.rope import rotary_embedding
 from safetensors.torch import load_file, save_file
 from support import heads
 from support.conversion import convert
-from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from support.heads import (
+    HEAD_DIM,
+    HIDDEN,
+    MIDDLE,
+    VOCAB,
+    eagle3_tensors,
+    random,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+)
 from support.raising import raises_with
 from transformers import AutoConfig
 
@@ -108,6 +118,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 BY_KIND = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+NEUTRAL = {
+    "residual_multiplier": 1, "attn_logit_softcapping": None, "attention_multiplier": HEAD_DIM**-0.5,
+    "query_pre_attn_scalar": HEAD_DIM, "no_rope_layers": [1, 0], "alibi": False,
+}  # fmt: skip
 DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False, "intermediate_size": MIDDLE, "rope_theta": 1e4,
 }  # fmt: skip
@@ -137,6 +151,7 @@ INPUT_NORM = eagle3_tensors(rows=VOCAB, input_norm=True)
         ({"rope_theta": 1e4, "rope_parameters": PLAIN_ROPE}, {"rope_theta": 1e6, "rope_scaling": None}),
         ({"rope_theta": ..., "rope_scaling": PLAIN_ROPE}, {"rope_theta": 1e6, "rope_scaling": None}),
         ({"rope_theta": 5e5, "rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR}),
+        (NEUTRAL, NEUTRAL),
         (
             {"rope_theta": ..., "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             {"rope_theta": 1e6, "rope_scaling": None},
@@ -271,6 +286,15 @@ def test_a_tensor_that_the_index_has_not_in_its_shard_is_refused(tmp_path, own):
         open_head(head)
 
 
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
+@pytest.mark.parametrize("other", ["model.pt", "head.safetensors", "model-00003-of-00003.safetensors"])
+def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, other):
+    head = write_eagle3(tmp_path / "head", container=container)
+    for name in ("optimizer.pt", "training_args.bin", "freq_8.pt", other):
+        (head / name).touch()
+    assert [warning.startswith(f"{other}: not read") for warning in open_head(head).warnings] == [True]
+
+
 ATTENTION = "midlayer.self_attn"
 Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
 TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
@@ -298,7 +322,17 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_scaling": "yarn"}, MismatchError, ["rope_scaling", "yarn"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, MismatchError, ["rope_scaling.factor", "0"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
+        ({"rope_scaling": {"rope_type": "unheard"}}, MismatchError, ["rope_scaling.rope_type", "unheard"]),
+        ({"partial_rotary_factor": 0.4}, MismatchError, ["partial_rotary_factor", "0.4"]),
+        ({"partial_rotary_factor": 1.5}, MismatchError, ["partial_rotary_factor", "1.5"]),
         ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
+        ({"rope_parameters": {**BY_KIND, "rope_theta": 1e4}}, MismatchError, ["rope_parameters", "rope_theta"]),
+        ({"rope_parameters": BY_KIND, "layer_types": ["chunked_attention"]}, MismatchError, ["layer_types"]),
+        ({"rope_parameters": PLAIN_ROPE, "rope_scaling": LINEAR}, MismatchError, ["rope_scaling", "linear"]),
+        ({"residual_multiplier": 0.22, "logit_scale": 1}, UnsupportedHeadError, ["residual_multiplier = 0.22"]),
+        ({"attention_multiplier": 1.0}, UnsupportedHeadError, ["attention_multiplier = 1.0"]),
+        ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, UnsupportedHeadError, ["scale_emb = 12", "softcapping"]),
+        ({"no_rope_layers": [0, 1]}, UnsupportedHeadError, ["no_rope_layers = [0, 1]"]),
         ({"hidden_act": 3}, MismatchError, ["hidden_act", "3"]),
         ({"norm_before_residual": "false"}, MismatchError, ["norm_before_residual", "'false'"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),

@@ -229,7 +229,7 @@ BIASED = {"attention_bias": True}
     [
         (
             EMBEDDING, {"spelling": "speculators", "embed_requires_grad": True}, {}, {"embed_requires_grad": True},
-            "embedding was trained",
+            "embedding is not read",
         ),
         (HEAD_NORMS, {"spelling": "speculators", "model_type": "qwen3"}, {}, QWEN3, "norms of q and k"),
         (HEAD_NORMS, {"architectures": QWEN3["architectures"]}, {}, QWEN3, "norms of q and k"),
@@ -320,11 +320,41 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
     done = audited(tmp_path, head)
     found = written(done.folder)
     assert torch.equal(found["lm_head.weight"], tensors["embed_tokens.weight"][sorted(RANKED[:8])])
-    assert ("embed_tokens.weight" in found) == (target_hidden != HIDDEN)
-    assert ("embed_tokens.weight" in done.manifest.dropped) == (target_hidden == HIDDEN)
+    assert torch.equal(found["embed_tokens.weight"], tensors["embed_tokens.weight"])
     assert config_of(done.folder).get("target_hidden_size", HIDDEN) == target_hidden
     assert config_of(done.folder)["tie_word_embeddings"] is False
     assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
+
+
+@pytest.mark.parametrize("ids", [None, trained_ids()])
+def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
+    """The head pads the target's 300 ids to 384; the tokenizer has tokens beyond them."""
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    head = write_eagle3(tmp_path / "head", ids=ids)
+    size = 290 if ids is None else int((ids < 300).sum())
+    done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert target_ids(written(done.folder)).max() < 300
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_embedding_is_left_out_only_where_it_is_a_copy_of_the_targets(tmp_path, dtype):
+    target = write_target(tmp_path / "target", dtype=torch.float32, shards=2)
+    copy, request = random((VOCAB, HIDDEN), 101, torch.float32).to(dtype), by_map(tmp_path, range(320))
+    for name, own, given, said in (
+        ("a", copy, target, ""),
+        ("b", copy, None, "compared"),
+        ("c", copy + 1, target, "copy"),
+    ):
+        tensors = eagle3_tensors(rows=VOCAB, dtype=dtype) | {"embed_tokens.weight": own}
+        head = write_eagle3(tmp_path / name, tensors=tensors, dtype=dtype)
+        done = convert(head, draft_vocab=320, vocabulary=request, target=given, out=tmp_path / f"{name}-slim")
+        assert verify_artifact(done.folder, head=head, target=target).ok
+        assert ("embed_tokens.weight" in written(done.folder)) == bool(said)
+        assert any("embed_tokens" in warning and said in warning for warning in done.manifest.warnings) == bool(said)
+    # As conversions left one out that was no copy, before they compared.
+    (failed,) = verify_artifact(tmp_path / "a-slim", head=head, target=target).failed
+    assert (failed.name, "embed_tokens" in failed.detail) == ("tensors of the source head", True)
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
@@ -733,6 +763,10 @@ def test_what_several_engines_make_of_a_head_is_said_once(tmp_path):
     head = write_eagle1(tmp_path / "head")
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert len([warning for warning in done.manifest.warnings if "full LM head" in warning]) == 1
+    # A head written for one engine warns of that one alone.
+    one = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "one", flavour="sglang")
+    told = " ".join(one.manifest.warnings)
+    assert ("SGLang: the token map" in told, "vLLM" in told, "full LM head" in told) == (True, False, False)
 
 
 def test_contributing_lists_the_files_that_a_row_passes(run, tmp_path, target):

@@ -133,6 +133,12 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     assert (head.name, head.info.shape) == ("lm_head.weight", (4, 2))
     assert [file.path.name for file in head.checkpoint.files] == ["model-00002-of-00002.safetensors"]
     assert torch.equal(head.checkpoint.tensor(head.name), two["lm_head.weight"])
+    save_file(two, tmp_path / "model.safetensors")
+    with raises_with(CheckpointError, "two models"):
+        open_checkpoint(tmp_path)
+    # mlx_lm writes an index of one file, too.
+    write_index(tmp_path, dict.fromkeys(two, "model.safetensors"))
+    assert torch.equal(open_checkpoint(tmp_path).tensor("lm_head.weight"), two["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -166,6 +172,10 @@ def test_lm_head_names() -> None:
         find_lm_head(["my_head.weight"], "t")
     with raises_with(CheckpointError, "tie_word_embeddings"):
         find_lm_head(["model.embed_tokens.weight"], "t", tied=False)
+    for other in ("lm_head.qweight", "language_model.lm_head.bias"):
+        with raises_with(CheckpointError, other):
+            find_lm_head(["lm_head.weight", "model.embed_tokens.weight", other], "t")
+        assert find_lm_head(["model.embed_tokens.weight", other], "t", tied=True) == "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(

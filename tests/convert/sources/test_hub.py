@@ -139,6 +139,7 @@ def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
     commit = hub.add_model("org/heads", files | {"README.md": "all of them", "heads/a/more/x.bin": b"x"})
     found = open_head_source("org/heads", subfolder="heads/a")
     assert (found.label, found.commit) == (f"org/heads@{commit[:12]}/heads/a", commit)
+    assert found.files == ("config.json", "model.safetensors", "more/x.bin")
     # With the card of the repository, as the folder has none.
     names = {path.relative_to(found.root).as_posix() for path in found.root.rglob("*") if path.is_file()}
     assert names == {"README.md", "heads/a/config.json", "heads/a/model.safetensors"}

@@ -49,9 +49,10 @@ class Stub:
         self.changed: dict[int, str] = options.get("changed", {})
         self.per_chunk, self.has_usage = options.get("per_chunk", 1), options.get("has_usage", True)
         self.timings: dict[str, int] = options.get("timings", {})
-        self.forgets = options.get("forgets", False)
+        self.forgets, self.names = options.get("forgets", False), options.get("names", ["content"])
         # What it did before anyone measured must not count.
-        self.answers, self.looks, self.late = 100, 0, options.get("late", 0)
+        self.late = self.looks = options.get("late", 0)
+        self.passes = [PASSES] * 100
         self.asked, self.keys = list[dict[str, Any]](), set[str | None]()
         self.passed_s = 0.0
         self.tries, self.lock, self.is_over = Counter[str](), threading.Lock(), threading.Event()
@@ -61,15 +62,16 @@ class Stub:
     def page(self) -> str:
         assert self.metrics is not None
         self.looks += 1
-        counted = self.answers - (self.looks % (self.late + 1) != 0)
-        return self.metrics.format(tokens=counted * 21, passes=counted * PASSES, accepted=counted * ACCEPTED)
+        counted = self.passes[: len(self.passes) - (self.looks <= self.late)]
+        return self.metrics.format(tokens=len(counted) * 21, passes=sum(counted), accepted=len(counted) * ACCEPTED)
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         changed = {} if self.forgets and body.get("logprobs") else self.changed
         words = [changed.get(place, word) for place, word in enumerate(WORDS)]
         for first in range(0, len(words), self.per_chunk):
             own = words[first : first + self.per_chunk]
-            choice: dict[str, Any] = {"index": 0, "delta": {"content": "".join(own)}, "finish_reason": None}
+            delta = dict.fromkeys(self.names, "".join(own))
+            choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None}
             if body.get("logprobs"):
                 likely = [{"token": " w5", "logprob": -0.5}, {"token": " x", "logprob": -0.75}]
                 content = [{"token": word, "logprob": -0.5, "bytes": list(word.encode())} for word in own]
@@ -129,9 +131,11 @@ def serving(stub: Stub) -> Iterator[str]:
             else:
                 self.reply(": ping\n\n")
                 for event in islice(stub.events(body), 7 if fault == "dies" else None):
-                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                    said = json.dumps(event).replace('"length"', f'"{fault}"' if fault == "abort" else '"length"')
+                    self.wfile.write(f"data: {said}\n\n".encode())
                 if fault != "dies":
-                    stub.answers += 1
+                    stub.passes.append(20 if body.get("logprobs") else PASSES)
+                    stub.looks = 0
                     self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, *args: object) -> None:
@@ -189,11 +193,12 @@ def test_the_figures_are_the_servers_own(run: Run, stub: Stub) -> None:
         assert (row["candidate"], row["batch"], row["mean_accepted_length"]) == ("slim", at_once, 20 / 8)
         # Of groups of four, the last is filled up.
         num_answers = {1: 12, 4: 16}[at_once]
+        assert row["num_prompts"] == {1: 6, 4: 2}[at_once], "a second round makes no more prompts"
         assert (row["num_answers"], row["num_identical"], row["num_new_tokens"]) == (
             num_answers, num_answers, num_answers * 21,
         )  # fmt: skip
         assert row["tokens_per_s"] > 0
-        assert row["first_s"] > 0
+        assert (row["first_s"] > 0, row["missed_rate"]) == (True, None)
     assert (found["findings"], found["is_complete"]) == ([], True)
     assert len(stub.asked) == 12 + 16 + 1, "and one that warms up"
     assert {(body["temperature"], body["max_tokens"], body["model"]) for body in stub.asked[1:]} == {
@@ -204,7 +209,7 @@ def test_the_figures_are_the_servers_own(run: Run, stub: Stub) -> None:
 
 
 def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp_path: Path) -> None:
-    first, other = Stub(VLLM), Stub(changed={5: " x"})
+    first, other = Stub(SGLANG, late=2), Stub(changed={5: " x"})
     with serving(first) as one, serving(other) as two:
         found, _ = run(f"plain={one}", f"slim={two}", "--out", str(tmp_path / "out"))
     timed = [[body["messages"] for body in stub.asked if "logprobs" not in body] for stub in (first, other)]
@@ -212,6 +217,7 @@ def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp
     plain, slim = found["rows"]
     assert (plain["num_identical"], slim["num_identical"], slim["num_answers"]) == (6, 0, 6)
     assert (slim["mean_accepted_length"], plain["speedup"]) == (None, 1.0)
+    assert plain["mean_accepted_length"] == 20 / 8, "without the answers that are asked for again"
     assert len(found["findings"]) == 6
     difference = found["findings"][2]
     # Five words of three characters and a space, by -0.5 against -0.75.
@@ -234,13 +240,14 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
 @pytest.mark.parametrize(
     ("fault", "message", "is_answered"),
     [("dies", "broke off after 21 characters", False), ("garbage", "garbage", False), ("silent", "silent for", False),
-     ("pings", "silent for", False), ("moved", "redirects to /v1/models", False),
+     ("pings", "silent for", False), ("moved", "redirects to /v1/models", False), ("abort", "'abort'", False),
      ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
 )  # fmt: skip
 def test_a_fault_is_told_and_other_prompts_are_measured(
     run: Run, slept: list[float], monkeypatch: pytest.MonkeyPatch, fault: str, message: str, is_answered: bool
 ) -> None:
-    stub = Stub(VLLM, faults={"prompt 2": fault})
+    # A thought under two names is one text.
+    stub = Stub(VLLM, faults={"prompt 2": fault}, names=["reasoning", "reasoning_content"])
     clock, opened = time.perf_counter, server_module._OPENER.open
 
     def open_briefly(request: urllib.request.Request, timeout: float) -> Any:

@@ -99,6 +99,18 @@ def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
         assert drafter.bufs.draft_tokens[0].eq(-1).all()
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_a_heads_own_embedding_is_drafted_with_unless_it_is_a_copy(tmp_path: Path, kind: str) -> None:
+    model = tiny_target("llama")
+    theirs = model.get_input_embeddings().weight.detach()
+    for own, expected in ((theirs, theirs), (theirs + 1, theirs + 1)):
+        head = open_head(write_head(tmp_path, kind, extra={"embed_tokens.weight": own}))
+        target = TargetModel(model, resolve_tap_layers(head, LAYERS))
+        found = load_head_weights(head, target, choose_draft_ids(head, None, None)).embedding
+        assert torch.equal(found, expected)
+        assert (found.data_ptr() == theirs.data_ptr()) == (own is theirs)
+
+
 def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
     weights = head_weights(write_head(tmp_path, hidden_act="relu"))
     Drafter(weights, TREE).on_slots(1, 30)

@@ -132,8 +132,10 @@ def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
         def end(self) -> None:
             pass
 
-    with raises(UsageError):
+    with raises(UsageError, option="streamer"):
         model.generate(PROMPTS[0], max_new_tokens=8, streamer=Streamer())
+    with raises(UsageError, option="criterion"):
+        model.generate(PROMPTS[0], stopping_criteria=lambda *_: bool(model.generate(PROMPTS[1])))
     assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
 
 

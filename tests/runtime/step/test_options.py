@@ -86,7 +86,9 @@ def test_the_targets_generation_configuration_is_followed(model: SpeculativeMode
     assert model.generate(PROMPTS, max_new_tokens=20, repetition_penalty=1.0).token_ids == plain
 
 
-@pytest.mark.parametrize("processor", [lambda _, scores: None, lambda _, scores: scores[0]])
+@pytest.mark.parametrize(
+    "processor", [lambda _, scores: None, lambda _, scores: scores[0], lambda _, scores: scores > 0]
+)
 def test_a_processor_that_returns_no_scores_is_named(model: SpeculativeModel, processor: Any) -> None:
     with raises(UsageError, option="processor function"):
         model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
@@ -169,6 +171,9 @@ def test_padding_is_what_transformers_pads_with(
      ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"), ({"eos_token_id": "</s>"}, "eos_token_id"),
      ({"repetition_penalty": "1.2"}, "repetition_penalty"), ({"streamer": print}, "streamer"),
      ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
+     ({"stop": ["a"], "stop_strings": ["b"]}, "stop_strings"),
+     pytest.param({"stopping_criteria": lambda ids, scores: {}}, "stopping criterion", id="not a verdict"),
+     pytest.param({"stopping_criteria": lambda ids, scores: []}, "stopping criterion", id="an empty verdict"),
      pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict")],
     ids=str,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import HeldRow
+from eagle_slim.runtime.step.decoder import hold_row
 from eagle_slim.runtime.target import known
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.wrapper import TargetModel
@@ -255,13 +255,13 @@ def test_rows_of_other_weights_are_found_by_value_where_counters_miss(head: Path
 def test_a_held_row_is_compared_by_its_bits_where_rows_are_exact() -> None:
     cache = KVCache.over(torch.randn(3, 2, 1, 6, 4), torch.randn(3, 2, 1, 6, 4))
     for is_exact, factor, expected in ((True, 1 + 2**-23, True), (False, 1 + 2**-23, False), (False, 1.1, True)):
-        held = HeldRow(cache, 1, 4, is_exact)
-        assert not held.has_changed()
+        held = hold_row(cache, 1, 4, is_exact)
+        assert not held()
         cache.layers[2][1][0, :, 4] = 7.0  # another slot
         cache.layers[2][1][1, :, 3] = 7.0  # another row
-        assert not held.has_changed()
+        assert not held()
         cache.layers[2][1][1, :, 4] *= factor
-        assert bool(held.has_changed()) is expected
-    held = HeldRow(cache, 1, 4, is_exact=False)
+        assert bool(held()) is expected
+    held = hold_row(cache, 1, 4, is_exact=False)
     cache.layers[0][0][1, 0, 4, 0] = float("nan")
-    assert held.has_changed()
+    assert held()

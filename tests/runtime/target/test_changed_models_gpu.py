@@ -11,7 +11,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import DeviceMemoryError, SpeedWarning
-from eagle_slim.runtime.step.decoder import HeldRow
+from eagle_slim.runtime.step.decoder import hold_row
 from eagle_slim.runtime.target.cache import KVCache
 from support.changed_models import CHANGES, FUSED
 from support.tiny_models import random_prompts, tiny_target, write_head
@@ -86,9 +86,9 @@ def test_a_held_row_is_compared_without_a_wait() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for place, is_exact in enumerate((True, False)):
-            held = HeldRow(cache, 1, 4, is_exact)
+            held = hold_row(cache, 1, 4, is_exact)
             cache.layers[2][1][1, :, 4] *= 1 + 2**-22
-            flag[place].copy_(held.has_changed())
+            flag[place].copy_(held())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert flag.tolist() == [1, 0]

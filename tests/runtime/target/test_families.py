@@ -97,6 +97,22 @@ def test_a_prompt_that_sees_what_follows_is_refused(tmp_path: Path, monkeypatch:
         model.generate(prompt, max_new_tokens=4)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [("Llama4", {"layer_types": ["full_attention"] * 6, "num_local_experts": 2}, "layer 3 computes with the length"),
+     ("Gemma2", {"sliding_window": None}, "Gemma2ForCausalLM cannot run a token"),
+     ("GPTJ", {"rotary_dim": 8}, "not take a registered attention function")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_verify_trees_is_refused_by_its_reason(
+    tmp_path: Path, family: str, options: dict[str, Any], problem: str
+) -> None:
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    target = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**SIZES, **options})).eval()
+    with pytest.raises(UnsupportedModelError, match=problem):
+        SpeculativeModel.from_pretrained(target, write_head(tmp_path))
+
+
 def test_a_tap_at_a_layer_that_text_does_not_pass_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     config = MllamaTextConfig(**SIZES, cross_attention_layers=[3], rope_scaling=rope)
