@@ -58,6 +58,11 @@ _SIZES = (
 
 # Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
 _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Those of transformers, and vLLM's (`rotary_embedding/__init__.py`).
+_SCALINGS = (
+    "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "mllama4", "ntk",
+    "xdrope", "deepseek_yarn", "deepseek_llama_scaling", "openpangu", "telechat3-yarn",
+)  # fmt: skip
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
@@ -324,9 +329,10 @@ def quantisation(config: Any) -> str | None:
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
     scaling = config["rope_scaling"] or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    for key, name in (("rope_scaling.rope_type", kind), ("hidden_act", config["hidden_act"])):
-        if not isinstance(name, str):
-            raise _wrong(where, key, "a name", name)
+    if not isinstance(config["hidden_act"], str):
+        raise _wrong(where, "hidden_act", "a name", config["hidden_act"])
+    if kind not in _SCALINGS:
+        raise _wrong(where, "rope_scaling.rope_type", f"one of {', '.join(_SCALINGS)}", kind)
     keys = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
     numbers = {key: config[key] for key in keys if config.get(key) is not None}
     needed = _SCALING_NEEDS.get(kind, ())
@@ -334,6 +340,9 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
     for key, value in numbers.items():
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise _wrong(where, key, "a positive number", value)
+    part, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
+    if part is not None and int(part * head_dim) not in range(2, head_dim + 1, 2):
+        raise _wrong(where, "partial_rotary_factor", f"a share that is an even number of the {head_dim} values", part)
 
 
 def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
@@ -395,6 +404,10 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
     a partial rotation in there overrides one at top level.
     """
     parameters, scaling = (_rope_of_the_layer(key, config, where) for key in ("rope_parameters", "rope_scaling"))
+    # Of two that disagree transformers 5 takes rope_scaling, and vLLM rope_parameters.
+    spelled = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    if any(spelled.get(key, value) != value for key, value in parameters.items()):
+        raise _wrong(where, "rope_scaling", f"what rope_parameters says, {dict(parameters)}", dict(scaling))
     for key in ("rope_theta", "partial_rotary_factor"):
         for rope in (parameters, scaling):
             if rope.get(key) is not None:
