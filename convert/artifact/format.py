@@ -42,11 +42,8 @@ class Artifact:
     def load(cls, folder: str | Path | ResolvedSource) -> Artifact:
         """Open an artifact and check that manifest, configuration, map and weights fit each other.
 
-        Reads no weights; `verify_artifact` compares every byte.
-
-        Raises:
-            ArtifactError: the folder is not an artifact, or its parts disagree.
-            CheckpointError, MismatchError, UnsupportedHeadError: its head breaks a rule of every head.
+        Reads no weights; `verify_artifact` compares every byte. Raises ArtifactError where the folder is no artifact,
+        or its parts disagree; CheckpointError, MismatchError and UnsupportedHeadError as `open_head`.
         """
         source = open_head_source(Path(folder)) if isinstance(folder, str | Path) else folder
         folder = source.folder
