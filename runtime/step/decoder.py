@@ -348,6 +348,7 @@ class Decoder:
         return self.places_for(num_active)
 
     def _take_pairs(self) -> None:
+        """Have the drafter take the pairs that wait in the state."""
         assert self.drafter is not None
         assert self.features is not None
         state = self.state

@@ -49,7 +49,7 @@ def test_nothing_is_added_cut_or_padded() -> None:
 
 
 @given(st.lists(st.text("ab \n", max_size=60), max_size=8), st.integers(1, 30), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longest: int) -> None:
     def characters(texts: Sequence[str]) -> encoding.Encoded:
         assert all(len(text) <= longest for text in texts)

@@ -100,7 +100,7 @@ def make(ids: list[int] | None = None, target_vocab: int = 12) -> DraftVocab:
     return DraftVocab(np.array([7, 2, 11, 3] if ids is None else ids), 0, target_vocab)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sets(st.integers(0, 199), min_size=2), st.randoms(use_true_random=False))
 @pytest.mark.parametrize("loader", LOADERS)
 def test_round_trip(loader: Loader, tmp_path_factory: pytest.TempPathFactory, ids: set[int], random) -> None:

@@ -699,7 +699,7 @@ print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)
 def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     head = write_eagle3(tmp_path / "head", lm_head=False)
     arguments = [head, "--draft-vocab", "300", "--target", target, "--order", "ids", "--out", tmp_path / "o"]
-    command = [sys.executable, "-c", NO_TORCH, *map(str, arguments)]
+    command = [sys.executable, "-X", "utf8", "-c", NO_TORCH, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""

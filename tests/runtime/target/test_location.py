@@ -57,6 +57,7 @@ def test_a_head_in_the_place_of_a_target(slim: Path, tmp_path: Path) -> None:
 
 
 def test_the_built_in_target_by_its_name_offline_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert given_target(EMBEDDED_TARGET_REPO, offline=False) == EMBEDDED_TARGET_REPO
     assert given_target(EMBEDDED_TARGET_REPO, offline=True, revision="main") == EMBEDDED_TARGET_REPO
     assert loading.target_location(loading.open_any_head(None), None, revision="main") == EMBEDDED_TARGET_REPO
