@@ -191,12 +191,16 @@ def test_rows_from_the_target(tmp_path, tied, shards, dtype):
 def test_rows_too_large_for_the_heads_dtype(tmp_path):
     target = write_target(tmp_path / "target")
     tensors = load_file(target / "model.safetensors")
-    tensors["lm_head.weight"][5, 3] = 70000.0
+    tensors["lm_head.weight"][5, 3] = tensors["model.embed_tokens.weight"][5, 3] = 70000.0
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     head = write_eagle3(tmp_path / "head", lm_head=False, dtype=torch.float16)
     with pytest.raises(MismatchError, match="token 5 holds a value too large"):
         convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    own = eagle3_tensors(rows=VOCAB, dtype=torch.float16, embedding=True)
+    head = write_eagle3(tmp_path / "own", tensors=own, dtype=torch.float16)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "kept")
+    assert torch.equal(written(done.folder)["embed_tokens.weight"], own["embed_tokens.weight"])
 
 
 def test_full_writes_no_map(tmp_path):
