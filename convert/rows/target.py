@@ -71,11 +71,9 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder or the Hub's cache it is read in place. Otherwise the bytes of this tensor are fetched (`hub_tensor`);
-    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is.
-
-    Raises:
-        SourceError: as `target_files`; or the server ignores byte ranges.
-        CheckpointError: the weights are damaged, or have no LM head in floating point.
+    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is. Raises as
+    `target_files`; SourceError where the server ignores byte ranges; CheckpointError where the weights are damaged, or
+    have no LM head in floating point.
     """
     if target.repo_id is None:
         return open_local_lm_head(target.folder, target.label)

@@ -166,7 +166,7 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(tensor.numel() * tensor.element_size() for stack in self.stacks for tensor in stack)
+        return sum(tensor.nbytes for stack in self.stacks for tensor in stack)
 
 
 class ForwardBuffers:
