@@ -127,10 +127,8 @@ class Ranking:
         forced: ForcedIds | tuple[int, ...] = self.request.force_ids
         if self.tokenizer is not None:
             forced = forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
-        vocab = self.head.target_vocab
-        common: dict[str, Any] = {
-            "tokenizer": self.tokenizer, "forced": forced, "target_vocab": vocab, "candidates": trained
-        }  # fmt: skip
+        common: dict[str, Any] = {"tokenizer": self.tokenizer, "forced": forced, "candidates": trained}
+        common["target_vocab"] = vocab = self.head.target_vocab
         if counts is not None:
             common["floors"] = self.request.floors if size is not None else None
             return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
