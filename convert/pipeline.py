@@ -20,11 +20,11 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact import dflash, eagle1, eagle3, provenance
 from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, OWN_NAMES, config_of, freq_bytes, freq_name
+from .artifact.format import CARD_NAME, OWN_NAMES, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
+from .artifact.tensors import config_of, plan_tensors
 from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
@@ -224,6 +224,11 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+    own = targets.choose_target(None, head, is_builtin)
+    given = None if options.target is None or expand_home(options.target).is_dir() else str(options.target)
+    if given is not None and own is not None and own.name is not None and own.name.lower() != given.lower():
+        doubt = f"the head is for {own.name} ({own.reason}), and {given} was given as its target"
+        head = replace(head, warnings=(*head.warnings, doubt))
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
         problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"
@@ -297,14 +302,7 @@ def _plan(
     """Plan one artifact; without a vocabulary, one of all ids."""
     head, lm_head = inputs.head, inputs.lm_head
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
-    tensors: Sequence[TensorPlan]
-    if lm_head is None:
-        tensors = eagle1.plan_tensors(head)
-    elif head.kind == "eagle3":
-        tensors = eagle3.plan_tensors(head, lm_head, ids)
-    else:
-        assert ids is not None, "a full vocabulary is refused before"
-        tensors = dflash.plan_tensors(head, lm_head, ids)
+    tensors = plan_tensors(head, lm_head, ids)
     config = config_of(head, rows, options.flavour)
     facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
     findings = conversion_findings(facts)
@@ -354,16 +352,33 @@ def _manifest(
         num_forced=0 if vocab is None else vocab.num_forced,
         rank_order_ids=None if vocab is None else vocab.target_ids,
         row_checksums=None,
-        head=provenance.describe_head(inputs.source, inputs.is_builtin, options.d2t_form),
+        head=_describe_head(inputs, options),
         target=_describe_target(inputs),
-        lm_head=None if inputs.lm_head is None else provenance.describe_lm_head(head, inputs.lm_head),
+        lm_head=None if inputs.lm_head is None else inputs.lm_head.describe(head),
         tokenizer=tokenizer,
-        vocabulary=None if vocab is None else provenance.describe_vocabulary(vocab),
+        vocabulary=None if vocab is None else _describe_vocabulary(vocab),
         tap_layers=head.taps(inputs.target_layers),
         coverage=coverage,
         dropped=dict(sorted(head.dropped.items())),
         warnings=_without_paths([*warnings, *notes], inputs),
     )
+
+
+def _describe_head(inputs: Inputs, options: ConvertOptions) -> dict[str, Any]:
+    source, form = inputs.source, options.d2t_form
+    name = source.repo_id or (EMBEDDED_HEAD_NAME if inputs.is_builtin else source.root.resolve().name)
+    more = {"built_in": inputs.is_builtin, "subfolder": source.subfolder, "d2t_form": form != "auto" and form}
+    found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
+    return found | {key: value for key, value in more.items() if value}
+
+
+def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
+    """Describe how a vocabulary was ranked; its warnings have a list of their own in the manifest."""
+    found = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
+    if "sources" in found:
+        # Counts from memory and from a file differ in the order of their keys alone.
+        found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+    return found
 
 
 def _describe_target(inputs: Inputs) -> dict[str, Any]:

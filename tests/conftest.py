@@ -28,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("hypothesispytest"):  # the engines' environment has none
         from hypothesis import HealthCheck, settings
 
-        # An example may take as long as a slow or busy machine needs.
-        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        # An example may take as long as a slow or busy machine needs, and the source tree may not be writable.
+        too_slow = [HealthCheck.too_slow]
+        settings.register_profile("any machine", deadline=None, suppress_health_check=too_slow, database=None)
         settings.load_profile("any machine")
 
 

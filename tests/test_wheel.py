@@ -56,7 +56,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site_packages)
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
-    (site_packages / "dependencies.pth").write_text("\n".join(dependencies))
+    # Python 3.11 reads this file in the locale's encoding.
+    (site_packages / "dependencies.pth").write_text(f"import sys; sys.path += {dependencies!a}")
     return site_packages / "eagle_slim"
 
 

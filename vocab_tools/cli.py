@@ -132,9 +132,8 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     warn(ranked.warnings)
     found, held = ranked.provenance.get("size_from_coverage"), ranked.provenance.get(FLOORS)
     if as_json:
-        account = {"warnings": list(ranked.warnings)} | ({} if found is None else {"size_from_coverage": found})
-        account |= {} if held is None else {FLOORS: held}
-        emit_json({"out": str(path), **_summary(ranked), **account})
+        account = {key: ranked.provenance[key] for key in ("size_from_coverage", FLOORS) if key in ranked.provenance}
+        emit_json({"out": str(path), **_summary(ranked), "warnings": list(ranked.warnings), **account})
         return
     if found is not None:
         click.echo(

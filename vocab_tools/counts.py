@@ -63,12 +63,7 @@ class HeldOut:
     @property
     def documents(self) -> list[NDArray[np.int32]]:
         """Token ids of each document, int32 [tokens]."""
-        return np.split(self.token_ids, self.doc_offsets[1:-1]) if self.num_documents else []
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self.doc_offsets) - 1
+        return np.split(self.token_ids, self.doc_offsets[1:-1]) if len(self.doc_offsets) > 1 else []
 
     @property
     def num_tokens(self) -> int:

@@ -107,8 +107,9 @@ def _fastokens(tokenizer_json: str) -> Encode:
         try:
             ids, offsets = tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
         except Exception as error:  # any error at all
-            advice = "tokenizers may (--tokenizer-library tokenizers)"
-            raise TokenizerError(f"fastokens cannot encode the corpus, {advice}: {error}") from error
+            raise TokenizerError(
+                f"fastokens cannot encode the corpus (--tokenizer-library tokenizers may): {error}"
+            ) from error
         return Encoded(np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).astype(np.int64))
 
     return encode

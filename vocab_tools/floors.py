@@ -72,14 +72,11 @@ class FloorProblem:
                 bound = float(worth[chosen].sum() - multipliers @ needed)
             if self.holds(chosen):
                 return chosen, bound
-            needed = self._raised(needed, chosen)
+            short = self.floors - self.reached(chosen)
+            raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
+            # No floor needs to rise above what all ids cover.
+            needed = np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1)))
         return None
-
-    def _raised(self, needed: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-        short = self.floors - self.reached(chosen)
-        raised = needed + np.where(short > _TOLERANCE, _RISE * short + _STEP, 0)
-        # No floor needs to rise above what all ids cover.
-        return np.asarray(np.maximum(self.floors, np.minimum(raised, self.counted.sum(axis=1))))
 
     def _solve(self, needed: NDArray[np.float64], size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Return the best x [ids], and λ [floors]; None where `size` ids do not cover what is needed."""

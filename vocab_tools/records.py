@@ -29,8 +29,8 @@ PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 4 << 20
 TEXT_DOCUMENT_BYTES = 4 << 10
 MAX_PARAGRAPH_BYTES = 64 << 10
+BATCH_ROWS = 100
 
-_ROWS = 100
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -282,5 +282,5 @@ def parquet_blocks(path: str, shard: int, size: int, column: str) -> Iterator[Bl
 
     with pq.ParquetFile(path, buffer_size=1 << 20) as file:
         wanted = [column] if column in file.schema_arrow.names else None
-        tables = file.iter_batches(batch_size=_ROWS, columns=wanted, use_threads=False)
+        tables = file.iter_batches(batch_size=BATCH_ROWS, columns=wanted, use_threads=False)
         yield from rows_blocks(tables, column, shard, path, size / max(1, file.metadata.num_rows))

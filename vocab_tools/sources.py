@@ -14,6 +14,7 @@ import glob
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -24,7 +25,7 @@ from .chats import messages_in_text
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
-from .records import PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
+from .records import BATCH_ROWS, PACKED, BadRecord, Block, file_blocks, parquet_blocks, reading, rows_blocks
 
 Roles = Literal["assistant", "all"]
 Kind = Literal["text", "chat"]
@@ -40,7 +41,6 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
-_BATCH_ROWS = 100
 _NETWORK = ("huggingface_hub", "httpx", "httpx2", "requests", "aiohttp")
 
 
@@ -202,7 +202,14 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
     # A folder is read once, however many links lead there.
     once = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
-    files = []
+    files, unpacked = (
+        [],
+        Counter(file.with_suffix("") if file.suffix.lower() in PACKED else file for file in once.values()),
+    )
+    if twice := [file for file, number in unpacked.items() if number > 1]:
+        raise CorpusError.at(
+            twice[0], "this file is there packed and unpacked. Give a glob of one kind, to count it once."
+        )
     for file in sorted(once.values()):
         if not _format_of(file.name):
             raise CorpusError.at(file, f"unknown kind of file. Readable: {READABLE}.")
@@ -269,7 +276,7 @@ class OpenSource:
             if self.column in (stream.column_names or ()):
                 stream = stream.select_columns([self.column])
             where = f"{location}, split {self.origin['split']}, shard {shard}"
-            yield from rows_blocks(stream.with_format("arrow").iter(_BATCH_ROWS), self.column, shard, where)
+            yield from rows_blocks(stream.with_format("arrow").iter(BATCH_ROWS), self.column, shard, where)
 
     def is_plain(self, shard: int) -> bool:
         """Whether the blocks of a shard are byte ranges of a local file, and hold no data."""
@@ -402,7 +409,8 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
         if _kind(row.get(column)) == "chat":
             return column, "chat"
     for column in TEXT_COLUMNS:
-        if isinstance(row.get(column), str):
+        # A message a row is a part of a chat, of which users wrote a part, too.
+        if isinstance(row.get(column), str) and "role" not in row:
             return column, _kind(row[column])
     strings = [column for column, value in row.items() if isinstance(value, str)]
     doubtful = {column for column, value in row.items() if value is None or isinstance(value, list | dict)}

@@ -325,7 +325,7 @@ def _read_array(path: Path) -> NDArray[Any]:
     """Read a NumPy array; one of objects, which would be unpickled, is refused."""
     try:
         array: NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # of all kinds on a damaged header
         raise VocabularyError(f"{path}: not a readable array of numbers: {error}.") from error
     return array
 
@@ -392,7 +392,8 @@ def read_pickle(path: Path) -> Any:
 def _numpy(value: Any) -> Any:
     import torch
 
-    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
+    # Weights beside a map may be of types that numpy lacks.
+    return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
 
 
 def export_token_map(

@@ -58,6 +58,11 @@ _SIZES = (
 
 # Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
 _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Those of transformers, and vLLM's (`rotary_embedding/__init__.py`).
+_SCALINGS = (
+    "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "mllama4", "ntk",
+    "xdrope", "deepseek_yarn", "deepseek_llama_scaling", "openpangu", "telechat3-yarn",
+)  # fmt: skip
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
@@ -85,10 +90,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Vocabularies and dtype, and `attention_bias` and `mlp_bias` where no key says them, are left to `open_head`, which
     has the tensors. `norm_before_residual` is written out for the speculators form, whose default (true) differs from
-    that of the flat form (false).
-
-    Raises:
-        MismatchError: a key is missing or of a wrong type.
+    that of the flat form (false). Raises MismatchError for a key that is missing or of a wrong type.
     """
     for key in ("text_config", "transformer_layer_config"):
         if not isinstance(source.get(key), Mapping | None):
@@ -201,10 +203,8 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
 
     Under a key that names outputs of layers, [1, 17, 33] are the inputs (2, 18, 34). The list in `eagle_config` names
     outputs, SGLang's reading, but inputs where its largest id is `num_layers`, the target's number of layers, as SGLang
-    has it for gpt-oss: no such layer has an output.
-
-    Raises:
-        MismatchError: two keys disagree, a key that is not known names layers, or a list holds something else.
+    has it for gpt-oss: no such layer has an output. Raises MismatchError where two keys disagree, a key that is not
+    known names layers, or a list holds something else.
     """
     readings = {}
     for key, ids in _tap_lists(config).items():
@@ -324,9 +324,10 @@ def quantisation(config: Any) -> str | None:
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
     scaling = config["rope_scaling"] or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    for key, name in (("rope_scaling.rope_type", kind), ("hidden_act", config["hidden_act"])):
-        if not isinstance(name, str):
-            raise _wrong(where, key, "a name", name)
+    if not isinstance(config["hidden_act"], str):
+        raise _wrong(where, "hidden_act", "a name", config["hidden_act"])
+    if kind not in _SCALINGS:
+        raise _wrong(where, "rope_scaling.rope_type", f"one of {', '.join(_SCALINGS)}", kind)
     keys = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
     numbers = {key: config[key] for key in keys if config.get(key) is not None}
     needed = _SCALING_NEEDS.get(kind, ())
@@ -334,6 +335,9 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
     for key, value in numbers.items():
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise _wrong(where, key, "a positive number", value)
+    part, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
+    if part is not None and int(part * head_dim) not in range(2, head_dim + 1, 2):
+        raise _wrong(where, "partial_rotary_factor", f"a share that is an even number of the {head_dim} values", part)
 
 
 def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
@@ -395,6 +399,10 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
     a partial rotation in there overrides one at top level.
     """
     parameters, scaling = (_rope_of_the_layer(key, config, where) for key in ("rope_parameters", "rope_scaling"))
+    # Of two that disagree transformers 5 takes rope_scaling, and vLLM rope_parameters.
+    spelled = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    if any(spelled.get(key, value) != value for key, value in parameters.items()):
+        raise _wrong(where, "rope_scaling", f"what rope_parameters says, {dict(parameters)}", dict(scaling))
     for key in ("rope_theta", "partial_rotary_factor"):
         for rope in (parameters, scaling):
             if rope.get(key) is not None:

@@ -7,7 +7,7 @@ With ids (1, 4, 5) of a vocabulary of 6, a full LM head gives its rows 1, 4 and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
@@ -17,6 +17,7 @@ from ..errors import MismatchError
 from ..heads import names
 from ..heads.draft_head import DraftHead
 from .checkpoint import Checkpoint, SourceRows
+from .dtypes import LONG_NAMES
 from .safetensors_file import TensorInfo
 
 
@@ -44,6 +45,12 @@ class LmHead:
     def dtype_written(self, head: DraftHead) -> str:
         """Return the dtype of the rows in the slim head: the target's are rounded to the head's."""
         return head.dtype_name if self.origin == "target" else self.info.dtype
+
+    def describe(self, head: DraftHead) -> dict[str, Any]:
+        """Describe for a manifest where the rows of a slim head come from, and whether they are rounded on the way."""
+        found, written = self.info.dtype, self.dtype_written(head)
+        dtypes = {"source_dtype": LONG_NAMES[found], "dtype": LONG_NAMES[written], "rounded": found != written}
+        return {"from": self.origin, "tensor": self.name, "rows": self.info.num_rows, **dtypes}
 
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> SourceRows:
         """Choose the rows of `target_ids`, in that order; nothing is read yet.

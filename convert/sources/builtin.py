@@ -97,7 +97,7 @@ def embedded_counts_with_held_out(counts: TokenCounts, tokenizer: LoadedTokenize
     held_out = HeldOut.of_documents(documents)
     remaining = np.maximum(source.counts - np.bincount(held_out.token_ids, minlength=len(source.counts)), 0)
     note = (
-        f"{held_out.num_documents} of the {len(chats)} shipped chats, chosen by seed {_HELD_OUT_SEED}: their "
+        f"{len(held_out.documents)} of the {len(chats)} shipped chats, chosen by seed {_HELD_OUT_SEED}: their "
         f"{held_out.num_tokens:,} answer tokens were taken out of the counts and the vocabulary ranked again for this "
         "figure; the ranking in the artifact uses all counts"
     )

@@ -16,16 +16,17 @@ from typing import Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 
-from ..artifact.format import config_of
-from ..artifact.provenance import open_original
+from ..artifact.tensors import config_of
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names
 from ..heads.config import with_tap_layers
 from ..heads.draft_head import DraftHead
+from ..heads.open import open_head
 from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
 from ..rows.target import is_embedding_of, open_target_lm_head
 from ..sources import target as targets
+from ..sources.source import open_head_source
 from .rules import CHECKS, Doubt, Parts, SkipCheck, config_differences, join, refuse
 
 
@@ -256,8 +257,14 @@ class _SourceChecks:
 
     @cached_property
     def _source_head(self) -> DraftHead:
+        """The head that the artifact was made from, read as it was then; at the recorded revision unless named."""
+        manifest, recorded, name, revision = self.parts.manifest, self.parts.manifest.head, self.head_name, None
+        if name is None:
+            name, revision = recorded.get("repo_id"), recorded.get("revision")
+            if name is None and not recorded.get("built_in"):
+                raise SkipCheck("the source head was a local folder; name it with --head")
         with self._skipped_unless_named("the source head", "--head", self.head_name):
-            found = open_original(self.parts.manifest, self.head_name, self.offline)
-        if found is None:
-            raise SkipCheck("the source head was a local folder; name it with --head")
-        return found
+            is_offline = self.offline or self.head_name is None
+            source = open_head_source(name, revision, is_offline, recorded.get("subfolder"))
+            form = recorded.get("d2t_form", "auto")
+            return open_head(source, d2t_form=form, tap_layers=manifest.tap_layers or None)

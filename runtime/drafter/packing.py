@@ -121,6 +121,17 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
     stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
     by_program = stream.view(torch.uint8).view(programs, layout.size * element)
     scales = []
+
+    def cut(name: str, matrix: Tensor) -> Tensor:
+        """Cut a matrix into the pieces of each program: [programs, ...]."""
+        if name in PROJECTIONS:
+            split = stored.split[name]
+            grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
+            return cut_parts(grouped, split, chunks["layer"], programs)
+        if name == "mlp":
+            return cut_chunks(assign_rows(matrix, programs), chunks["mlp"])
+        return cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"])
+
     for name in matrices:
         parts = []
         for matrix in matrices[name]:
@@ -130,14 +141,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
                 # The kernel halves the inputs of down (`gated_mlp`).
                 scale = scale * 2 if name == "down" else scale
                 scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
-            if name in PROJECTIONS:
-                split = stored.split[name]
-                grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
-                parts.append(cut_parts(grouped, split, chunks["layer"], programs))
-            elif name == "mlp":
-                parts.append(cut_chunks(assign_rows(matrix, programs), chunks["mlp"]))
-            else:
-                parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
+            parts.append(cut(name, matrix))
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]

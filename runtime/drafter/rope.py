@@ -60,8 +60,8 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     """Initialise from a head's ``config.json`` (``rope_theta``, ``rope_scaling``, ``head_dim``).
 
     Where a scaling depends on the length, the result is for short texts (`RotaryEmbedding.for_length`). Raises
-    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, for a part to
-    rotate that is no even number of values, and for such a part with a scaling that changes sizes.
+    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, and for a part to
+    rotate with a scaling that changes sizes.
     """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -120,18 +120,8 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
 
 
 def rotary_dim(config: Mapping[str, Any]) -> int:
-    """Return how many values of each attention head are rotated, by ``config.json``. Raises `UnsupportedModelError`."""
-    factor, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
-    if factor is None or factor == 1:
-        return int(head_dim)
-    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    rotated = int(head_dim * factor) if is_number and 0 < factor < 1 else 0
-    if rotated < 2 or rotated % 2:
-        raise UnsupportedModelError(
-            f"The head's partial_rotary_factor = {factor!r} rotates {rotated} of {head_dim} values; expected an even "
-            "number of them. Correct it in the head's config.json."
-        )
-    return rotated
+    """Return how many values of each attention head are rotated, by ``config.json`` as `normalise_config` checks it."""
+    return int(config["head_dim"] * (config.get("partial_rotary_factor") or 1))
 
 
 def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:

@@ -47,7 +47,7 @@ class PartialDecoder(Decoder):
         self.part = ShortCache(target, cache, option.num_blocks, room, nodes)
         self.ahead = new_ahead(target, self.part.cache, drafter, waits, pool, self.part.offsets)
         self.ahead.checks = None
-        self._drafter = drafter
+
         # Its own, as `ahead` writes those of the drafter.
         self.features = drafter.features.new_zeros((*self.state.new_tokens.shape, drafter.features.shape[2]))
 
@@ -92,8 +92,7 @@ class PartialDecoder(Decoder):
         """Run ahead for ``places`` sequences, and write their chains."""
         state, own, ahead = self.state, self.ahead.state, self.ahead
         self.part.take(state.lengths)
-        assert self.features is not None
-        self._drafter.take_pairs(state.prefix, state.num_new, state.new_tokens, state.active_inverse, self.features)
+        self._take_pairs()
         own.lengths.copy_(self.part.lengths)
         for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
                      "eos_ids"):  # fmt: skip

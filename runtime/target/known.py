@@ -121,8 +121,10 @@ def unfit_modules(model: nn.Module) -> str | None:
         # New linears of a resized embedding and slices of a list of layers are so; to them it means nothing.
         if module.training and kind not in (nn.Linear, nn.Embedding, nn.ModuleList):
             return f"{where} is in training mode: call eval()"
-        if not all(map(_only_records, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
-            return f"{where} has a forward hook"
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own recorder of hidden states changes nothing.
+            if not isinstance(hook, FunctionType) or hook.__globals__.get("__name__") != _RECORDER:
+                return f"{where} has a forward hook"
         own = next((name for name in vars(module) if _is_hidden(module, name)), None)
         if own is not None or module._compiled_call_impl is not None:
             return f"{where} has a {own or 'compiled call'} of its own"
@@ -236,11 +238,6 @@ def _unfit_tensors(model: nn.Module) -> str | None:
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}, not one of float32, bfloat16, float16"
     return "its weights are spread over devices" if len({weight.device for weight in weights}) > 1 else None
-
-
-def _only_records(hook: Any) -> bool:
-    """Whether a hook is transformers' own recorder of hidden states."""
-    return isinstance(hook, FunctionType) and hook.__globals__.get("__name__") == _RECORDER
 
 
 def is_of_a_library(function: Any) -> bool:

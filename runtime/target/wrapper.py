@@ -195,8 +195,7 @@ class TargetModel(Target):
     def weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
         layers = chain.from_iterable(chain(layer.parameters(), layer.buffers()) for layer in self.layers)
-        read = [*layers, self.lm_head]
-        return sum(weight.numel() * weight.element_size() for weight in read)
+        return sum(weight.nbytes for weight in (*layers, self.lm_head))
 
     @property
     def max_positions(self) -> int | None:
@@ -394,8 +393,9 @@ def _problems(model: Any) -> Iterator[str]:
     if len(devices) > 1:
         places = ", ".join(sorted(map(str, devices)))
         yield f"is spread over {places}; its KV cache lies on one device. Load the target on a single one."
-    for name in {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}:
-        if isinstance(name, str) and not attention.is_built_in(name):
+    asked = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
+    for name in {each for each in asked if isinstance(each, str)}:
+        if not attention.is_built_in(name):
             yield (
                 f"attends by a function of its own ({name!r}), which verifying trees would replace by softmax "
                 "attention. Set one of transformers' own with set_attn_implementation, such as 'sdpa'."

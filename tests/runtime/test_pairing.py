@@ -100,8 +100,8 @@ def test_a_target_spread_over_devices_is_refused() -> None:
 @pytest.mark.parametrize(
     "config",
     [{"rope_scaling": {"rope_type": "dynamic"}}, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-     {"rope_scaling": {"rope_type": "unheard"}}, {"partial_rotary_factor": 0.1}],
-    ids=["dynamic", "longrope", "unknown", "partial"],
+     {"rope_scaling": {"rope_type": "xdrope"}}],
+    ids=["dynamic", "longrope", "unknown"],
 )  # fmt: skip
 def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str, Any]) -> None:
     with raises(UnsupportedModelError):

@@ -80,7 +80,7 @@ def test_closed_under_parents_where_a_child_has_probability_one() -> None:
     assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 1, 2, 2]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([-2.5, -1.0, -0.0, 0.0, 0.5, float("-inf"), 1e-40, 3e38]), min_size=1, max_size=40),
     st.data(),

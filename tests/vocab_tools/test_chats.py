@@ -319,7 +319,7 @@ _contents = st.text(st.sampled_from("ab \n\t'.1é你"), max_size=8)
     st.sampled_from([None, "Be brief."]),
     st.sampled_from(["chatml", "llama3"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_have_the_tokens_of_the_whole_rendering(contents: list[str], system: str | None, kind: str) -> None:
     tokenizer = smollm2() if kind == "chatml" else llama3_like()
     messages = turn(*contents, system=system)

@@ -109,7 +109,7 @@ def choices(problem: FloorProblem, size: int) -> list[NDArray[np.bool_]]:
     return [chosen for chosen in everything if problem.holds(chosen) and chosen[problem.is_forced].all()]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problems())
 def test_against_every_choice(case: tuple[FloorProblem, int]) -> None:
     problem, size = case

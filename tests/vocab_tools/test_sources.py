@@ -108,6 +108,9 @@ def test_folders_and_globs(files: Path) -> None:
     for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):
         with pytest.raises(CorpusError, match=nothing.replace("*", r"\*")):
             open_source(CorpusSource(str(files / nothing)))
+    (files / "a.jsonl.zst").write_bytes(pack(b"{}", ".zst"))
+    with pytest.raises(CorpusError, match=r"a\.jsonl: .* packed and unpacked"):
+        open_source(CorpusSource(str(files)))
 
 
 CHAT = [{"role": "user", "content": "x"}]
@@ -147,6 +150,7 @@ def test_the_column_is_found_or_asked_for(
     [
         ({"id": "f00d", "text": 5}, None, ",column=NAME behind .* have id, text"),
         ({"a": "x"}, "c", "no column 'c'.* have a"),
+        ({"text": "x", "role": "prompter"}, None, ",column=NAME"),
     ],
 )
 def test_no_column_stands_out(tmp_path: Path, row: dict[str, Any], asked: str | None, words: str) -> None:
@@ -206,11 +210,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
             values(path)
 
 
-def test_a_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(jsonl([{"text": "one"}, {"text": "two"}]))
-    (block,) = open_source(CorpusSource(str(path))).blocks()
-    path.write_bytes(jsonl([{"text": "one"}]))
+def test_a_file_that_becomes_shorter_is_named(files: Path) -> None:
+    (block,) = open_source(CorpusSource(str(files / "a.jsonl"))).blocks()
+    (files / "a.jsonl").write_bytes(jsonl([{"text": "one"}]))
     with pytest.raises(CorpusError, match=r"a\.jsonl: it became shorter"):
         list(block.records("text"))
 

@@ -157,9 +157,8 @@ def replay(
     before = slice(0, 0)
     squares, count, worst = 0.0, 0, 0.0
     for level in range(tree.depth + 1):
-        first = level_offset(level, top_k)
-        this = slice(first, first + (top_k if level == 0 else top_k**2))
         width = 1 if level == 0 else top_k
+        this = slice(level_offset(level, top_k), level_offset(level + 1, top_k))
         child_tokens, scores, parents = (
             field[:, this].unflatten(1, (width, top_k)) for field in (drafted.tokens, drafted.scores, drafted.parents)
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
-from eagle_slim.convert.artifact import dflash
+from eagle_slim.convert.artifact.tensors import config_of
 from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.config import AUX_LAYER_KEY, quantisation, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
@@ -322,9 +322,13 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_scaling": "yarn"}, MismatchError, ["rope_scaling", "yarn"]),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, MismatchError, ["rope_scaling.factor", "0"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, MismatchError, ["low_freq_factor", "None"]),
+        ({"rope_scaling": {"rope_type": "unheard"}}, MismatchError, ["rope_scaling.rope_type", "unheard"]),
+        ({"partial_rotary_factor": 0.4}, MismatchError, ["partial_rotary_factor", "0.4"]),
+        ({"partial_rotary_factor": 1.5}, MismatchError, ["partial_rotary_factor", "1.5"]),
         ({"rope_parameters": TWO_BASES}, MismatchError, ["full_attention", "sliding_attention"]),
         ({"rope_parameters": {**BY_KIND, "rope_theta": 1e4}}, MismatchError, ["rope_parameters", "rope_theta"]),
         ({"rope_parameters": BY_KIND, "layer_types": ["chunked_attention"]}, MismatchError, ["layer_types"]),
+        ({"rope_parameters": PLAIN_ROPE, "rope_scaling": LINEAR}, MismatchError, ["rope_scaling", "linear"]),
         ({"residual_multiplier": 0.22, "logit_scale": 1}, UnsupportedHeadError, ["residual_multiplier = 0.22"]),
         ({"attention_multiplier": 1.0}, UnsupportedHeadError, ["attention_multiplier = 1.0"]),
         ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, UnsupportedHeadError, ["scale_emb = 12", "softcapping"]),
@@ -447,7 +451,7 @@ def test_a_quantisation_is_seen_wherever_it_stands(tmp_path, place):
     part["quantization_config"] = nothing
     heads.write_json(folder / "config.json", config)
     head = open_head(folder)
-    written = dflash.slim_config(head, 100) if head.kind == "dflash" else head.config
+    written = config_of(head, 100, "default") if head.kind == "dflash" else head.config
     assert "quantization_config" not in {**written, **written.get("transformer_layer_config", {})}
     part["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     heads.write_json(folder / "config.json", config)

@@ -109,7 +109,7 @@ def test_every_tensor_and_key(tmp_path, target):
 
 def test_tokens_are_the_targets(tmp_path, target):
     keys, _ = read(slim(tmp_path, target) / "model-bf16.gguf")
-    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    tokenizer = json.loads((target / "tokenizer.json").read_text("utf-8"))
     vocab = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
     tokens = keys["tokenizer.ggml.tokens"]
     assert tokens[:TOKENS] == sorted(vocab, key=vocab.__getitem__)

@@ -43,6 +43,10 @@ def test_head_and_target_by_their_names(hub, tmp_path):
         ids = tensors["d2t"] + torch.arange(320)
         assert torch.equal(tensors["lm_head.weight"], target_lm_head(tmp_path / "target")[ids])
 
+        hub.add_model("org/other", files(tmp_path / "target"))
+        other = convert("org/head", draft_vocab=320, vocabulary=BY_ID, target="org/other", out=tmp_path / "other")
+        assert [("org/target" in text) for text in (*done.manifest.warnings, *other.manifest.warnings)].count(True) == 1
+
         # Verification asks for no weights again: it finds everything in the cache.
         hub.reset_counts()
         result = verify_artifact(tmp_path / "slim")

@@ -33,7 +33,7 @@ def plan_of(name, tensor):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.dictionaries(
         st.text("abcdefghij.é0", min_size=1, max_size=8),

@@ -113,7 +113,7 @@ def test_coverage_is_of_text_that_made_no_ranking(slim, target):
     counts = load_embedded_counts()
     measured, note = embedded_counts_with_held_out(counts, tokenizer)
     source = measured.sources[0]
-    assert source.held_out.num_documents == 400
+    assert len(source.held_out.documents) == 400
     taken_out = counts.sources[0].counts - source.counts
     in_tenth = np.bincount(source.held_out.token_ids, minlength=len(taken_out))
     assert np.all(taken_out <= in_tenth)

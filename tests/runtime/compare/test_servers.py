@@ -209,7 +209,7 @@ def test_the_figures_are_the_servers_own(run: Run, stub: Stub) -> None:
 
 
 def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp_path: Path) -> None:
-    first, other = Stub(VLLM), Stub(changed={5: " x"})
+    first, other = Stub(SGLANG, late=2), Stub(changed={5: " x"})
     with serving(first) as one, serving(other) as two:
         found, _ = run(f"plain={one}", f"slim={two}", "--out", str(tmp_path / "out"))
     timed = [[body["messages"] for body in stub.asked if "logprobs" not in body] for stub in (first, other)]
@@ -217,6 +217,7 @@ def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp
     plain, slim = found["rows"]
     assert (plain["num_identical"], slim["num_identical"], slim["num_answers"]) == (6, 0, 6)
     assert (slim["mean_accepted_length"], plain["speedup"]) == (None, 1.0)
+    assert plain["mean_accepted_length"] == 20 / 8, "without the answers that are asked for again"
     assert len(found["findings"]) == 6
     difference = found["findings"][2]
     # Five words of three characters and a space, by -0.5 against -0.75.
@@ -227,17 +228,6 @@ def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "compare.html"}
     (advice,) = found["recommendations"]
     assert re.search(r"slim|plain", advice["headline"])
-
-
-def test_answers_that_are_asked_for_again_are_in_no_figure(run: Run) -> None:
-    with serving(Stub(SGLANG, late=2)) as one, serving(Stub(SGLANG, late=2, changed={5: " x"})) as two:
-        found, _ = run(f"plain={one}", f"slim={two}")
-    assert [row["mean_accepted_length"] for row in found["rows"]] == [20 / 8, 20 / 8]
-
-
-def test_a_thought_under_two_names_is_one_text(run: Run) -> None:
-    with serving(Stub(names=["reasoning"])) as one, serving(Stub(names=["reasoning", "reasoning_content"])) as two:
-        assert [row["num_identical"] for row in run(f"plain={one}", f"slim={two}")[0]["rows"]] == [6, 6]
 
 
 def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
@@ -256,7 +246,8 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
 def test_a_fault_is_told_and_other_prompts_are_measured(
     run: Run, slept: list[float], monkeypatch: pytest.MonkeyPatch, fault: str, message: str, is_answered: bool
 ) -> None:
-    stub = Stub(VLLM, faults={"prompt 2": fault})
+    # A thought under two names is one text.
+    stub = Stub(VLLM, faults={"prompt 2": fault}, names=["reasoning", "reasoning_content"])
     clock, opened = time.perf_counter, server_module._OPENER.open
 
     def open_briefly(request: urllib.request.Request, timeout: float) -> Any:

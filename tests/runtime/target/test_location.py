@@ -29,9 +29,10 @@ def slim(tmp_path: Path) -> Path:
 def test_a_local_target_is_found_beside_the_head_or_among_the_models(
     slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("EAGLE_SLIM_MODELS", raising=False)
+    monkeypatch.setenv("EAGLE_SLIM_MODELS", "~no-such-user/models")
     with raises(UsageError):
         SpeculativeModel.from_pretrained(head=slim)
+    monkeypatch.delenv("EAGLE_SLIM_MODELS")
     with pytest.raises(UsageError, match=r"neither beside it .* nor in EAGLE_SLIM_MODELS .*--target"):
         SpeculativeModel.from_pretrained(head=slim)
     monkeypatch.setenv("EAGLE_SLIM_MODELS", str(tmp_path / "parts"))
@@ -57,6 +58,7 @@ def test_a_head_in_the_place_of_a_target(slim: Path, tmp_path: Path) -> None:
 
 
 def test_the_built_in_target_by_its_name_offline_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert given_target(EMBEDDED_TARGET_REPO, offline=False) == EMBEDDED_TARGET_REPO
     assert given_target(EMBEDDED_TARGET_REPO, offline=True, revision="main") == EMBEDDED_TARGET_REPO
     assert loading.target_location(loading.open_any_head(None), None, revision="main") == EMBEDDED_TARGET_REPO
