@@ -176,7 +176,7 @@ class TreeShape:
         if not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
             raise UsageError(
                 f"A tree that branches is at most {REACH} levels deep; depth = {self.longest - 2} gives "
-                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
+                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1, --draft-top-k 1)."
             )
         self.trees = Trees(state.active_slots, state.active_count, *written)
         self.bufs = target.new_buffers(slots, self.nodes, slots * self.nodes, cache.capacity)
