@@ -54,7 +54,7 @@ def test_more_new_tokens_than_the_context_or_the_memory_holds(tmp_path: Path) ->
 )  # fmt: skip
 def test_prompts_that_cannot_begin(tmp_path: Path, prompt: Any, words: list[str]) -> None:
     with raises_with(PromptError, *words):
-        build(tmp_path).generate(prompt, max_new_tokens=4, temperature=1.0)
+        build(tmp_path).generate(prompt, max_new_tokens=4, temperature=1.0, num_return_sequences=2)
 
 
 @ignore_acceptance
