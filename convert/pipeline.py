@@ -20,11 +20,11 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact import dflash, eagle1, eagle3
 from .artifact.card import model_card
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, OWN_NAMES, config_of, freq_bytes, freq_name
+from .artifact.format import CARD_NAME, OWN_NAMES, freq_bytes, freq_name
 from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
+from .artifact.tensors import config_of, plan_tensors
 from .artifact.writer import TensorPlan, write_safetensors
 from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
@@ -302,14 +302,7 @@ def _plan(
     """Plan one artifact; without a vocabulary, one of all ids."""
     head, lm_head = inputs.head, inputs.lm_head
     rows, ids = (head.target_vocab, None) if vocab is None else (len(vocab), vocab.ascending_ids)
-    tensors: Sequence[TensorPlan]
-    if lm_head is None:
-        tensors = eagle1.plan_tensors(head)
-    elif head.kind == "eagle3":
-        tensors = eagle3.plan_tensors(head, lm_head, ids)
-    else:
-        assert ids is not None, "a full vocabulary is refused before"
-        tensors = dflash.plan_tensors(head, lm_head, ids)
+    tensors = plan_tensors(head, lm_head, ids)
     config = config_of(head, rows, options.flavour)
     facts = HeadFacts.of(head, config=config, draft_vocab=rows, target_layers=inputs.target_layers)
     findings = conversion_findings(facts)

@@ -18,9 +18,7 @@ from .verify.verify import verify_artifact
 def files_to_upload(folder: Path | str, repo_id: str) -> list[str]:
     """Audit an artifact as `eagle-verify` does, offline, and return the names of its own files, sorted.
 
-    Raises:
-        SourceError: not a repository id.
-        ArtifactError: no artifact, the audit fails, or its card is a link.
+    Raises SourceError for what is no repository id; ArtifactError where the audit fails, or the card is a link.
     """
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 
@@ -48,11 +46,9 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
     """Upload files of a folder to the model repository `name/repository` and return its address.
 
     A repository that does not exist is made, as visible as `private` says, or as the account's default. Of one that
-    does, what another artifact left and this one has not is deleted in the same commit: it is in the history.
-
-    Raises:
-        SourceError: no token, no right to write, no connection, or not a repository id.
-        ArtifactError: the repository holds other weights; nothing was uploaded.
+    does, what another artifact left and this one has not is deleted in the same commit: it is in the history. Raises
+    SourceError without a token, the right to write, or a connection, and for what is no repository id; ArtifactError
+    where the repository holds other weights, and nothing was uploaded.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -127,10 +127,8 @@ class Ranking:
         forced: ForcedIds | tuple[int, ...] = self.request.force_ids
         if self.tokenizer is not None:
             forced = forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
-        vocab = self.head.target_vocab
-        common: dict[str, Any] = {
-            "tokenizer": self.tokenizer, "forced": forced, "target_vocab": vocab, "candidates": trained
-        }  # fmt: skip
+        common: dict[str, Any] = {"tokenizer": self.tokenizer, "forced": forced, "candidates": trained}
+        common["target_vocab"] = vocab = self.head.target_vocab
         if counts is not None:
             common["floors"] = self.request.floors if size is not None else None
             return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
@@ -180,10 +178,8 @@ def make_ranking(
     """Make the ranking that a request names, once for all `sizes`; one that cannot be cut is refused before counting.
 
     `embedded`: the head is the built-in one, which has counts of its own. `offline`: the default dataset is refused.
-
-    Raises:
-        UsageError: a tokenizer is needed and there is none, or a weight is for no source.
-        CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
+    Raises UsageError where a tokenizer is needed and there is none, or a weight is for no source; CorpusError,
+    TokenizerError and VocabularyError for text, or a file of counts, that cannot be used.
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         if request.weights or request.floors:

@@ -287,7 +287,7 @@ def load_target(
             if left := [each for each in surplus if each.rpartition(".")[0] in modules and not each.endswith(UNREAD)]:
                 problem = "belong to layers that have none by its config.json, which may lack a quantization_config"
                 raise ValueError(f"{len(left)} tensors, such as {min(left)}, {problem}")
-        needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        needed = sum(weight.nbytes for weight in model.parameters())
         weights = f"{needed / 1e9:.1f} GB in {str(model.dtype).removeprefix('torch.')}"
         moved: nn.Module = model.to(device).eval()
         return moved

@@ -27,10 +27,7 @@ def read_target(source: str, offline: bool = False) -> TargetConfig:
     """Read config.json and generation_config.json of a target in a folder or on the Hub; raises SourceError."""
     folder = expand_home(source)
     if not folder.is_dir():
-        wanted = (_CONFIG, _GENERATION)
-        folder = find_snapshot(
-            source, None, offline, lambda names, _: [name for name in names if name in wanted]
-        ).folder
+        folder = find_snapshot(source, None, offline, lambda names, _: sorted({*names} & {_CONFIG, _GENERATION})).folder
     config = read_object(folder / _CONFIG, SourceError)
     generation = read_object(folder / _GENERATION, SourceError) if (folder / _GENERATION).is_file() else {}
     eos_ids: set[int] = set()

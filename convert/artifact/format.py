@@ -10,7 +10,6 @@ import pickle
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,7 @@ from numpy.typing import NDArray
 from ..errors import ArtifactError
 from ..heads.open import DraftHead, open_head
 from ..sources.source import ResolvedSource, open_head_source
-from . import dflash, eagle1, eagle3
-from .manifest import CONFIG_NAME, WEIGHTS_NAME, Flavour, Manifest
+from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
 
 CARD_NAME = "README.md"
 OWN_NAMES = r"(config|eagle_slim)\.json|model\.safetensors|README\.md|freq_\d+\.pt|model-\w+\.gguf"
@@ -44,11 +42,8 @@ class Artifact:
     def load(cls, folder: str | Path | ResolvedSource) -> Artifact:
         """Open an artifact and check that manifest, configuration, map and weights fit each other.
 
-        Reads no weights; `verify_artifact` compares every byte.
-
-        Raises:
-            ArtifactError: the folder is not an artifact, or its parts disagree.
-            CheckpointError, MismatchError, UnsupportedHeadError: its head breaks a rule of every head.
+        Reads no weights; `verify_artifact` compares every byte. Raises ArtifactError where the folder is no artifact,
+        or its parts disagree; CheckpointError, MismatchError and UnsupportedHeadError as `open_head`.
         """
         source = open_head_source(Path(folder)) if isinstance(folder, str | Path) else folder
         folder = source.folder
@@ -84,15 +79,6 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
     if ids is not None and ranked is not None and not np.array_equal(ids, np.sort(ranked)):
         return "d2t and rank_order_ids name different ids"
     return None
-
-
-def config_of(head: DraftHead, draft_vocab: int, flavour: Flavour) -> dict[str, Any]:
-    """Make the config.json of an artifact of `draft_vocab` rows."""
-    if head.kind == "eagle":
-        return eagle1.repaired_config(head, flavour)
-    if head.kind == "dflash":
-        return dflash.slim_config(head, draft_vocab)
-    return eagle3.slim_config(head, draft_vocab, flavour)
 
 
 def freq_name(draft_vocab: int) -> str:

@@ -90,10 +90,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Vocabularies and dtype, and `attention_bias` and `mlp_bias` where no key says them, are left to `open_head`, which
     has the tensors. `norm_before_residual` is written out for the speculators form, whose default (true) differs from
-    that of the flat form (false).
-
-    Raises:
-        MismatchError: a key is missing or of a wrong type.
+    that of the flat form (false). Raises MismatchError for a key that is missing or of a wrong type.
     """
     for key in ("text_config", "transformer_layer_config"):
         if not isinstance(source.get(key), Mapping | None):
@@ -206,10 +203,8 @@ def tap_layers(config: Mapping[str, Any], where: str, num_layers: int | None = N
 
     Under a key that names outputs of layers, [1, 17, 33] are the inputs (2, 18, 34). The list in `eagle_config` names
     outputs, SGLang's reading, but inputs where its largest id is `num_layers`, the target's number of layers, as SGLang
-    has it for gpt-oss: no such layer has an output.
-
-    Raises:
-        MismatchError: two keys disagree, a key that is not known names layers, or a list holds something else.
+    has it for gpt-oss: no such layer has an output. Raises MismatchError where two keys disagree, a key that is not
+    known names layers, or a list holds something else.
     """
     readings = {}
     for key, ids in _tap_lists(config).items():

@@ -54,11 +54,9 @@ def settle_dflash(
 ) -> tuple[int, ...]:
     """Check a draft's tensors and mask token, and find the layers of the target whose inputs it reads.
 
-    `config` is what `checked_part` gave, with both vocabularies settled.
-
-    Raises:
-        MismatchError: shapes, widths or numbers of layers disagree, config.json names no layers, or others than were
-            given, or a mask token is outside the vocabulary.
+    `config` is what `checked_part` gave, with both vocabularies settled. Raises MismatchError where shapes, widths or
+    numbers of layers disagree, config.json names no layers, or others than were given, or a mask token is outside the
+    vocabulary.
     """
     merged = _in_one_level(source_config)
     head_config.refuse_unread({**merged, **config}, where)

@@ -144,11 +144,9 @@ def canonical_names(names: Iterable[str], where: str, *, is_dflash: bool = False
     """Find the kind of a head by its tensor names, and give each its canonical name.
 
     `midlayer.`, `layers.0.`, `midlayer.0.`, `model.layers.0.` and the like become `midlayer.` for EAGLE-3.
-    `is_dflash`: config.json says a DFlash draft, whatever the tensors are.
-
-    Raises:
-        UnsupportedHeadError: another kind of head, or a tensor that has no place in one of these kinds.
-        CheckpointError: two stored names mean the same tensor, or a needed tensor is missing.
+    `is_dflash`: config.json says a DFlash draft, whatever the tensors are. Raises UnsupportedHeadError for another kind
+    of head, or a tensor that has no place in one of these kinds; CheckpointError where two stored names mean the same
+    tensor, or a needed tensor is missing.
     """
     ordered = sorted(names)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}

@@ -18,7 +18,7 @@ from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 from eagle_slim.vocab_tools.target import says_tied
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from ..heads import names
 from ..heads.config import EMBEDDING_TRAINED_KEY
 from ..heads.draft_head import DraftHead
@@ -71,11 +71,9 @@ def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder or the Hub's cache it is read in place. Otherwise the bytes of this tensor are fetched (`hub_tensor`);
-    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is.
-
-    Raises:
-        SourceError: as `target_files`; or the server ignores byte ranges.
-        CheckpointError: the weights are damaged, or have no LM head in floating point.
+    of a repository that has only `pytorch_model.bin`, the whole file or shard. With `offline`, nothing is. Raises as
+    `target_files`; SourceError where the server ignores byte ranges; CheckpointError where the weights are damaged, or
+    have no LM head in floating point.
     """
     if target.repo_id is None:
         return open_local_lm_head(target.folder, target.label)
@@ -126,7 +124,11 @@ def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
     if theirs.name not in EMBEDDING_NAMES or theirs.info.shape[1:] != info.shape[1:]:
         return None
     common = np.arange(min(len(mine), theirs.info.num_rows))
-    return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
+    try:
+        return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
+    except (CheckpointError, MismatchError):
+        # The target's has values that the head's dtype does not hold, or that are none.
+        return False
 
 
 def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> LmHead:

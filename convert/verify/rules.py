@@ -19,8 +19,9 @@ from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from numpy.typing import NDArray
 
 from ..artifact.checksums import row_checksums, sha256_file
-from ..artifact.format import CARD_NAME, OWN_NAMES, config_of, freq_name
+from ..artifact.format import CARD_NAME, OWN_NAMES, freq_name
 from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
+from ..artifact.tensors import config_of
 from ..errors import ArtifactError
 from ..heads import names
 from ..heads.draft_head import DraftHead

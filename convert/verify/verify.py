@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 
-from ..artifact.format import config_of
+from ..artifact.tensors import config_of
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
 from ..heads import names

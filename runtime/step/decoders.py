@@ -146,7 +146,7 @@ class Decoders:
     @property
     def cache_bytes(self) -> int:
         """Memory of the keys and values, the target's and the drafter's."""
-        drafter = sum(tensor.numel() * tensor.element_size() for tensor in self._draft_cache or ())
+        drafter = sum(tensor.nbytes for tensor in self._draft_cache or ())
         return drafter + (0 if self._cache is None else self._cache.size_bytes)
 
     @property

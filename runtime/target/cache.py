@@ -166,7 +166,13 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(tensor.numel() * tensor.element_size() for stack in self.stacks for tensor in stack)
+        return sum(tensor.nbytes for stack in self.stacks for tensor in stack)
+
+
+def read_rows(stack: Tensor, slots: Tensor, length: int, are_first: bool) -> Tensor:
+    """Read ``slots`` int64 [n] of a stack, not copied if they are its first: [n, kv_heads, length, head_dim]."""
+    rows = stack[:, :, :length]
+    return rows[: len(slots)] if are_first else rows[slots]
 
 
 class ForwardBuffers:

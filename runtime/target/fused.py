@@ -207,7 +207,7 @@ def _pack(modules: Sequence[nn.Module], name: str) -> Tensor:
     """Concatenate modules' tensors along their first axis; they become views of the result, unless they lie so."""
     parts = [getattr(module, name).data for module in modules]
     first = parts[0]
-    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
     joined = all(part.is_contiguous() for part in parts) and all(
         part.data_ptr() == end and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         for part, end in zip(parts[1:], ends[:-1], strict=True)

@@ -195,8 +195,7 @@ class TargetModel(Target):
     def weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
         layers = chain.from_iterable(chain(layer.parameters(), layer.buffers()) for layer in self.layers)
-        read = [*layers, self.lm_head]
-        return sum(weight.numel() * weight.element_size() for weight in read)
+        return sum(weight.nbytes for weight in (*layers, self.lm_head))
 
     @property
     def max_positions(self) -> int | None:

@@ -108,7 +108,6 @@ def test_folders_and_globs(files: Path) -> None:
     for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):
         with pytest.raises(CorpusError, match=nothing.replace("*", r"\*")):
             open_source(CorpusSource(str(files / nothing)))
-    # zstd keeps what it unpacks.
     (files / "a.jsonl.zst").write_bytes(pack(b"{}", ".zst"))
     with pytest.raises(CorpusError, match=r"a\.jsonl: .* packed and unpacked"):
         open_source(CorpusSource(str(files)))

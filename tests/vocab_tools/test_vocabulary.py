@@ -74,13 +74,12 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "vocab.json"
-    account = {"method": "counts", "file": "no UTF-8: \udcff"}
-    vocab = replace(make(forced=2), provenance=account)
+    vocab = replace(make(forced=2), provenance={"file": "no UTF-8: \udcff"})
     vocab.save(path)
     again = DraftVocab.load(path)
     assert again.target_ids.tolist() == vocab.target_ids.tolist()
     assert (again.num_forced, again.target_vocab, again.ranked) == (2, 10, True)
-    assert again.provenance == account
+    assert again.provenance == vocab.provenance
 
 
 @pytest.mark.parametrize(

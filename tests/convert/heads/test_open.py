@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
-from eagle_slim.convert.artifact import dflash
+from eagle_slim.convert.artifact.tensors import config_of
 from eagle_slim.convert.engines import HeadFacts, head_findings
 from eagle_slim.convert.heads.config import AUX_LAYER_KEY, quantisation, sliding_window
 from eagle_slim.runtime.drafter.rope import rotary_embedding
@@ -451,7 +451,7 @@ def test_a_quantisation_is_seen_wherever_it_stands(tmp_path, place):
     part["quantization_config"] = nothing
     heads.write_json(folder / "config.json", config)
     head = open_head(folder)
-    written = dflash.slim_config(head, 100) if head.kind == "dflash" else head.config
+    written = config_of(head, 100, "default") if head.kind == "dflash" else head.config
     assert "quantization_config" not in {**written, **written.get("transformer_layer_config", {})}
     part["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     heads.write_json(folder / "config.json", config)
