@@ -165,9 +165,10 @@ def choose_draft_ids(
     if draft_vocab is None:
         return own
     if not isinstance(draft_vocab, int) or isinstance(draft_vocab, bool):
-        if not hasattr(draft_vocab, "ascending_ids"):
+        ids = getattr(draft_vocab, "ascending_ids", None)
+        if ids is None:
             raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
-        ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
+        ids = np.asarray(ids, dtype=np.int64)
         check_available(ids, available)
         return ids
     count = len(own)
