@@ -9,7 +9,6 @@ folder back before it begins.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -17,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.files import expand_home, sync
 
 from .errors import OutputError, OutputExistsError
 
@@ -55,13 +54,13 @@ def atomic_directory(
             check_output(out, force, marker, own)
             yield new
             for path in (*new.rglob("*"), new):
-                _sync(path)
+                sync(path)
             # Somebody may have written it in the meantime.
             check_output(out, force, marker, own)
             if os.path.lexists(out):
                 os.rename(out, old)
             os.rename(new, out)
-            _sync(out.parent)
+            sync(out.parent)
         except BaseException:
             _put_back(old, out)
             shutil.rmtree(new, ignore_errors=True)
@@ -129,15 +128,3 @@ def _locked(new: Path, out: Path, wait: bool) -> int:
     for left in new.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return lock
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have no fsync for folders; there the rename itself is what they promise.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

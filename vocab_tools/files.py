@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -72,16 +73,25 @@ def write_file(path: str | Path, data: bytes) -> None:
             # The system's error names the temporary file, or no file.
             error.filename = str(path)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def json_bytes(value: Any, **options: Any) -> bytes:
     """Return JSON in UTF-8; of names of files, bytes that are no UTF-8 are escaped, and read again as they were."""
     return json.dumps(value, ensure_ascii=False, **options).encode(errors="backslashreplace")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync for folders; there the rename itself is what they promise.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def read_text(path: str | Path, error_type: type[EagleSlimError]) -> str:

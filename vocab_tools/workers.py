@@ -235,7 +235,11 @@ def this_process(plan: CountPlan) -> Iterator[Count]:
 @contextmanager
 def processes(plan: CountPlan, num_workers: int) -> Iterator[Count]:
     """Count in worker processes, each with one tokenizer thread."""
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
+    try:
+        pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (plan,))
+    except OSError as error:
+        told = f"Worker processes need /dev/shm ({error.strerror}). Count in one process with --workers 0."
+        raise EagleSlimError(told) from error
 
     def count(source: int, opened: OpenSource) -> Iterator[Counted]:
         blocks = in_order(opened.blocks(), lambda block: pool.submit(_work, source, block), 2 * num_workers + 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kernels.test_compile import compile_in_a_process
+from support.programs import need_processes
 
 pytestmark = pytest.mark.compiled
 
@@ -38,6 +39,7 @@ print(json.dumps({"errors": errors, "found": found}))
 
 
 def test_rehearsed_kernels_are_found_by_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_processes()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     report = compile_in_a_process("-c", REHEARSAL)

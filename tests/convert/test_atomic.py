@@ -138,9 +138,9 @@ def rename(*names):
     real(*names)
 os.rename = rename
 if point == "before sync":
-    atomic._sync = die
+    atomic.sync = die
 if point == "before removing the old":
-    atomic._sync = lambda path: die() if len(renames) == 2 else None
+    atomic.sync = lambda path: die() if len(renames) == 2 else None
 with atomic.atomic_directory(out, force=True) as folder:
     (folder / "a").write_text("new")
     if point == "while writing":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kernels.cases import CASES
+from support.programs import need_processes
 
 pytestmark = pytest.mark.compiled
 
@@ -19,6 +20,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, object]]:
     """One process for all: it forks, which is safe only without other threads."""
+    need_processes()
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-W", "ignore", "-m", "kernels.many_programs"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

@@ -5,6 +5,7 @@ Where EAGLE_SLIM_REQUIRE_PROGRAMS is set, as in .ci/run, which installs them, it
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -22,6 +23,14 @@ def skip_or_fail(reason: str) -> NoReturn:
     if os.environ.get("EAGLE_SLIM_REQUIRE_PROGRAMS"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def need_processes() -> None:
+    """Skip a test where Python's processes can share nothing."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        skip_or_fail(f"needs /dev/shm: {error.strerror}")
 
 
 def unknown_commits(commits: Iterable[str]) -> list[str]:

@@ -11,15 +11,17 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools import encoding, records
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
-from eagle_slim.vocab_tools.errors import CorpusError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.errors import CorpusError, EagleSlimError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.workers import draws
+from support.programs import need_processes
 from support.tokenizers import WORDS, llama3_like, smollm2
 
 
@@ -111,6 +113,7 @@ def test_workers_blocks_and_compression_change_nothing(tmp_path: Path, monkeypat
     provenance = whole.sources[0].provenance
     assert provenance["files"] == [{"name": "a.jsonl", "bytes": plain.stat().st_size}]
     assert str(tmp_path) not in json.dumps(provenance)
+    need_processes()
     two = count(plain, workers=2, **arguments)
     assert two.to_bytes() == whole.to_bytes()
     other = count(packed, **arguments)
@@ -202,6 +205,15 @@ def test_a_source_without_tokens_says_what_it_has(tmp_path: Path) -> None:
         count(path, on_error="skip")
 
 
+def test_a_machine_without_shared_memory_is_told_to_use_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(4))
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", mock.Mock(side_effect=OSError(38, "No shm")))
+    with pytest.raises(EagleSlimError, match=r"No shm.*--workers 0"):
+        count(path, workers=2)
+
+
 RUN = """
     import os
     import sys
@@ -225,6 +237,7 @@ RUN = """
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path, by: signal.Signals) -> None:
+    need_processes()
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(400))
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(
         write_file(tmp_path / "x", b"new")
     assert caught.value.filename == str(tmp_path / "x")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("x", b"old")]
+
+
+def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_file(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new"
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(
