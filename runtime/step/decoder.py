@@ -173,9 +173,9 @@ class TreeShape:
             written = torch.zeros_like(node), node - 1, node
         else:
             written = drafter.bufs.draft_tokens, drafter.bufs.parents, drafter.bufs.tree_position_ids
-        if device.type == "cuda" and not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
+        if not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
             raise UsageError(
-                f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
+                f"A tree that branches is at most {REACH} levels deep; depth = {self.longest - 2} gives "
                 f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
             )
         self.trees = Trees(state.active_slots, state.active_count, *written)
