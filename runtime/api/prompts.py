@@ -55,7 +55,7 @@ def read_prompts(
         values = [encode_text(tokenizer, text) for text in values]
     elif isinstance(first, (int, float)):
         values = [values]
-    elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
+    elif any(not hasattr(row, "__iter__") or isinstance(row, (str, bytes)) for row in values):
         raise UsageError(
             "input_ids: a batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them."
         )

@@ -625,18 +625,17 @@ def test_target_named_by_the_head(tmp_path):
     from eagle_slim.convert.sources.target import choose_target
 
     opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
-    choice = choose_target(None, opened)
+    choice = choose_target(opened)
     assert (choice.name, choice.reason) == ("org/target", "named in the head's config.json")
     plain = open_head(write_eagle3(tmp_path / "plain"))
-    assert choose_target(None, plain) is None
+    assert choose_target(plain) is None
     (tmp_path / "plain" / "README.md").write_text("---\nbase_model: base/model\n---\n")
     plain = open_head(tmp_path / "plain")
-    assert choose_target(None, plain).name == "base/model"
+    assert choose_target(plain).name == "base/model"
     # A path of the machine that trained the head means nothing here; one that is there does.
     trained_elsewhere = replace(plain, target_name="/home/them/models/target")
-    assert choose_target(None, trained_elsewhere).name == "base/model"
-    assert choose_target(None, replace(opened, target_name=str(tmp_path))).name == str(tmp_path)
-    assert choose_target("mine", opened).name == "mine"
+    assert choose_target(trained_elsewhere).name == "base/model"
+    assert choose_target(replace(opened, target_name=str(tmp_path))).name == str(tmp_path)
 
 
 def test_default_names():

@@ -220,8 +220,8 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), b"a", 3, None, [[3], 4], [3, "a"],
-     ["a", 3], [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
+    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), b"a", [b"a"], 3, None, [[3], 4],
+     [3, "a"], ["a", 3], [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
     ids=str,
 )  # fmt: skip
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
