@@ -103,11 +103,7 @@ def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
 
 
 def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list[int]:
-    """Encode a conversation, or one user message, through the tokenizer's chat template, ready to be answered.
-
-    Without a template the text of the last message is encoded as it is. Raises `UsageError` without a tokenizer, for
-    anything that is no conversation, and for one that the template refuses.
-    """
+    """Encode a conversation, or one user message: see `SpeculativeModel.encode_chat`."""
     if tokenizer is None:
         raise UsageError("A chat needs a tokenizer. Load the model with one.")
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
