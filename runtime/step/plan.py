@@ -178,7 +178,9 @@ def _choose_shapes(
     ``fixed_for``: why steps cannot choose, if something of the call forbids it.
     """
     shapes, tree = shapes_up_to(decoders.tree), decoders.tree
-    if decoders.eager_reason is not None or target.exactness is None:
+    if target.device.type == "cpu":
+        fixed_for = "on a CPU plain decoding (speculative=False) is often faster"
+    elif decoders.eager_reason is not None or target.exactness is None:
         fixed_for = decoders.eager_reason or "rows are not exact"
     if fixed_for is None:
         first = first_shape(bucket_of(slots), shapes)

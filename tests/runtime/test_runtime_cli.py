@@ -107,7 +107,7 @@ def test_one_answer_with_check(generate: Run) -> None:
 
 def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> None:
     command = (pair.slim, "--target", pair.target, "--prompt", "hello", "--max-new-tokens", "6", "--check")
-    assert "trees of 16 nodes (by sizes alone" in run(generate_cli.main, *command).err
+    assert "trees of 16 nodes (by sizes alone: on a CPU plain decoding" in run(generate_cli.main, *command).err
 
 
 def test_a_check_that_finds_another_token_fails(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
