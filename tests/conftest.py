@@ -16,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     # Tiny models gain nothing from more, and on a busy machine threads wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"localhost,127.0.0.1,{os.environ.get('no_proxy', '')}"
     # A shell that starts the tests in the background has them ignore it, and commands that they start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         too_slow = [HealthCheck.too_slow]
         settings.register_profile("any machine", deadline=None, suppress_health_check=too_slow, database=None)
         settings.load_profile("any machine")
-    # While tests are collected, it would look through everything that they import many times.
+    # While tests are collected, the garbage collector would look through everything that they import many times.
     gc.disable()
 
 
