@@ -221,14 +221,15 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         say(f"head: built-in {EMBEDDED_HEAD_NAME}")
     head = open_head(source, d2t_form=options.d2t_form, tap_layers=options.tap_layers)
     _check_options(head, options)
-    choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
-    if choice is not None and choice.reason != "given":
+    choice = targets.choose_target(head, is_builtin)
+    if options.target is not None:
+        given, own = str(options.target), None if choice is None else choice.name
+        if own is not None and own.lower() != given.lower() and not expand_home(given).is_dir():
+            doubt = f"the head's files name {own} as its target, and {given} was given"
+            head = replace(head, warnings=(*head.warnings, doubt))
+        choice = targets.TargetChoice(given, "given")
+    elif choice is not None:
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
-    own = targets.choose_target(None, head, is_builtin)
-    given = None if options.target is None or expand_home(options.target).is_dir() else str(options.target)
-    if given is not None and own is not None and own.name is not None and own.name.lower() != given.lower():
-        doubt = f"the head is for {own.name} ({own.reason}), and {given} was given as its target"
-        head = replace(head, warnings=(*head.warnings, doubt))
     needs_rows = head.kind != "eagle" and not head.has_lm_head
     if choice is None and needs_rows:
         problem = "has no LM head of its own, so its rows come from the target, and its files do not say which that is"

@@ -208,10 +208,10 @@ def _check(
         return
     if output.stats.is_exact:
         raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, str(proof))
-    raise EagleSlimError(
-        f"check: token {place} differs from plain {kind}. Below float32 a forward over a tree and one over a token "
-        "round differently: try --dtype float32. With --partial-verification lossy tokens may differ."
-    )
+    reason = proof or "below float32 a forward over a tree rounds differently than one over a token: --dtype float32"
+    if options.get("partial_verification") == "lossy":
+        reason = "with --partial-verification lossy tokens may differ"
+    raise EagleSlimError(f"check: token {place} differs from plain {kind}; {reason}.")
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -144,7 +144,7 @@ def open_any_head(
         target = head.manifest.target
         name = EMBEDDED_TARGET_REPO if "wheel" in target else target.get("repo_id")
         return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
-    choice = choose_target(None, head, is_embedded)
+    choice = choose_target(head, is_embedded)
     return OpenedHead(
         head, tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
         target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO, is_embedded=is_embedded,

@@ -138,6 +138,9 @@ class SpeculativeModel:
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
+        for name, given, loaded in (("target", target, (nn.Module,)), ("head", head, (DraftHead, Artifact))):
+            if given is not None and not isinstance(given, (str, Path, *loaded)):
+                raise misfit(name, "a folder, the name of a Hub repository, or a loaded one", given)
         read_flag("offline", offline)
         if tokenizer is not None:
             read_tokenizer(tokenizer)
@@ -426,7 +429,8 @@ class SpeculativeModel:
 
         Args:
             num_prompts: prompts of a call; fewer at a time are served as well.
-            max_length: most tokens of a prompt and its answer together. The KV cache is allocated for them.
+            max_length: most tokens of a prompt and its answer together; no more than `max_model_len` count. The KV
+                cache is allocated for them.
             max_slots, speculative, partial_verification: as in `generate`.
             options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
                 each combination of stages has graphs of its own, which serve all values.
@@ -435,7 +439,8 @@ class SpeculativeModel:
         Trees that steps choose among are also timed, at half of ``max_length``. Raises `UsageError` as `generate` does.
         """
         num_prompts = read_count("num_prompts", num_prompts, 1)
-        half = read_count("max_length", max_length, 2) // 2
+        max_length = min(read_count("max_length", max_length, 2), self.max_model_len or max_length)
+        half = max(1, max_length // 2)
         described = {"max_new_tokens": max_length - half, "seed": 0, **options}
         call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
         plan = plan_call(

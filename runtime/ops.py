@@ -45,9 +45,14 @@ class Ops:
         return _named(run, operation.__name__) if ranges_wanted() else run
 
 
+def is_set(variable: str) -> bool:
+    """Whether an environment variable switches something on: it is there, not empty, and not 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
 def ranges_wanted() -> bool:
     """Return whether ``EAGLE_SLIM_RANGES`` is set."""
-    return os.environ.get("EAGLE_SLIM_RANGES", "0") not in ("", "0")
+    return is_set("EAGLE_SLIM_RANGES")
 
 
 @contextmanager

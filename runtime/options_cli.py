@@ -54,7 +54,8 @@ def read_by(read: Callable[[Any], Any], example: str) -> Callable[[click.Context
         try:
             return None if value is None else read(value)
         except (ValueError, KeyError):
-            raise click.BadParameter(f"{value!r} does not have the form {example}.", ctx, param) from None
+            given = value if isinstance(value, str) else " ".join(value)
+            raise click.BadParameter(f"{given!r} does not have the form {example}.", ctx, param) from None
 
     return parse
 

@@ -49,7 +49,8 @@ class TreeConfig:
             raise UsageError(
                 f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
                 f"{self.depth} and top_k = {self.top_k} give only top_k + depth * top_k^2 = {self.num_candidates} "
-                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k."
+                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k "
+                "(of commands: --draft-top-k)."
             )
 
     @property

@@ -64,8 +64,7 @@ def write_file(path: str | Path, data: bytes) -> None:
     try:
         with aside.open("xb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(aside)
         os.replace(aside, path)
     except BaseException as error:
         aside.unlink(missing_ok=True)

@@ -14,7 +14,6 @@ import glob
 import itertools
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -202,14 +201,10 @@ def find_files(location: str) -> tuple[SourceFile, ...]:
         raise CorpusError(f"{location}: no corpus file is there. Readable: {READABLE}.")
     # A folder is read once, however many links lead there.
     once = {(os.path.realpath(file.parent), file.name): file for file in sorted(found, reverse=True)}
-    files, unpacked = (
-        [],
-        Counter(file.with_suffix("") if file.suffix.lower() in PACKED else file for file in once.values()),
-    )
-    if twice := [file for file, number in unpacked.items() if number > 1]:
-        raise CorpusError.at(
-            twice[0], "this file is there packed and unpacked. Give a glob of one kind, to count it once."
-        )
+    unpacked = sorted(file.with_suffix("") if file.suffix.lower() in PACKED else file for file in once.values())
+    if twice := next((one for one, other in itertools.pairwise(unpacked) if one == other), None):
+        raise CorpusError.at(twice, "is there packed and unpacked. Give a glob of one kind, to count it once.")
+    files = []
     for file in sorted(once.values()):
         if not _format_of(file.name):
             raise CorpusError.at(file, f"unknown kind of file. Readable: {READABLE}.")

@@ -162,7 +162,8 @@ def import_token_map(
 
     Args:
         path: file, or a folder: an artifact, or one with a model.safetensors that holds d2t.
-        target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
+        target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the tokenizer's size or
+            the largest id + 1.
         d2t_form: how d2t is to be read when the file does not show it (see `ids_from_d2t`).
         tokenizer: of the target; warnings then tell ids that belong to no token, and forced ones that are left out.
 
@@ -214,6 +215,9 @@ def _checked(vocab: DraftVocab, tokenizer: LoadedTokenizer) -> DraftVocab:
             f"stops before each of them: {why}{'; ...' if len(missing) > 8 else ''}"
         )
     account = {**vocab.provenance, "tokenizer_hash": tokenizer.tokenizer_hash, "warnings": found}
+    if TARGET_VOCAB_FROM in account and tokenizer.vocab_size > vocab.target_vocab:
+        account[TARGET_VOCAB_FROM] = "tokenizer"
+        return replace(vocab, provenance=account, target_vocab=tokenizer.vocab_size)
     return replace(vocab, provenance=account)
 
 

@@ -18,7 +18,7 @@ from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 from eagle_slim.vocab_tools.target import says_tied
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from ..heads import names
 from ..heads.config import EMBEDDING_TRAINED_KEY
 from ..heads.draft_head import DraftHead
@@ -124,7 +124,11 @@ def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:
     if theirs.name not in EMBEDDING_NAMES or theirs.info.shape[1:] != info.shape[1:]:
         return None
     common = np.arange(min(len(mine), theirs.info.num_rows))
-    return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
+    try:
+        return len(SourceRows(theirs.checkpoint, theirs.name, info.dtype, target.label, common).differing(mine)) == 0
+    except (CheckpointError, MismatchError):
+        # The target's has values that the head's dtype does not hold, or that are none.
+        return False
 
 
 def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> LmHead:

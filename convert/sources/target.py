@@ -55,10 +55,8 @@ class Target:
         return found if isinstance(found, int) else None
 
 
-def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
-    """Choose the target: as given, else as config.json, manifest, table of public heads or card say; else None."""
-    if given is not None:
-        return TargetChoice(given, "given")
+def choose_target(head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
+    """Choose the target that config.json, manifest, table of public heads or card say; None where none does."""
     if is_builtin:
         return TargetChoice(None, "the built-in head's")
     if head.target_name is not None and not is_missing_folder(head.target_name):

@@ -119,13 +119,13 @@ def read_call(
         # As in transformers, a length of prompt and answer together counts the padding that was given.
         new = _read_max_new_tokens(options, len(row))
         process = build_processors(options, len(prompt), eos, vocab, processors, target.device)
-        requests.append(Request(index, prompt, new, process=process, **shared))
+        requests.append(Request(index // repeats, prompt, new, process=process, **shared))
     check_prompts(requests, target.embedding.shape[0])
-    for request in () if sampling.is_greedy else requests:
+    for index, request in enumerate(() if sampling.is_greedy else requests):
         # With a seed of its own a prompt's draws are those that it would have alone in its call.
-        stream = (sampling.seed, request.index)
+        stream = (sampling.seed, index)
         if seeds is not None:
-            stream = (seeds[request.index // repeats], request.index % repeats)
+            stream = (seeds[request.index], index % repeats)
         # For the room in the context, and for one path more: a pass may accept tokens beyond the answer's end.
         request.keys = noise_keys(*stream, request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS)
     seed = None if sampling.is_greedy else int(sampling.seed) if seeds is None else seeds

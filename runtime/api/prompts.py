@@ -55,7 +55,7 @@ def read_prompts(
         values = [encode_text(tokenizer, text) for text in values]
     elif isinstance(first, (int, float)):
         values = [values]
-    elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
+    elif any(not hasattr(row, "__iter__") or isinstance(row, (str, bytes)) for row in values):
         raise UsageError(
             "input_ids: a batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them."
         )
@@ -103,11 +103,7 @@ def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:
 
 
 def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list[int]:
-    """Encode a conversation, or one user message, through the tokenizer's chat template, ready to be answered.
-
-    Without a template the text of the last message is encoded as it is. Raises `UsageError` without a tokenizer, for
-    anything that is no conversation, and for one that the template refuses.
-    """
+    """Encode a conversation, or one user message: see `SpeculativeModel.encode_chat`."""
     if tokenizer is None:
         raise UsageError("A chat needs a tokenizer. Load the model with one.")
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages

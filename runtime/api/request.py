@@ -27,7 +27,7 @@ class RequestOutput:
     ``finish_reason``: "eos" an end-of-sequence token, "stop" a stop string, "criteria" a stopping criterion, "length"
     ``max_new_tokens``, "context" the model's context is full, "time" ``max_time``. The token that ended it (EOS, or the
     one completing a stop string) is part of ``token_ids``, as in transformers; ``text`` ends before a stop string.
-    ``stats`` are without times.
+    ``stats`` are without what is the call's: times, path, exactness.
     """
 
     prompt_ids: list[int]
@@ -42,7 +42,7 @@ class Request:
     """A prompt with its limits, and its answer so far."""
 
     index: int
-    """Place in the call."""
+    """Place of the prompt in the call."""
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()

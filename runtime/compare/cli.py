@@ -153,7 +153,7 @@ def compare(
 def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     named = {name: url for name, _, url in (value.partition("=") for value in values)}
     if len(named) < len(values) or not all(re.fullmatch(r"[\w.-]+", name) for name in named):
-        raise click.BadParameter("each is NAME=URL, with a name of its own of letters, digits, . and -", ctx, param)
+        raise click.BadParameter("each is NAME=URL; names differ, of letters, digits, '.' and '-' alone.", ctx, param)
     return named
 
 

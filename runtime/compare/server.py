@@ -140,7 +140,7 @@ class Server:
                             raise ServerError(f"the server broke the answer off: {reason!r}")
                         if reason:
                             ended_s = time.perf_counter()
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
                     raise ServerError(f"garbage in the stream: {brief(value)}") from error
         if not ended_s:
             raise ServerError(f"the stream broke off after {len(text)} characters")

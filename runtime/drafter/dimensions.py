@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -107,8 +107,7 @@ class DrafterConfig(NamedFields):
     ) -> DrafterConfig:
         """Read a head's dimensions; ``capacity`` tokens per slot, with room for the tree added."""
         return cls(
-            **head_dimensions(head), draft_vocab=head.draft_vocab,
-            depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
+            **head_dimensions(head), **asdict(tree), draft_vocab=head.draft_vocab,
             num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k,
             weight_dtype=weight_dtype or head.dtype,
             tail_rows=0 if head.follow is None else head.follow.width,
@@ -123,10 +122,8 @@ class DrafterConfig(NamedFields):
         """Return the configuration of another tree, with room for as many tokens."""
         if tree == self.tree:
             return self
-        return replace(
-            self, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
-            max_positions=self.num_tokens + tree.depth * tree.top_k + tree.new_tokens_width,
-        )  # fmt: skip
+        max_positions = self.num_tokens + tree.depth * tree.top_k + tree.new_tokens_width
+        return replace(self, **asdict(tree), max_positions=max_positions)
 
     @property
     def tree_rows(self) -> int:

@@ -28,6 +28,7 @@ from transformers.activations import ACT2FN
 
 from ..settings import TreeConfig
 from ..target.attention import tree_attention_mask
+from ..target.cache import read_rows
 from ..target.kernels.attention import masked_attention
 from ..tree import DraftTree, build_tree, join_levels, rank_children, ranked_topk
 from .buffers import BLANK, Buffers
@@ -161,7 +162,8 @@ class ReferenceDraft:
         key = apply_rotary(self._heads(inputs, "k", head.num_kv_heads), cos, sin)
         rows = self.lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=tokens.device)
         self._write(rows, key, self._heads(inputs, "v", head.num_kv_heads), is_cached)
-        keys, values = self._read(int(self.lengths.max()) + num_rows)
+        length = int(self.lengths.max()) + num_rows
+        keys, values = (read_rows(each, self.slots, length, self.are_first) for each in (self.keys, self.values))
         mask = tree_attention_mask(
             self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
         )
@@ -179,14 +181,6 @@ class ReferenceDraft:
         slots = self.slots[:, None].expand_as(rows)[kept]
         for cache, new in ((self.keys, key), (self.values, value)):
             cache[slots, :, rows[kept]] = new.transpose(1, 2)[kept]
-
-    def _read(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return the slots' first ``length`` keys and values: each [active, kv_heads, length, head_dim]."""
-        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
-        active = len(self.slots)
-        if self.are_first:
-            return keys[:active], values[:active]
-        return keys[self.slots], values[self.slots]
 
     def _mlp(self, inputs: Tensor, projection: str) -> Tensor:
         w, name = self.head.tensors, f"mlp.{projection}_proj"

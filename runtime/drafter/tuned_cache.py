@@ -29,7 +29,7 @@ import torch
 from eagle_slim.vocab_tools.files import write_file
 
 from ..errors import DrafterError, UsageError
-from ..ops import ALL_LAUNCHES
+from ..ops import ALL_LAUNCHES, is_set
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
 
@@ -126,7 +126,7 @@ def always(params: LaunchParams) -> Launcher:
 
 def is_strict() -> bool:
     """Return whether ``EAGLE_SLIM_STRICT`` is set."""
-    return os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0")
+    return is_set("EAGLE_SLIM_STRICT")
 
 
 def tuned_path() -> Path:

@@ -164,20 +164,16 @@ def choose_draft_ids(
     own = available if rank_order is None else np.sort(rank_order)
     if draft_vocab is None:
         return own
-    if not isinstance(draft_vocab, int):
-        if not hasattr(draft_vocab, "ascending_ids"):
+    if not isinstance(draft_vocab, int) or isinstance(draft_vocab, bool):
+        ids = getattr(draft_vocab, "ascending_ids", None)
+        if ids is None:
             raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
-        ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
+        ids = np.asarray(ids, dtype=np.int64)
         check_available(ids, available)
         return ids
     count = len(own)
     if draft_vocab == count:
         return own
-    if rank_order is None:
-        raise UsageError(
-            f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
-            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab."
-        )
     smallest = max(num_forced, 1)
     if not smallest <= draft_vocab <= count:
         trained = len(available)
@@ -185,6 +181,11 @@ def choose_draft_ids(
         raise UsageError(
             f"draft_vocab = {draft_vocab} is outside {smallest} (the forced ids) to {count} (all rows of this head)."
             + (larger if count < draft_vocab <= trained else "")
+        )
+    if rank_order is None:
+        raise UsageError(
+            f"draft_vocab = {draft_vocab} needs a ranking, and this head has none (its own vocabulary is {count}). "
+            f"Convert it with eagle-convert --draft-vocab {draft_vocab}, or pass a DraftVocab."
         )
     return np.sort(rank_order[:draft_vocab])
 

@@ -55,7 +55,7 @@ class TreeForward:
 
     def __init__(self, target: FusedTarget, data: Tensor, tree: TreeConfig, trees: Trees, lengths: Tensor) -> None:
         nodes, deepest = tree.total_tokens, min(tree.path_width, tree.total_tokens) - 1
-        if target.ops.use_kernels and tree.top_k > 1 and deepest > REACH:
+        if tree.top_k > 1 and deepest > REACH:
             raise UsageError(
                 f"The fused forward takes trees that branch to {REACH} levels; depth = {tree.depth} gives {deepest}. "
                 "Lower ea_layer.depth, or patch the model with target_backend='upstream'."

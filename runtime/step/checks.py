@@ -7,7 +7,6 @@ numbers; the loop raises `CheckError` when it reads that step's record.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -124,11 +123,6 @@ class Checks:
             f"EAGLE_SLIM_CHECK: after {phase}, slot {int(slot)}{at}: {what} is {value:.12g}, expected {expected}. What "
             "follows of this step is undefined."
         )
-
-
-def checks_wanted() -> bool:
-    """Whether the environment asks for checks."""
-    return os.environ.get("EAGLE_SLIM_CHECK", "0") not in ("", "0")
 
 
 def _grown(mask: Tensor, parent: Tensor) -> Tensor:

@@ -31,13 +31,13 @@ from ..drafter.drafter import BufferedDrafter, bound_of, reset_barrier
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
-from ..ops import Ops, count_launches, counted_apart, ranges_wanted, side_stream
+from ..ops import Ops, count_launches, counted_apart, is_set, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import KVCache, Target
 from ..target.kernels.attention_kernels import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
-from .checks import Checks, checks_wanted
+from .checks import Checks
 from .choice import HostChoice
 from .kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
@@ -173,10 +173,10 @@ class TreeShape:
             written = torch.zeros_like(node), node - 1, node
         else:
             written = drafter.bufs.draft_tokens, drafter.bufs.parents, drafter.bufs.tree_position_ids
-        if device.type == "cuda" and not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
+        if not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
             raise UsageError(
-                f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
-                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1)."
+                f"A tree that branches is at most {REACH} levels deep; depth = {self.longest - 2} gives "
+                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1, --draft-top-k 1)."
             )
         self.trees = Trees(state.active_slots, state.active_count, *written)
         self.bufs = target.new_buffers(slots, self.nodes, slots * self.nodes, cache.capacity)
@@ -239,7 +239,7 @@ class Decoder:
         choice = ChoiceState.allocate(slots, cache.capacity, target.vocab_size, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
         self.box = PromptBox.allocate(cache.capacity, device)
-        self.checks = Checks(device, self.state, self.entering) if checks_wanted() else None
+        self.checks = Checks(device, self.state, self.entering) if is_set("EAGLE_SLIM_CHECK") else None
         """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._chunks: dict[int, _Chunk] = {}

@@ -57,8 +57,7 @@ class GenerationLoop:
         self._last: _Record | None = None
         """The record read last."""
         self.active_sequences = Counter[int]()
-        is_chosen = len(plan.shapes) > 1
-        self.chooser = decoders.new_chooser(plan.shapes) if is_chosen else None
+        self.chooser = decoders.new_chooser(plan.shapes) if len(plan.shapes) > 1 else None
         """Chooses the shape of each step; None where all have the plan's."""
         self._free: list[Tensor] = []
         chooses_on_host = plan.rules.host_reason is not None

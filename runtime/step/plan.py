@@ -122,8 +122,7 @@ def plan_call(
     `UsageError` for options that contradict each other, `UnsupportedModelError` for a target that cannot run ahead.
     """
     max_slots = read_count("max_slots", max_slots, 1)
-    flags = {"speculative": speculative, "reuse_prefix": reuse_prefix, "time_phases": time_phases}
-    for name, value in flags.items():
+    for name, value in (("speculative", speculative), ("reuse_prefix", reuse_prefix), ("time_phases", time_phases)):
         read_flag(name, value)
     rules = CallRules.of(call.options, call.sampling, call.requests, target.runs.vocab_size, target.device)
     slots = max(1, min(len(call.requests), max_slots, DEFAULT_MAX_SLOTS))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .cache import ForwardBuffers, KVCache, LayerShape
+from .cache import ForwardBuffers, KVCache, LayerShape, read_rows
 from .kernels.attention import masked_attention, tree_attention
 from .kernels.tree_rows import ForwardRows
 
@@ -146,7 +146,8 @@ class CacheContext:
             buffer[slots, :, self._kv_rows] = new.transpose(1, 2).flatten(0, 1).to(buffer.dtype)
         if self.bufs.scratch is not None:
             return keys, values
-        all_keys, all_values = (self._read(buffer) for buffer in self.cache.layers[place])
+        read = self._slots, self._kv_length, self._are_first_slots
+        all_keys, all_values = (read_rows(buffer, *read) for buffer in self.cache.layers[place])
         return all_keys, all_values
 
     def attend(
@@ -194,11 +195,6 @@ class CacheContext:
                 self._lengths, attention.tree_mask(), attention.depths.long(), self._kv_length, window
             )
         return self._masks[window]
-
-    def _read(self, buffer: Tensor) -> Tensor:
-        """Read all rows in use of each place's slot, up to the longest: [places, kv_heads, rows, head_dim]."""
-        rows = buffer[:, :, : self._kv_length]
-        return rows[: len(self._slots)] if self._are_first_slots else rows[self._slots]
 
     @cached_property
     def _are_first_slots(self) -> bool:

@@ -169,6 +169,12 @@ class KVCache:
         return sum(tensor.nbytes for stack in self.stacks for tensor in stack)
 
 
+def read_rows(stack: Tensor, slots: Tensor, length: int, are_first: bool) -> Tensor:
+    """Read ``slots`` int64 [n] of a stack, not copied if they are its first: [n, kv_heads, length, head_dim]."""
+    rows = stack[:, :, :length]
+    return rows[: len(slots)] if are_first else rows[slots]
+
+
 class ForwardBuffers:
     """Outputs and scratch of a forward of up to ``places * nodes`` rows; static, as graphs hold its addresses.
 

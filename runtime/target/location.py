@@ -11,6 +11,7 @@ from pathlib import Path
 from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.target import is_missing_folder
+from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.hub import HubError, find_snapshot, is_offline
 
 from ..errors import TargetWarning, UsageError
@@ -27,7 +28,7 @@ def given_target(given: str | Path, offline: bool, revision: str | None = None) 
     """
     if is_missing_folder(str(given)):
         raise UsageError(f"Target {given}: there is no such folder. Name a folder or a Hub repository (name/model).")
-    folder = Path(given).expanduser()
+    folder = expand_home(given)
     if folder.is_dir():
         if is_draft_head(folder):
             raise UsageError(
@@ -57,7 +58,7 @@ def recorded_target(name: str, head_folder: Path) -> Path:
     """
     models = os.environ.get(MODELS_FOLDER)
     beside = head_folder.resolve().parent
-    for folder in (beside, Path(models).expanduser()) if models else (beside,):
+    for folder in (beside, expand_home(models)) if models else (beside,):
         if (folder / name / "config.json").is_file() and not is_draft_head(folder / name):
             return folder / name
     raise UsageError(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert import Artifact, verify_artifact
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -64,8 +63,6 @@ def test_demo(tmp_path: Path) -> None:
     assert re.search(r"rows of the LM head +49,152 → 32,000", out)
     assert re.search(r"coverage of self-chat +99\.\d\d% of [\d,]+ held-out tokens", out)
     assert "ok, 0 warning, 0 failed" in out
-    assert Artifact.load(slim).manifest.draft_vocab == 32000
-    assert verify_artifact(slim).ok
     assert str(slim.relative_to(tmp_path)) in out
 
 

@@ -26,6 +26,11 @@ def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), **TREE, **options)
 
 
+def test_a_warm_up_reaches_no_further_than_the_context(tmp_path: Path) -> None:
+    model = build(tmp_path, max_model_len=20)
+    assert model.warmup().cache_bytes == model.warmup(max_length=20).cache_bytes > 0
+
+
 def test_no_new_tokens(tmp_path: Path) -> None:
     output = build(tmp_path).generate(PROMPT, max_new_tokens=0)
     assert (output.token_ids, output.results[0].finish_reason, output.stats.num_passes) == ([[]], "length", 0)
@@ -49,7 +54,7 @@ def test_more_new_tokens_than_the_context_or_the_memory_holds(tmp_path: Path) ->
 )  # fmt: skip
 def test_prompts_that_cannot_begin(tmp_path: Path, prompt: Any, words: list[str]) -> None:
     with raises_with(PromptError, *words):
-        build(tmp_path).generate(prompt, max_new_tokens=4, temperature=1.0)
+        build(tmp_path).generate(prompt, max_new_tokens=4, temperature=1.0, num_return_sequences=2)
 
 
 @ignore_acceptance

@@ -132,8 +132,12 @@ class TestDraftVocabulary:
     def test_without_ranks_only_all_or_a_vocabulary(self, tmp_path: Path) -> None:
         head = self.head(tmp_path, draft_ids=[4, 9, 2])
         assert choose_draft_ids(head, None, None).tolist() == [2, 4, 9]
-        with raises(UsageError, option="draft_vocab"):
+        with raises_with(UsageError, "draft_vocab", "eagle-convert"):
             choose_draft_ids(head, 2, None)
+        for beyond in (0, 4, True):
+            with raises(UsageError, option="draft_vocab") as caught:
+                choose_draft_ids(head, beyond, None)
+            assert "eagle-convert" not in str(caught.value)
         assert choose_draft_ids(head, DraftVocab(np.array([9, 4]), 0, VOCAB, {}), None).tolist() == [4, 9]
         with raises(UsageError, option="draft_vocab"):
             choose_draft_ids(head, DraftVocab(np.array([9, 5]), 0, VOCAB, {}), None)

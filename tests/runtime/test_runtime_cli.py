@@ -113,17 +113,21 @@ def test_a_check_drafts_the_trees_of_any_call_on_a_cpu(run: Run, pair: Pair) -> 
 def test_a_check_that_finds_another_token_fails(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SpeculativeModel.generate
 
-    def spoil(proof: str | None) -> None:
+    def spoil(proof: str | None, is_exact: bool) -> None:
         def generate(self: SpeculativeModel, *args: Any, **options: Any) -> Any:
             output = made(self, *args, ignore_eos=True, **options)
             if options.get("speculative", True):
                 output.results[0].token_ids[4] = 7
-            return replace(output, stats=replace(output.stats, exactness=proof, is_exact=proof is not None))
+            return replace(output, stats=replace(output.stats, exactness=proof, is_exact=is_exact))
 
         monkeypatch.setattr(SpeculativeModel, "generate", generate)
 
-    for proof, told in (("rows are exact", "token 4: 7 instead of"), (None, "token 4 differs from plain greedy")):
-        spoil(proof)
+    for proof, is_exact, told in (
+        ("rows are exact", True, "token 4: 7 instead of"),
+        ("ties in float32", False, "token 4 differs from plain greedy decoding; ties in float32"),
+        (None, False, "--dtype float32"),
+    ):
+        spoil(proof, is_exact)
         ended = generate("--prompt", "hello", "--max-new-tokens", "6", "--check")
         assert ended.code == 1
         assert told in ended.err

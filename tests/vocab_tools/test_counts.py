@@ -146,8 +146,7 @@ def test_files_of_another_version_or_without_a_part_are_refused(
 
 def test_saved_counts_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "counts.safetensors"
-    # The second name is of a file whose name is no UTF-8.
-    sources = source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="\udcff")
+    sources = source([4, 5], [[0, 1], []], name="größer", weight=0.1), source([2**62, 0], name="no UTF-8: \udcff")
     counts = TokenCounts(sources, "h")
     counts.save(path)
     loaded = TokenCounts.load(path)

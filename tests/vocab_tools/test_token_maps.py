@@ -201,6 +201,8 @@ def test_what_a_ranking_mends_is_not_told_of_it(tmp_path: Path) -> None:
     told = [" ".join(vocab.warnings) for vocab in (read, ranked)]
     assert ["a draft stops" in text for text in told] == [True, False]
     assert not any(str(tmp_path) in text for text in told)
+    (tmp_path / "list.json").write_text("[290, 270]")
+    assert import_token_map(tmp_path / "list.json", tokenizer=tokenizer).target_vocab == 300
 
 
 def test_an_id_twice_is_told_and_counted_once(tmp_path: Path) -> None:

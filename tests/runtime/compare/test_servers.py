@@ -124,8 +124,8 @@ def serving(stub: Stub) -> Iterator[str]:
                     self.wfile.write(b": ping\n\n")
             elif fault == "moved":
                 self.reply("", 302, Location="/v1/models")
-            elif fault == "garbage":
-                self.reply('data: {"choices": [}\n\n')
+            elif fault.startswith("{"):
+                self.reply(f"data: {fault}\n\n")
             elif fault == "refused":
                 self.reply('{"error": "no such\\nmodel"}', 400)
             else:
@@ -239,7 +239,8 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "message", "is_answered"),
-    [("dies", "broke off after 21 characters", False), ("garbage", "garbage", False), ("silent", "silent for", False),
+    [("dies", "broke off after 21 characters", False), ('{"choices": [}', "garbage", False),
+     ('{"usage": {"completion_tokens": Infinity}}', "garbage", False), ("silent", "silent for", False),
      ("pings", "silent for", False), ("moved", "redirects to /v1/models", False), ("abort", "'abort'", False),
      ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.api.options import read_call
 from eagle_slim.runtime.errors import PromptError, SamplingWarning, UsageError
 from support.raising import raises
@@ -94,10 +94,12 @@ def test_a_processor_that_returns_no_scores_is_named(model: SpeculativeModel, pr
         model.generate(PROMPTS, max_new_tokens=4, logits_processor=[processor])
 
 
-def test_a_tree_that_is_none_is_refused(model: SpeculativeModel) -> None:
+def test_a_tree_that_is_none_or_too_deep_is_refused(model: SpeculativeModel) -> None:
     wrong: Any = "5,10,60"
     with raises(UsageError, option="tree"):
         model.with_tree(wrong)
+    with raises(UsageError, option="depth"):
+        model.with_tree(TreeConfig(32, 4, 60)).generate(PROMPTS[0], max_new_tokens=2)
 
 
 LENGTHS = {"max_new_tokens": (None, 3, 12), "max_length": (None, 14), "min_new_tokens": (None, 0, 6)}
@@ -218,8 +220,8 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), b"a", 3, None, [[3], 4], [3, "a"],
-     ["a", 3], [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
+    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), b"a", [b"a"], 3, None, [[3], 4],
+     [3, "a"], ["a", 3], [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
     ids=str,
 )  # fmt: skip
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:

@@ -202,6 +202,9 @@ def test_what_is_no_target_is_refused(head: Path) -> None:
     for other in (nn.DataParallel(own), own.model.layers[0], own.model, wrapped):
         with pytest.raises(UnsupportedModelError):
             SpeculativeModel.from_pretrained(other, head)
+    for target, draft, named in ((own.config, head, "target"), (own, own.config, "head")):
+        with raises(UsageError, option=named):
+            SpeculativeModel.from_pretrained(target, draft)
 
 
 def test_what_keeps_a_known_model_from_being_fused_is_warned_of_once(head: Path) -> None:

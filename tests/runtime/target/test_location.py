@@ -29,9 +29,10 @@ def slim(tmp_path: Path) -> Path:
 def test_a_local_target_is_found_beside_the_head_or_among_the_models(
     slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("EAGLE_SLIM_MODELS", raising=False)
+    monkeypatch.setenv("EAGLE_SLIM_MODELS", "~no-such-user/models")
     with raises(UsageError):
         SpeculativeModel.from_pretrained(head=slim)
+    monkeypatch.delenv("EAGLE_SLIM_MODELS")
     with pytest.raises(UsageError, match=r"neither beside it .* nor in EAGLE_SLIM_MODELS .*--target"):
         SpeculativeModel.from_pretrained(head=slim)
     monkeypatch.setenv("EAGLE_SLIM_MODELS", str(tmp_path / "parts"))
