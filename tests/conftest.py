@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -15,7 +14,9 @@ FOR_TESTS = ("EAGLE_SLIM_UPSTREAM", "EAGLE_SLIM_REQUIRE_PROGRAMS", "HF_HUB_OFFLI
 def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith(USERS_OWN) and name not in FOR_TESTS]:
         del os.environ[name]
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+    # Tiny models gain nothing from more, and on a busy machine threads wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"localhost,127.0.0.1,{os.environ.get('no_proxy', '')}"
     # A shell that starts the tests in the background has them ignore it, and commands that they start would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
@@ -32,27 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
         too_slow = [HealthCheck.too_slow]
         settings.register_profile("any machine", deadline=None, suppress_health_check=too_slow, database=None)
         settings.load_profile("any machine")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect without the garbage collector, which would look through everything that tests import many times."""
+    # While tests are collected, the garbage collector would look through everything that they import many times.
     gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
 
 
 @pytest.fixture(scope="session")
@@ -61,18 +54,6 @@ def device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more, and on a busy machine threads wait for each other; OMP_NUM_THREADS rules."""
-    import torch
-
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

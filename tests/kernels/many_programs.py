@@ -67,7 +67,6 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     host.launch = launch
     for name, case in CASES.items():
         chip = Chip("interpreter", 0, 1 << 30, case.programs)

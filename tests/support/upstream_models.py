@@ -16,8 +16,6 @@ from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import widen
 from torch import nn
 
-COMMIT = "cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b"
-"""Of github.com/SafeAILab/EAGLE: what these tests were written against."""
 UPSTREAM = os.environ.get("EAGLE_SLIM_UPSTREAM") or None
 LIKELY = slice(20, 24)
 _HIDDEN = 32

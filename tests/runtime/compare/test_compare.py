@@ -26,7 +26,6 @@ from support.tiny_models import tiny_target, write_head, write_pair
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 VOCAB = 360
 FULL = "full (360)"
-GENERATE = SpeculativeModel.generate
 RANKED = DraftVocab(np.random.default_rng(0).permutation(VOCAB), 258, VOCAB)
 
 

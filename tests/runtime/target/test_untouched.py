@@ -55,10 +55,7 @@ def test_modules_run_another_way_meanwhile_as_ever(head: Path) -> None:
                 with torch.no_grad():
                     found.append(own.model(torch.tensor([PROMPT]))[0])
 
-            other = threading.Thread(target=run)
-            other.start()
-            other.join(1800)
-            assert not other.is_alive()
+            in_another_thread(run)
             with torch.inference_mode(False):
                 run()
 
