@@ -91,7 +91,7 @@ class SpeculativeModel:
         max_model_len: int | None = None, revision: str | None = None, head_revision: str | None = None,
         tap_layers: Sequence[int] | None = None, d2t_form: D2tForm = "auto", offline: bool = False,
     ) -> SpeculativeModel:  # fmt: skip
-        """Load a head with its target.
+        """Load a head with its target; warns of what the head's files leave in doubt.
 
         Args:
             target: Hub id, folder, or a loaded transformers model; None takes the one that the head names.
@@ -156,6 +156,8 @@ class SpeculativeModel:
         opened = loading.open_any_head(head, head_revision, offline, d2t_form, tap_layers)
         draft_ids = opened.choose(draft_vocab)
         check_computable(opened.head, drafter)
+        for warning in opened.head.warnings:
+            warnings.warn(warning, stacklevel=2)
         check_tree_fits(len(draft_ids), tree)
         config: Any
         if isinstance(target, nn.Module):

@@ -93,10 +93,6 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     for other in heads:
         note(f"loading {other}")
         models.append(SpeculativeModel.from_pretrained(model.target.model, other, **{**given, **loaded}))
-    for each in models:
-        assert each.opened is not None
-        for warning in each.opened.head.warnings:
-            note(f"warning: {warning}")
     return models
 
 

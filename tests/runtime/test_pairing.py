@@ -56,6 +56,13 @@ def test_rows_that_pad_the_heads_vocabulary_are_never_drafted(tmp_path: Path) ->
     assert model.draft_vocab == VOCAB == 24
 
 
+def test_what_a_heads_files_leave_in_doubt_is_warned_of(tmp_path: Path) -> None:
+    head = write_head(tmp_path)
+    (tmp_path / "model_old.safetensors").write_bytes(next(tmp_path.glob("*.safetensors")).read_bytes())
+    with pytest.warns(UserWarning, match="model_old"):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), head)
+
+
 SMALL = {"vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2}
 
 
@@ -148,7 +155,8 @@ class TestDraftVocabulary:
         ids = [9, 4, 17, 2]
         folder = write_head(tmp_path, draft_ids=ids)
         vocab = DraftVocab(np.array([17, 4]), 0, VOCAB, {})
-        model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, draft_vocab=vocab, depth=1, top_k=2)
+        with pytest.warns(UserWarning, match="ascending order"):
+            model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, draft_vocab=vocab, depth=1, top_k=2)
         stored = load_file(folder / "model.safetensors")["lm_head.weight"]
         assert model.drafter.weights.draft_to_target.tolist() == [4, 17]
         assert torch.equal(model.drafter.weights.lm_head, stored[[ids.index(4), ids.index(17)]])
