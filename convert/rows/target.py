@@ -104,10 +104,8 @@ def settle_embedding(head: DraftHead, target: ResolvedSource | None) -> DraftHea
         return head
     problem = "is not a copy of the target's, whose embedding SGLang and TensorRT-LLM draft with all the same"
     if is_copy is None:
-        problem = (
-            "was not compared, as the target's weights are not on this disk: with their folder as --target, a copy "
-        )
-        problem += "of the target's is left out"
+        reason = "was not compared, as the target's weights are not on this disk"
+        problem = f"{reason}: with their folder as --target, a copy of the target's is left out"
     return replace(head, warnings=(*head.warnings, f"embed_tokens.weight is kept: it {problem}"))
 
 

@@ -33,7 +33,7 @@ TREES = {
 }
 PROMPTS = random_prompts([1, 2, 9, 17])
 NEW = 18
-DRAFT_IDS = [19, 2, 5, 7, 8, 3, 11, 12, 14, 17, 23, 20]
+DRAFT_IDS = [2, 3, 5, 7, 8, 11, 12, 14, 17, 19, 20, 23]
 
 
 def build(tmp_path: Path, kind: str = "llama", tree: str = "tree", head: dict[str, Any] | None = None, **options: Any):
