@@ -81,10 +81,8 @@ def open_head(
         refuse_mask_embedding(source)
     read = [file.path.name for file in checkpoint.files]
     if others := [name for name in source.files if WEIGHTS.fullmatch(name) and name not in read]:
-        problem = (
-            f"{', '.join(others[:4])}: not read, but {read[0]} is; engines may take another of these files, or all"
-        )
-        head = replace(head, warnings=(*head.warnings, f"{problem}: keep the files of one head alone in its folder"))
+        problem = f"{', '.join(others[:4])}: not read, as {read[0]} is; an engine may read them instead, or too"
+        head = replace(head, warnings=(*head.warnings, f"{problem}: keep one head alone in its folder"))
     return replace(head, source=source)
 
 

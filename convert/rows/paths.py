@@ -24,10 +24,11 @@ WEIGHTS_PREFERENCE = (
     "pytorch_model.bin.index.json",
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-WEIGHTS = re.compile(
-    r"(?!training_args|optimizer|scheduler|scaler|rng_state|freq_|consolidated)[^/]*\.(safetensors|bin|pt|pth)"
-)
-"""Names of files that an engine may read a head from: no state of a trainer, token map or Mistral's copy of a model."""
+WEIGHTS = re.compile(r"(?!training_args|optimizer|scheduler|scaler|consolidated)[^/]*\.(safetensors|bin)")
+"""Names of files that an engine may read a head from: no state of a trainer, and not Mistral's copy of a model.
+
+vLLM, SGLang and FR-Spec read .pt, the suffix of maps and of trainers' states, only where neither of the two is.
+"""
 
 
 def choose_weights(names: list[str], where: str) -> str:

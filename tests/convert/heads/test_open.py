@@ -289,10 +289,10 @@ def test_a_tensor_that_the_index_has_not_in_its_shard_is_refused(tmp_path, own):
 
 
 @pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
-@pytest.mark.parametrize("other", ["model.pt", "head.safetensors", "model-00003-of-00003.safetensors"])
+@pytest.mark.parametrize("other", ["model.bin", "head.safetensors", "model-00003-of-00003.safetensors"])
 def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, other):
     head = write_eagle3(tmp_path / "head", container=container)
-    for name in ("optimizer.pt", "training_args.bin", "freq_8.pt", other):
+    for name in ("optimizer.pt", "training_args.bin", "freq_8.pt", "d2t.pt", "training_state.pt", other):
         (head / name).touch()
     assert [warning.startswith(f"{other}: not read") for warning in open_head(head).warnings] == [True]
 
