@@ -51,7 +51,7 @@ TAPS_FLAG = "--tap-layers"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
-_SIZES = (
+SIZES = (
     *_REQUIRED_SIZES, "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size",
     "target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers",
 )  # fmt: skip
@@ -115,7 +115,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in _DROPPED_KEYS:
         config.pop(key, None)
 
-    for key in _SIZES:
+    for key in SIZES:
         value = config.get(key)
         is_size = type(value) is int and 0 < value < 2**31
         if not is_size and (key in _REQUIRED_SIZES or value is not None):

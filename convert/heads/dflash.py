@@ -20,10 +20,6 @@ from . import names
 from .check import check_shapes, layer_shapes
 from .draft_head import LazyTensors
 
-_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "draft_vocab_size", "target_hidden_size", "hidden_act", "rms_norm_eps",
-)  # fmt: skip
 # speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
 QWEN3_DEFAULTS = {
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -35,7 +31,7 @@ _MASK_EMBEDDING = "mask_embedding.pt"
 def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the sizes of a draft, in one level; RoPE and windows, which may differ by layer, are copied unread."""
     merged = in_one_level(source_config)
-    return {key: merged[key] for key in _KEYS if key in merged}
+    return {key: merged[key] for key in (*head_config.SIZES, "hidden_act", "rms_norm_eps") if key in merged}
 
 
 def refuse_mask_embedding(source: ResolvedSource) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +43,8 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
 
     Raises CheckpointError where there is neither, or no LM head and `tied` is False.
     """
-    other = next((name for name in names if re.fullmatch(r"(.*\.)?lm_head\.(?!weight$).*", name)), None)
+    parts = tuple(f"{prefix}lm_head." for prefix in _MODEL)
+    other = next((name for name in names if name.startswith(parts) and name not in LM_HEAD_NAMES), None)
     if not tied and other is not None:
         problem = f"{shorten(other)}: an LM head that is quantised, or has a bias, is not gathered"
         raise CheckpointError.at(where, f"{problem}.\nGive another form of the target with --target.")

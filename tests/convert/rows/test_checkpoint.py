@@ -172,6 +172,7 @@ def test_lm_head_names() -> None:
         find_lm_head(["my_head.weight"], "t")
     with raises_with(CheckpointError, "tie_word_embeddings"):
         find_lm_head(["model.embed_tokens.weight"], "t", tied=False)
+    assert find_lm_head(["lm_head.weight", "talker.code_predictor.lm_head.0.weight"], "t") == "lm_head.weight"
     for other in ("lm_head.qweight", "language_model.lm_head.bias"):
         with raises_with(CheckpointError, other):
             find_lm_head(["lm_head.weight", "model.embed_tokens.weight", other], "t")
