@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 _GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
 
 
-def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
-    """Read `32000`, `8192,16384,32000`, or `full`."""
-    parts = [part.strip() for part in (value or "").split(",")]
-    if value and not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
+def _sizes(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[int | str, ...] | None:
+    """Read `32000`, `8192,16384,32000`, or `full`, once or several times."""
+    value = ",".join(given)
+    parts = [part.strip() for part in value.split(",")]
+    if given and not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
         problem = f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}."
         raise click.BadParameter(problem, ctx, param)
-    return tuple("full" if part == "full" else int(part) for part in parts) if value else None
+    return tuple("full" if part == "full" else int(part) for part in parts) if given else None
 
 
 def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -57,8 +58,8 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option("--draft-vocab", callback=_sizes, metavar="N,N,...",
-              help="Rows of the LM head to keep, or several sizes; `full` keeps all, normalised.")  # fmt: skip
+@click.option("--draft-vocab", multiple=True, callback=_sizes, metavar="N,N,...",
+              help="Rows of the LM head to keep; several sizes, repeatable; `full` keeps all, normalised.")  # fmt: skip
 @click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")

@@ -37,7 +37,7 @@ _NOT_LOADED: Mapping[str, tuple[str, ...]] = {
 
 _NESTED_AUX = f"eagle_config.{head_config.AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
-_OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate"
+_OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate if transformers has it, else correct hidden_act"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 

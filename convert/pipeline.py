@@ -223,9 +223,10 @@ def _open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     _check_options(head, options)
     choice = targets.choose_target(head, is_builtin)
     if options.target is not None:
-        given, own = str(options.target), None if choice is None else choice.name
-        if own is not None and own.lower() != given.lower() and not expand_home(given).is_dir():
-            doubt = f"the head's files name {own} as its target, and {given} was given"
+        given = str(options.target)
+        is_other = choice is not None and choice.name is not None and choice.name.lower() != given.lower()
+        if choice is not None and is_other and not expand_home(given).is_dir():
+            doubt = f"the head's target is {choice.name} ({choice.reason}), and {given} was given"
             head = replace(head, warnings=(*head.warnings, doubt))
         choice = targets.TargetChoice(given, "given")
     elif choice is not None:

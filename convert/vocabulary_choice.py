@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.ranking import check_floors, rank_by_order, rank_voc
 from eagle_slim.vocab_tools.sources import CorpusSource
 from eagle_slim.vocab_tools.token_maps import import_token_map
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
+from eagle_slim.vocab_tools.vocabulary import COUNTED_IDS, DraftVocab
 
 from .artifact.manifest import Manifest
 from .heads.draft_head import DraftHead
@@ -185,12 +185,13 @@ def make_ranking(
         if request.weights or request.floors:
             option = "--weights" if request.weights else "--floor"
             raise UsageError(f"{option} is for counts, and an artifact is cut by its own ranks.\nGive --counts.")
-        say("vocabulary: the rank order in the head's own manifest")
+        ranks = _ranks_within(manifest, head.target_vocab)
+        lacking = manifest.draft_vocab - len(ranks)
+        without = f", without {lacking} ids that the target lacks" if lacking else ""
+        say(f"vocabulary: the rank order in the head's own manifest{without}")
         if tokenizer is None:
-            assert manifest.rank_order_ids is not None
-            forced = tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
-            request = replace(request, force_ids=forced + request.force_ids)
-        return Ranking(head, replace(request, token_map=manifest.ranks), tokenizer)
+            request = replace(request, force_ids=(*ranks.target_ids[: ranks.num_forced].tolist(), *request.force_ids))
+        return Ranking(head, replace(request, token_map=ranks), tokenizer)
     if tokenizer is None and (request.token_map is None or request.force_added == "all"):
         why = "the vocabulary cannot be ranked without one"
         if request.token_map is not None:
@@ -222,6 +223,16 @@ def make_ranking(
         counts = count(sources, tokenizer)
     has_held_out = any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
     return Ranking(head, request, tokenizer, counts, (counts, "") if has_held_out else None)
+
+
+def _ranks_within(manifest: Manifest, target_vocab: int) -> DraftVocab:
+    """Return the ranks of an artifact but for ids that its target lacks: it may have been made without the target."""
+    ranks = manifest.ranks
+    assert ranks is not None
+    is_there, forced, provenance = ranks.target_ids < target_vocab, ranks.num_forced, dict(ranks.provenance)
+    if ranks.counted_ids is not None:
+        provenance[COUNTED_IDS] = int((ranks.counted_ids < target_vocab).sum())
+    return DraftVocab(ranks.target_ids[is_there], int(is_there[:forced].sum()), target_vocab, provenance)
 
 
 def ranked_manifest(head: DraftHead) -> Manifest | None:

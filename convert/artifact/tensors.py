@@ -90,8 +90,11 @@ def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
     source = head_config.flattened_text(head.source_config)
     config = {key: value for key, value in source.items() if key not in (*_DROPPED_KEYS, "bias")}
     config["num_hidden_layers"] = head.config["num_hidden_layers"]
+    if "layer_types" not in head.config:
+        config.pop("layer_types", None)
     # SGLang would make one matrix of a tied embedding and the gathered LM head, and stop.
-    config |= {"tie_word_embeddings": False} if config.get("tie_word_embeddings") else {}
+    if config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = False
     if head.config["attention_bias"]:
         # vLLM and SGLang read the first, SafeAILab the second.
         config |= {"attention_bias": True, "qkv_bias": True}

@@ -111,7 +111,7 @@ def settle_taps(
     if names.FC not in tensors:
         raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
     if given is not None:
-        taps: tuple[int, ...] | None = head_config.layer_ids(list(given), where, head_config.TAPS_FLAG, lowest=0)
+        taps: tuple[int, ...] | None = head_config.layer_ids(given, where, head_config.TAPS_FLAG, lowest=0)
     else:
         try:
             taps = head_config.tap_layers(config, where)

@@ -66,8 +66,9 @@ _SCALINGS = (
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 
-# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, and
-# that nothing that drafts reads, each with the value that changes nothing, as null does.
+# Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, each
+# with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
+# final_logit_softcapping, which change no order of tokens.
 _NEUTRAL: Mapping[str, float] = {
     "scale_emb": 1, "scale_depth": 1, "embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
     "logit_scale": 1, "lm_head_multiplier": 1, "key_multiplier": 1, "attention_in_multiplier": 1, "rotary_pct": 1,
@@ -130,12 +131,15 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     config |= {key: value for key, value in defaults.items() if config.get(key) is None}
     _check_constants(config, where)
-    refuse_unread(config, where)
     return config
 
 
-def refuse_unread(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedHeadError where a key says that the layer computes what no engine and no runtime computes."""
+def unread_warnings(config: Mapping[str, Any]) -> list[str]:
+    """Warn of keys that change what a target's layer computes, and that engines do not read for a draft.
+
+    Heads have them from their target, whose whole configuration NeMo Automodel copies, and are trained without: vLLM
+    and SGLang build a plain Llama layer, and with them eagle-generate.
+    """
     head_dim, changing = config["head_dim"], []
     own = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
     for key, value in {**_NEUTRAL, **own, "dim_model_base": config["hidden_size"]}.items():
@@ -146,10 +150,11 @@ def refuse_unread(config: Mapping[str, Any], where: str) -> None:
     rotated = config.get("no_rope_layers")
     changing += ["no_rope_layers"] if isinstance(rotated, list) and rotated[:1] == [0] else []
     changing += ["position_embedding_type"] if config.get("position_embedding_type") in ("alibi", "nope") else []
-    if changing:
-        said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
-        advice = "If it was trained without, as a copy of the target's configuration suggests, take the key out."
-        raise UnsupportedHeadError.at(where, f"{said}: no engine and not eagle-generate computes this.\n{advice}")
+    if not changing:
+        return []
+    said = ", ".join(f"{key} = {config[key]!r}" for key in changing)
+    what = "engines and eagle-generate draft without this, so a head that was trained with it has fewer drafts accepted"
+    return [f"{said}: {what}"]
 
 
 def flattened_text(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,13 +382,13 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
     types, window = config.get("layer_types"), config.get("sliding_window")
     if not isinstance(types, list | None):
         raise _wrong(where, "layer_types", "a list or null", types)
-    if types is not None and types[:1] in ([], [_FULL]):
-        # The default; vLLM looks up an EAGLE-1/2 layer after the target's, where a list has no entry.
+    if types is not None and types[:1] != [_SLIDING]:
+        # What every engine computes for any other; transformers refuses a list that is longer than the layers, and vLLM
+        # looks up an EAGLE-1/2 layer after the target's, where it has no entry.
         del config["layer_types"]
-    if types:
-        if types[:1] != [_SLIDING]:
+        if types:
             return
-    elif not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
+    if not types and not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
         return
     if type(window) is not int or window <= 0:
         raise _wrong(where, "sliding_window", f"a positive number of tokens, as layer_types says {_SLIDING}", window)
@@ -444,8 +449,8 @@ def _rope_of_the_layer(key: str, config: Mapping[str, Any], where: str) -> Mappi
 def layer_ids(value: Any, where: str, key: str, lowest: int) -> tuple[int, ...]:
     """Check the layers under a key, or given with `TAPS_FLAG`: ascending from `lowest`, else MismatchError."""
     # Engines capture a layer once, on the way through the target.
-    is_right = isinstance(value, list) and all(type(layer) is int and lowest <= layer < 2**31 for layer in value)
-    if is_right and sorted(set(value)) == value:
+    is_right = isinstance(value, list | tuple) and all(type(layer) is int for layer in value)
+    if is_right and sorted(set(value)) == list(value) and all(lowest <= layer < 2**31 for layer in value):
         return tuple(value)
     advice = "" if key == TAPS_FLAG else f"\nSay which are right with {TAPS_FLAG}."
     problem = f"{key}: expected ascending layer numbers from {lowest} on, each once, found {value!r}.{advice}"

@@ -34,7 +34,7 @@ _MASK_EMBEDDING = "mask_embedding.pt"
 
 def checked_part(source_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the sizes of a draft, in one level; RoPE and windows, which may differ by layer, are copied unread."""
-    merged = _in_one_level(source_config)
+    merged = in_one_level(source_config)
     return {key: merged[key] for key in _KEYS if key in merged}
 
 
@@ -58,13 +58,12 @@ def settle_dflash(
     numbers of layers disagree, config.json names no layers, or others than were given, or a mask token is outside the
     vocabulary.
     """
-    merged = _in_one_level(source_config)
-    head_config.refuse_unread({**merged, **config}, where)
+    merged = in_one_level(source_config)
     taps = head_config.tap_layers(merged, where)
     if taps is None:
         problem = "config.json names no layers of the target, and engines choose different ones."
         raise MismatchError.at(where, f"{problem}\nAdd those whose outputs the draft reads as target_layer_ids.")
-    if given_taps is not None and tuple(given_taps) != taps:
+    if given_taps is not None and head_config.layer_ids(given_taps, where, head_config.TAPS_FLAG, lowest=0) != taps:
         problem = f"--tap-layers: config.json of the draft names the inputs of layers {list(taps)}."
         raise MismatchError.at(where, f"{problem}\nLeave the option out.")
     hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
@@ -97,7 +96,7 @@ def settle_dflash(
     return taps
 
 
-def _in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
+def in_one_level(source_config: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten config.json of either form, with the defaults that speculators leaves out."""
     nested = source_config.get("transformer_layer_config")
     nested = nested if isinstance(nested, Mapping) else {}

@@ -160,8 +160,9 @@ class DraftHead:
         if num_layers is not None and taps != () and self.kind != "eagle":
             found = default_taps(num_layers) if taps is None else taps
             if not all(0 <= layer <= num_layers for layer in found):
-                problem = f"the head reads the inputs of layers {list(found)}, and the target has {num_layers} layers."
-                advice = "Name the right target with --target, or the layers with --tap-layers."
+                problem = f"layers {list(found)} of the target are to be read, and it has {num_layers}"
+                problem += f": 0 to {num_layers - 1} for their inputs, {num_layers} for the output of the last."
+                advice = "Name the right layers with --tap-layers, or the right target with --target."
                 raise MismatchError.at(self.location, f"{problem}\n{advice}")
         return taps
 

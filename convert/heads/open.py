@@ -26,7 +26,7 @@ from ..sources.source import ResolvedSource, open_head_source
 from . import config as head_config
 from . import names
 from .check import check_dtypes, check_eagle, check_eagle3, settle_taps
-from .dflash import checked_part, refuse_mask_embedding, settle_dflash
+from .dflash import checked_part, in_one_level, refuse_mask_embedding, settle_dflash
 from .draft_head import DraftHead, LazyTensors
 
 __all__ = ["D2tForm", "DraftHead", "head_from_checkpoint", "open_head", "read_config"]
@@ -127,7 +127,8 @@ def head_from_checkpoint(
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
-    ids, taps, warnings = None, None, list[str]()
+    ids, taps = None, None
+    warnings = head_config.unread_warnings({**in_one_level(config), **flat} if is_dflash else flat)
     d2t, t2d = (_integers(tensors, name, location) for name in names.MAPS)
     stated = flat.get("vocab_size")
     vocab = stated if t2d is None else len(t2d)

@@ -1,6 +1,6 @@
 """Element types by their safetensors names, and arithmetic on the raw bytes of bf16, fp16 and fp32.
 
-Rows are uint8 arrays: NumPy has no bfloat16, and importing torch takes 140 MB, four times what a conversion does.
+Rows are uint8 arrays: NumPy has no bfloat16, and importing torch takes memory and time that a conversion does not need.
 """
 
 from __future__ import annotations

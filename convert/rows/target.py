@@ -102,11 +102,12 @@ def settle_embedding(head: DraftHead, target: ResolvedSource | None) -> DraftHea
         return replace(head, tensors=replace(head.tensors, stored=kept), dropped=dropped)
     if is_copy or (is_copy is None and head.kind == "eagle"):
         return head
-    problem = "is not a copy of the target's, whose embedding SGLang and TensorRT-LLM draft with all the same"
+    reason = "is not a copy of the target's"
     if is_copy is None:
-        reason = "was not compared, as the target's weights are not on this disk"
-        problem = f"{reason}: with their folder as --target, a copy of the target's is left out"
-    return replace(head, warnings=(*head.warnings, f"embed_tokens.weight is kept: it {problem}"))
+        reason = "was not compared with the target's, whose weights are not on this disk (--target takes their folder)"
+    elif head.kind == "eagle":
+        reason += ", with which SGLang drafts all the same"
+    return replace(head, warnings=(*head.warnings, f"embed_tokens.weight is kept: it {reason}"))
 
 
 def is_embedding_of(target: ResolvedSource, head: DraftHead) -> bool | None:

@@ -51,7 +51,7 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     assert (tokens / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     arguments = (head, "--target", target, "--tokenizer", tokens, "--dataset", "chat=chats.jsonl", "--json")
     before = sorted(tmp_path.iterdir())
-    for place, *size in (("o", "--coverage", "0.9"), ("out", "--draft-vocab", "270,300")):
+    for place, *size in (("o", "--coverage", "0.9"), ("out", "--draft-vocab", "270", "--draft-vocab", "300,270")):
         code, plan, err = run(convert_command, *arguments, *size, "--out", place, "--dry-run")
         assert code == 0, err
         assert sorted(tmp_path.iterdir()) == before

@@ -21,6 +21,7 @@ from support.heads import (
     eagle3_tensors,
     random,
     trained_ids,
+    write_dflash,
     write_eagle1,
     write_eagle3,
 )
@@ -198,6 +199,7 @@ SLIDING = ["sliding_attention", "full_attention"]
         ({"layer_types": SLIDING, "sliding_window": 16, "use_sliding_window": True}, 16),
         ({"layer_types": SLIDING[::-1], "sliding_window": 16, "use_sliding_window": True}, None),
         ({"layer_types": [], "sliding_window": 16}, None),
+        ({"layer_types": ["chunked_attention", "full_attention"], "sliding_window": 16}, None),
         ({"sliding_window": 16}, None),
         ({"sliding_window": 16, "use_sliding_window": True}, None),
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, None),
@@ -295,6 +297,21 @@ def test_weights_that_are_not_read_beside_a_head_are_named(tmp_path, container, 
     assert [warning.startswith(f"{other}: not read") for warning in open_head(head).warnings] == [True]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"residual_multiplier": 0.22, "logit_scale": 1}, "residual_multiplier = 0.22:"),
+        ({"attention_multiplier": 1.0}, "attention_multiplier = 1.0:"),
+        ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, "scale_emb = 12, attn_logit_softcapping = 50.0:"),
+        ({"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]:"),
+    ],
+)
+@pytest.mark.parametrize("write", [write_eagle3, write_eagle1, write_dflash])
+def test_what_no_draft_of_an_engine_computes_is_told(tmp_path, write, changes, said):
+    (warning,) = open_head(write(tmp_path / "head", **changes)).warnings
+    assert warning.startswith(said)
+
+
 ATTENTION = "midlayer.self_attn"
 Q_BIAS = {f"{ATTENTION}.q_proj.bias": ones(HIDDEN)}
 TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
@@ -329,10 +346,6 @@ TWO_BASES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_parameters": {**BY_KIND, "rope_theta": 1e4}}, MismatchError, ["rope_parameters", "rope_theta"]),
         ({"rope_parameters": BY_KIND, "layer_types": ["chunked_attention"]}, MismatchError, ["layer_types"]),
         ({"rope_parameters": PLAIN_ROPE, "rope_scaling": LINEAR}, MismatchError, ["rope_scaling", "linear"]),
-        ({"residual_multiplier": 0.22, "logit_scale": 1}, UnsupportedHeadError, ["residual_multiplier = 0.22"]),
-        ({"attention_multiplier": 1.0}, UnsupportedHeadError, ["attention_multiplier = 1.0"]),
-        ({"attn_logit_softcapping": 50.0, "scale_emb": 12}, UnsupportedHeadError, ["scale_emb = 12", "softcapping"]),
-        ({"no_rope_layers": [0, 1]}, UnsupportedHeadError, ["no_rope_layers = [0, 1]"]),
         ({"hidden_act": 3}, MismatchError, ["hidden_act", "3"]),
         ({"norm_before_residual": "false"}, MismatchError, ["norm_before_residual", "'false'"]),
         ({"layer_types": True}, MismatchError, ["layer_types", "True"]),

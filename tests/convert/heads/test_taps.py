@@ -95,7 +95,7 @@ def test_layers_that_the_target_has_not(tmp_path, changes, layers):
 
 def test_given_layers_that_are_none(tmp_path):
     folder = write(tmp_path / "head")
-    for given in ((2, 4), (-1, 4, 5), (4, 2, 5)):
+    for given in ((2, 4), (-1, 4, 5), (4, 2, 5), 3):
         with pytest.raises(MismatchError, match="--tap-layers"):
             open_head(folder, tap_layers=given)
     with raises(MismatchError, option="--tap-layers"):

@@ -334,6 +334,11 @@ def test_no_id_is_kept_that_the_target_has_not(tmp_path, target, ids):
     size = 290 if ids is None else int((ids < 300).sum())
     done = convert(head, draft_vocab=size, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert target_ids(written(done.folder)).max() < 300
+    # An artifact that was made without the target may have such ids.
+    made = convert(head, draft_vocab=200, vocabulary=by_map(tmp_path, trained_ids()), out=tmp_path / "made")
+    assert made.manifest.rank_order_ids.max() >= 300
+    cut = convert(made.folder, draft_vocab=150, target=target, out=tmp_path / "cut")
+    assert target_ids(written(cut.folder)).max() < 300
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -357,7 +362,8 @@ def test_an_embedding_is_left_out_only_where_it_is_a_copy_of_the_targets(tmp_pat
 
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
-    head = write_eagle1(tmp_path / "head", container="bin", num_hidden_layers=32, tie_word_embeddings=True)
+    changes = {"num_hidden_layers": 32, "tie_word_embeddings": True}
+    head = write_eagle1(tmp_path / "head", container="bin", layer_types=["full_attention"] * 32, **changes)
     done = audited(tmp_path, head, target)
     source = torch.load(head / "pytorch_model.bin", weights_only=True)
     found = written(done.folder)
@@ -365,7 +371,7 @@ def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     assert found.keys() == source.keys()
     assert all(torch.equal(found[name], source[name]) for name in source)
     config = json.loads((head / "config.json").read_text()) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
-    assert config_of(done.folder) == {key: value for key, value in config.items() if key != "bias"}
+    assert config_of(done.folder) == {key: config[key] for key in config if key not in ("bias", "layer_types")}
     assert any("num_hidden_layers was 32" in warning for warning in done.manifest.warnings)
     freq = torch.load(done.folder / "freq_320.pt", weights_only=True)
     assert len(freq) == len(set(freq)) == 320

@@ -106,7 +106,6 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
     refuses(UnsupportedHeadError, "no place in a DFlash draft", "conv", extra={"layers.0.conv.weight": random((2,), 1)})
     refuses(UnsupportedHeadError, "gate_proj", form="dspark", extra={"markov_head.gate_proj.weight": random((4, 4), 1)})
     refuses(UnsupportedHeadError, "quantised", quantization_config={"quant_method": "fp8"})
-    refuses(UnsupportedHeadError, "residual_multiplier = 0.2", residual_multiplier=0.2)
     refuses(MismatchError, "num_hidden_layers is 3", num_hidden_layers=3)
     for key in ("num_hidden_layers", "intermediate_size", "hidden_size"):
         for value in (None, "2"):
