@@ -141,7 +141,7 @@ def _literals(template: ChatTemplate, special_tokens: Mapping[str, str]) -> list
 
     found: dict[str, None] = {}
     tree = Named().visit(template.syntax_tree)
-    for node in tree.find_all((nodes.TemplateData, nodes.Const, nodes.Add, nodes.Concat)):
+    for node in tree.find_all(nodes.Expr):
         with contextlib.suppress(nodes.Impossible):
             text = node.as_const()
             if text and isinstance(text, str):

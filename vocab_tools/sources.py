@@ -15,12 +15,12 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .chats import messages_in_text
+from .chats import ChatError, messages_in_text, normalise_messages
 from .errors import CorpusError, EagleSlimError, UsageError
 from .files import expand_home, regular_file
 from .hub import causes_of, keep_limit, plain, trouble_of
@@ -404,9 +404,11 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, K
         if _kind(row.get(column)) == "chat":
             return column, "chat"
     for column in TEXT_COLUMNS:
-        # A message a row is a part of a chat, of which users wrote a part, too.
+        # A message a row is a part of a chat, of which users wrote a part, too. Not all JSON with a "from" is a chat.
         if isinstance(row.get(column), str) and "role" not in row:
-            return column, _kind(row[column])
+            with suppress(ChatError):
+                return column, "chat" if normalise_messages(row[column])[0]["content"] else "text"
+            return column, "text"
     strings = [column for column, value in row.items() if isinstance(value, str)]
     doubtful = {column for column, value in row.items() if value is None or isinstance(value, list | dict)}
     doubtful |= {*CHAT_COLUMNS, *TEXT_COLUMNS} & row.keys() - {*strings}

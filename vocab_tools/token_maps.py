@@ -320,8 +320,9 @@ def _read_text(path: Path) -> list[int]:
     wrong = next((part for part in parts if not (part.isascii() and part.isdigit() and len(part) < 20)), None)
     if wrong is not None:
         raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.")
-    if len(rows) > 1 and set(map(len, rows)) in ({2}, {3}):
-        raise VocabularyError(f"{path}: {len(rows[0])} numbers on each line are a table. Keep the column of ids alone.")
+    # A header may be numbers, too: pandas names a column of a series 0.
+    if len(rows) > 1 and set(map(len, rows[1:] if len(rows) > 2 else rows)) in ({2}, {3}):
+        raise VocabularyError(f"{path}: {len(rows[1])} numbers a line are a table. Put the ids alone on one line.")
     return [int(part) for part in parts]
 
 

@@ -138,6 +138,8 @@ class Manifest:
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
         if not 0 < rows <= vocab < 2**31:
             raise _broken(path, f"draft_vocab is {rows} of a target_vocab of {vocab}")
+        if ranked is None and rows < vocab:
+            raise _broken(path, f"rank_order_ids: expected {rows} ids, found none")
         arrays: dict[str, Any] = {"warnings": tuple(value["warnings"])}
         if ranked is not None:
             if len(ranked) != rows or not all(type(each) is int and 0 <= each < vocab for each in ranked):

@@ -164,8 +164,10 @@ def _stray_files(parts: Parts) -> str:
 
 def _file_checksums(parts: Parts) -> str:
     """Every small file has the size and SHA-256 that the manifest records, and the name of a file of an artifact."""
-    problems = []
-    small = {name: entry for name, entry in parts.manifest.files.items() if name != WEIGHTS_NAME}
+    manifest = parts.manifest
+    written = {CONFIG_NAME} if manifest.rank_order_ids is None else {CONFIG_NAME, freq_name(manifest.draft_vocab)}
+    problems = [f"the manifest does not record {name}" for name in sorted(written - manifest.files.keys())]
+    small = {name: entry for name, entry in manifest.files.items() if name != WEIGHTS_NAME}
     for name, entry in small.items():
         path = parts.folder / name
         if not re.fullmatch(OWN_NAMES, name) or "sha256" not in entry:
@@ -272,6 +274,7 @@ def _finite_values(parts: Parts) -> str:
 def _config_values(parts: Parts) -> str:
     """config.json is what a conversion writes: values that engines demand, and none that misleads them."""
     head, manifest = parts.head, parts.manifest
+    refuse(head.target_vocab != manifest.target_vocab, f"vocab_size: the manifest has {manifest.target_vocab}")
     join(config_differences(config_of(head, manifest.draft_vocab, manifest.flavour), parts.config))
     return f"{len(parts.config)} keys, hidden {head.hidden_size}, {LONG_NAMES[head.dtype_name]}"
 

@@ -223,6 +223,9 @@ class _SourceChecks:
         with self._skipped_unless_named("the target", "--target", self.target_name):
             self._target = targets.open_target(name, revision, self._only_cache)
         targets.check_head_fits(self.parts.head, self._target)
+        sizes = {key: self._target.config.get(key) for key in ("hidden_size", "num_hidden_layers")}
+        others = [key for key, size in sizes.items() if recorded.get(key, size) != size]
+        join([f"the manifest records {key} {recorded[key]}, it is {sizes[key]}" for key in others])
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
     def tokenizer(self) -> str:

@@ -120,7 +120,7 @@ class Server:
         text, tokens, choices = "", 0, list[tuple[bytes, Mapping[bytes, float]]]()
         num_accepted: int | None = None
         with self._open("/v1/chat/completions", json.dumps(body).encode()) as response:
-            for value in self._events(response):
+            for value in self._events(response, began_s):
                 try:
                     event = json.loads(value)
                     if event.get("usage"):
@@ -147,9 +147,8 @@ class Server:
         problem = "" if tokens else "no speed, as the server does not tell how many tokens it generated"
         return Reply(text, tokens, began_s, first_s or ended_s, ended_s, num_accepted, tuple(choices), problem)
 
-    def _events(self, response: Iterable[bytes]) -> Iterator[str]:
-        """Yield the data of server-sent events, up to the one that says that all is done."""
-        heard_s = time.perf_counter()
+    def _events(self, response: Iterable[bytes], heard_s: float) -> Iterator[str]:
+        """Yield the data of server-sent events, up to the one that says that all is done; silent since ``heard_s``."""
         for line in response:
             kind, _, value = line.decode(errors="replace").strip().partition(":")
             if kind == "data":

@@ -125,7 +125,8 @@ CHAT = [{"role": "user", "content": "x"}]
         ([{"a": "x", "b": "y"}], "b", ("b", "text")),
         ([{"text": "x", "messages": json.dumps(CHAT)}], None, ("messages", "chat")),
         ([{"id": 1, "talk": json.dumps(CHAT)}], None, ("talk", "chat")),
-        ([{"text": '[{"name": "x"}]'}], None, ("text", "text")),
+        ([{"text": '[{"from": "Berlin", "to": "Rome"}]'}], None, ("text", "text")),
+        ([{"text": '[{"role": "admin", "name": "x"}]'}], None, ("text", "text")),
         ([{"text": json.dumps(CHAT)}], None, ("text", "chat")),
         ([{"messages": "[citation needed]"}], None, ("messages", "text")),
         # A null does not show what its column holds.

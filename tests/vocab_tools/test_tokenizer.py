@@ -86,7 +86,7 @@ TEMPLATES = {
     "assembled from the role": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
     "assembled from constants": "{{ '<|' ~ 'assist' + 'ant|>' }}{{ '<|' + 'user|>' }}",
     "behind a condition": (
-        "{% if messages[0].never %}<|user|>{% set x = '<|assistant|>' %}{{ x }}{% else %}{{ bos_token }}{% endif %}"
+        "{% if messages[0].never %}<|user|>{% set x = '<|ASSISTANT|>' | lower %}{% else %}{{ bos_token }}{% endif %}"
     ),
     "refusing most conversations": (
         "{% if messages | length != 7 %}{{ raise_exception('seven please') }}{% endif %}<|user|>{{'<|assistant|>'}}"

@@ -154,8 +154,17 @@ def test_weights_that_an_engine_may_read_instead(slim, made, name):
 
 
 def test_manifest_faults(slim, made):
-    change_manifest(slim, lambda manifest: manifest["rank_order_ids"].reverse())
-    assert {"ranks", "freq_N.pt"} <= {check.name for check in verify(slim, made).failed}
+    whole = (slim / "eagle_slim.json").read_bytes()
+    for change, failing in (
+        (lambda manifest: manifest["rank_order_ids"].reverse(), ["ranks", "freq_N.pt"]),
+        (lambda manifest: manifest.update(rank_order_ids=None), ["manifest"]),
+        (lambda manifest: manifest["target"].update(num_hidden_layers=9), ["target"]),
+        (lambda manifest: manifest["files"].pop("config.json"), ["file checksums"]),
+        (lambda manifest: manifest["files"].pop("freq_320.pt"), ["file checksums"]),
+    ):
+        change_manifest(slim, change)
+        assert [check.name for check in verify(slim, made).failed] == failing
+        (slim / "eagle_slim.json").write_bytes(whole)
     (slim / "eagle_slim.json").write_text("{")
     result = verify(slim, made)
     assert [check.name for check in result.failed] == ["manifest"]
@@ -213,6 +222,9 @@ def test_what_was_named_and_is_not_there_fails_offline_too(slim, tmp_path, named
 def test_faults_of_an_eagle1_artifact(made, tmp_path):
     head = write_eagle1(tmp_path / "head")
     slim = convert(head, draft_vocab=300, vocabulary=BY_ID, target=made / "target", out=tmp_path / "slim").folder
+    for vocab, failing in ((VOCAB + 1, ["config values"]), (VOCAB, [])):
+        change_manifest(slim, lambda manifest, vocab=vocab: manifest.update(target_vocab=vocab))
+        assert [check.name for check in verify_artifact(slim).failed] == failing
     change_tensors(slim, lambda tensors: tensors.pop("fc.bias"))
     change_config(slim, lambda config: config.update(bias=True))
     assert [check.name for check in verify_artifact(slim).failed] == ["tensor names", "config values"]
