@@ -301,7 +301,8 @@ class TargetModel(Target):
         taps.clear()
         with torch.inference_mode():
             output = self._copy.model(
-                input_ids=token_ids, position_ids=positions, past_key_values=_ContextCache(context), use_cache=True,
+                input_ids=token_ids, position_ids=positions, past_key_values=_ContextCache(context, self.text_config),
+                use_cache=True,
                 # By index: a number lets some models leave out the other positions' hidden states as well.
                 logits_to_keep=0 if last_row is None else last_row,
                 **{attention.CONTEXT_ARGUMENT: context},
@@ -349,9 +350,11 @@ def _output_states(_args: tuple[Any, ...], output: Any) -> Any:
 class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no types
     """Cache in transformers' form that hands keys and values to a forward's context."""
 
-    def __init__(self, context: CacheContext | ShapeProbe) -> None:
+    def __init__(self, context: CacheContext | ShapeProbe, text_config: Any) -> None:
         super().__init__(layers=[])
         self._context = context
+        # Mllama of transformers 5.5 asks of each layer whether it is empty, and leaves out those over images that are.
+        self._may_ask = hasattr(text_config, "cross_attention_layers")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -361,7 +364,7 @@ class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no typ
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Return 0: positions are given with every forward. Raises `UnsupportedModelError` for a layer that asks."""
-        if layer_idx is not None:
+        if layer_idx is not None and not self._may_ask:
             raise UnsupportedModelError(
                 f"Decoder layer {layer_idx} computes with the length of the KV cache, which differs between sequences."
             )
