@@ -157,9 +157,15 @@ class TorchDraft:
         return tree.draft_tokens, tree.retrieve_indices, tree.tree_mask, tree.tree_position_ids
 
     def layer(
-        self, hidden: Tensor, tokens: Tensor, rows: slice, cos: Tensor, sin: Tensor, mask: Tensor,
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        rows: slice,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
         last_only: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the decoder layer on [slots, nodes, hidden]; ``mask`` bool [slots, queries, keys]."""
         cfg, w = self.cfg, self.w
         embedded = F.rms_norm(self.head.embedding[tokens], (cfg.hidden,), w["input_layernorm.weight"], cfg.norm_eps)
@@ -240,15 +246,27 @@ def measure(head: HeadWeights, row: Row, bandwidth: float, rounds: int, record: 
     baseline.run()
     assert baseline.candidates is not None
     agreement = replay(
-        exact_head(drafter.head, cfg), cfg.tree, step, baseline.candidates, None, baseline.keys, baseline.values,
-        atol=log_prob_atol(cfg), exact_ties=False,
-    )  # fmt: skip
+        exact_head(drafter.head, cfg),
+        cfg.tree,
+        step,
+        baseline.candidates,
+        None,
+        baseline.keys,
+        baseline.values,
+        atol=log_prob_atol(cfg),
+        exact_ties=False,
+    )
     checks["baseline"] = str(agreement)
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {
-        **asdict(row), "name": row.name, "checks": checks, "faults": faults,
-        "level_bytes": level_bytes(cfg), "draft_bytes": draft_bytes(cfg, [row.prefix] * row.batch), "floor_us": floors,
-    }  # fmt: skip
+        **asdict(row),
+        "name": row.name,
+        "checks": checks,
+        "faults": faults,
+        "level_bytes": level_bytes(cfg),
+        "draft_bytes": draft_bytes(cfg, [row.prefix] * row.batch),
+        "floor_us": floors,
+    }
     if not faults:
         timed = {**runs, "B": record(baseline.run), "A": baseline.run}
         times = {name: sorted(samples) for name, samples in interleave(timed, head.device, rounds).items()}

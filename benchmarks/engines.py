@@ -29,9 +29,12 @@ from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.timing import machine
 
 CASES = {
-    "plain": None, "chain of 3": TreeConfig(2, 1, 4), "chain of 7": TreeConfig(6, 1, 8),
-    "tree of 16": TreeConfig(4, 4, 16), "tree of 60": TreeConfig(5, 10, 60),
-}  # fmt: skip
+    "plain": None,
+    "chain of 3": TreeConfig(2, 1, 4),
+    "chain of 7": TreeConfig(6, 1, 8),
+    "tree of 16": TreeConfig(4, 4, 16),
+    "tree of 60": TreeConfig(5, 10, 60),
+}
 DIMS, SEQUENCES, PROMPT, ROWS, ACCEPTED = "llama-3.1-8b", (1, 4, 16), 512, 32000, 2.5
 MEASURED = {
     "bf16": [(case, sequences) for sequences in SEQUENCES for case in CASES],
@@ -63,8 +66,14 @@ def measure(
         sys.stdin.readline()
     for (case, sequences), (decoder, _) in zip(cases, decoders, strict=True):
         row = take_turns([decoder], sequences, prompt, steps, 3)[0]
-        yield {"engine": "eagle-slim", "case": case, "weights": weights, "sequences": sequences, "ms": row["step_ms"],
-               "accepted_length": row["accepted_length"]}  # fmt: skip
+        yield {
+            "engine": "eagle-slim",
+            "case": case,
+            "weights": weights,
+            "sequences": sequences,
+            "ms": row["step_ms"],
+            "accepted_length": row["accepted_length"],
+        }
 
 
 def rows_of(line: dict[str, Any]) -> list[dict[str, Any]]:

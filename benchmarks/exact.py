@@ -61,8 +61,12 @@ RULES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.1, "min_new_tokens": 20, "suppress_tokens": [198]},
 }
 TREES = (
-    TreeConfig(5, 10, 60), TreeConfig(5, 10, 16), TreeConfig(5, 1, 6), TreeConfig(3, 10, 5), TreeConfig(7, 10, 128),
-)  # fmt: skip
+    TreeConfig(5, 10, 60),
+    TreeConfig(5, 10, 16),
+    TreeConfig(5, 1, 6),
+    TreeConfig(3, 10, 5),
+    TreeConfig(7, 10, 128),
+)
 NEW = 192
 """Most new tokens of an answer."""
 SHORT = 700
@@ -93,8 +97,15 @@ class Question(NamedTuple):
 class Pool:
     """Questions by rules, and the answers of plain decoding of each alone."""
 
-    def __init__(self, model: SpeculativeModel, chats: Sequence[Sequence[int]], text: Sequence[int], seed: int,
-                 count: int, new_tokens: int = NEW) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: SpeculativeModel,
+        chats: Sequence[Sequence[int]],
+        text: Sequence[int],
+        seed: int,
+        count: int,
+        new_tokens: int = NEW,
+    ) -> None:
         self.model, self.new_tokens = model.with_tree(model.drafter.tree), new_tokens
         self.answers: dict[Question, list[int]] = {}
         rng, longest = random.Random(seed), (model.max_model_len or 8192) - 1
@@ -206,8 +217,15 @@ class Variant:
 class Fuzz:
     """Runs episodes, and counts compared tokens; ``models`` by the name of their draft vocabulary."""
 
-    def __init__(self, models: Mapping[str, SpeculativeModel], pool: Pool, trees: Sequence[TreeConfig], seed: int,
-                 calls: Sequence[tuple[int, int]] = CALLS, only_changing: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        models: Mapping[str, SpeculativeModel],
+        pool: Pool,
+        trees: Sequence[TreeConfig],
+        seed: int,
+        calls: Sequence[tuple[int, int]] = CALLS,
+        only_changing: bool = False,
+    ) -> None:
         self.models, self.pool, self.seed, self.calls = models, pool, seed, calls
         names = [*models]
         drafted = [Variant(names[(seed + place) % len(names)], tree) for place, tree in enumerate(trees)]
@@ -295,8 +313,14 @@ class Fuzz:
                 raise
             self.broken_off[type(error).__name__] += 1
 
-    def _call(self, model: SpeculativeModel, variant: Variant, questions: Sequence[Question], where: dict[str, Any],
-              **options: Any) -> None:  # fmt: skip
+    def _call(
+        self,
+        model: SpeculativeModel,
+        variant: Variant,
+        questions: Sequence[Question],
+        where: dict[str, Any],
+        **options: Any,
+    ) -> None:
         wanted = [self.pool.answer(question)[: options["new_tokens"]] for question in questions]
         output = generate(model, questions, **options, speculative=variant.tree is not None)
         self.reused += output.stats.num_reused_tokens
@@ -309,8 +333,14 @@ class Fuzz:
             first = first_difference(found, own)
             compared = len(own) if first is None else first + 1
             self.tokens += compared
-            kinds = [variant.name, f"{variant.rows} rows", f"{side_by_side} at once", question.rules, question.kind,
-                     f"reuse_prefix {options['reuse_prefix']}"]  # fmt: skip
+            kinds = [
+                variant.name,
+                f"{variant.rows} rows",
+                f"{side_by_side} at once",
+                question.rules,
+                question.kind,
+                f"reuse_prefix {options['reuse_prefix']}",
+            ]
             self.counts.update(dict.fromkeys(kinds, compared))
             if first is None:
                 continue
@@ -322,16 +352,25 @@ class Fuzz:
 
     def result(self) -> dict[str, Any]:
         """Return the compared tokens, all and by kind of case; a token counts once in each of its kinds."""
-        lengths = {name: sum(length * count for length, count in found.items()) / max(1, found.total())
-                   for name, found in self.lengths.items()}  # fmt: skip
+        lengths = {
+            name: sum(length * count for length, count in found.items()) / max(1, found.total())
+            for name, found in self.lengths.items()
+        }
         return {
-            "seed": self.seed, "tokens": self.tokens, "answers_that_differ": self.differing,
-            "questions": len(self.pool.answers), "tokens_of_their_answers": sum(map(len, self.pool.answers.values())),
-            "tokens_a_pass": lengths, "steps_by_shape": {str(shape): count for shape, count in self.steps.items()},
-            "reused_prompt_tokens": self.reused, "calls_broken_off": dict(self.broken_off),
-            "tokens_by_kind": dict(sorted(self.counts.items())), "differences": self.differences,
-            "exactness": sorted(self.exactness), "paths": sorted(self.paths),
-        }  # fmt: skip
+            "seed": self.seed,
+            "tokens": self.tokens,
+            "answers_that_differ": self.differing,
+            "questions": len(self.pool.answers),
+            "tokens_of_their_answers": sum(map(len, self.pool.answers.values())),
+            "tokens_a_pass": lengths,
+            "steps_by_shape": {str(shape): count for shape, count in self.steps.items()},
+            "reused_prompt_tokens": self.reused,
+            "calls_broken_off": dict(self.broken_off),
+            "tokens_by_kind": dict(sorted(self.counts.items())),
+            "differences": self.differences,
+            "exactness": sorted(self.exactness),
+            "paths": sorted(self.paths),
+        }
 
 
 def random_tree(rng: random.Random) -> TreeConfig:

@@ -144,9 +144,7 @@ def measure_full(
     if gate["partial_blocks"]:
         option = PartialVerification("exact", gate["partial_blocks"])
         chances, accepted = [gate["survival"]] * times, gate["accepted_length"]
-        for row in measure_ahead(
-            model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns
-        ):  # fmt: skip
+        for row in measure_ahead(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
             yield [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
         return
     cache = model.new_cache(sequences, prefix + steps * tree.path_width + tree.total_tokens + 1)
@@ -158,9 +156,11 @@ def measure_full(
 
 
 def judge(
-    gates: Values, device: str, rounds: Iterator[Mapping[str, float]],
+    gates: Values,
+    device: str,
+    rounds: Iterator[Mapping[str, float]],
     measure: Callable[[Values, int], Iterable[Sequence[Mapping[str, Any]]]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Take micro rounds until enough in a row are green, then run the full gates; ``is_green``: whether all is well.
 
     ``measure``: the baseline and drafting of a full gate, ``green_rounds`` times; none runs when ``most_rounds`` have

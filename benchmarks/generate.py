@@ -141,9 +141,12 @@ def main(argv: list[str] | None = None) -> None:
         command.error(f"--sizes or --accepted: {error}")
     device = command.gpu()
     result: dict[str, Any] = {
-        "machine": machine(device), "copy_bytes_per_s": copy_bytes_per_s(device), "steps": args.steps,
-        "rounds": args.rounds, "rows": [],
-    }  # fmt: skip
+        "machine": machine(device),
+        "copy_bytes_per_s": copy_bytes_per_s(device),
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "rows": [],
+    }
     for name, same in itertools.groupby(chosen, key=lambda point: point.model):
         of_model = list(same)
         shapes = [(p.tree, p.batch, rows) for p in of_model for rows in p.sizes(asked)]

@@ -40,10 +40,18 @@ Entry = tuple[str, str, list[int]]
 def config_of(dims: Dims, layers: int) -> LlamaConfig:
     """Return the configuration of a Llama of these dimensions."""
     return LlamaConfig(
-        vocab_size=dims.vocab, hidden_size=dims.hidden, intermediate_size=dims.intermediate, num_hidden_layers=layers,
-        num_attention_heads=dims.heads, num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim,
-        max_position_embeddings=131072, tie_word_embeddings=False, dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        vocab_size=dims.vocab,
+        hidden_size=dims.hidden,
+        intermediate_size=dims.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=dims.heads,
+        num_key_value_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
 
 
 def entries(config: LlamaConfig, published: bool) -> Iterator[Entry]:

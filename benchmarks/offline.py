@@ -120,11 +120,20 @@ def make_files(folder: Path, draft_vocab: int) -> None:
     dims = MODELS["llama-3.1-8b"]
     head = random_head(dims, torch.device("cpu"))
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": dims.vocab,
-        "hidden_size": dims.hidden, "intermediate_size": dims.intermediate, "num_hidden_layers": 32,
-        "num_attention_heads": dims.heads, "num_key_value_heads": dims.kv_heads, "head_dim": dims.head_dim,
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": dims.vocab,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
+        "num_hidden_layers": 32,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    }
     outer = ("fc.weight", "norm.weight")
     tensors = {name if name in outer else f"midlayer.{name}": tensor for name, tensor in head.tensors.items()}
     for name, weights in (("head", tensors), ("target", {"lm_head.weight": head.lm_head})):

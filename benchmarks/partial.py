@@ -42,13 +42,18 @@ def main(argv: list[str] | None = None) -> None:
     compile_ahead(args.dims, [(tree, args.batch, rows) for tree in trees], device)
     options = [PartialVerification("exact", blocks, args.ahead) for blocks in args.blocks]
     result: dict[str, Any] = {
-        "dims": args.dims, "draft_vocab": rows, "accepted": args.accepted, "machine": machine(device), "rows": []
-    }  # fmt: skip
+        "dims": args.dims,
+        "draft_vocab": rows,
+        "accepted": args.accepted,
+        "machine": machine(device),
+        "rows": [],
+    }
     for prefix in args.prefixes:
         own: list[dict[str, Any]] = []
         for tree in trees:
-            for row in measure_ahead(model, rows, tree, args.batch, prefix, options, args.accepted,
-                                     args.survival, args.steps, args.rounds):  # fmt: skip
+            for row in measure_ahead(
+                model, rows, tree, args.batch, prefix, options, args.accepted, args.survival, args.steps, args.rounds
+            ):
                 own.append(row)
                 fastest = max(each["full"]["tokens_per_s"] for each in own)
                 for each in own:

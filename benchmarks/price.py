@@ -55,9 +55,16 @@ class PartOps(Ops):
 
 
 def qkv_product(
-    rows: products.NormedRows, norm: products.Norm, weight: Tensor, bias: None, head_norms: None,
-    out: products.HeadRows, keys: Tensor, values: Tensor, scratch: object = None,
-) -> None:  # fmt: skip
+    rows: products.NormedRows,
+    norm: products.Norm,
+    weight: Tensor,
+    bias: None,
+    head_norms: None,
+    out: products.HeadRows,
+    keys: Tensor,
+    values: Tensor,
+    scratch: object = None,
+) -> None:
     """Compute `products.qkv_product` of a Llama whose rows are all in use."""
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     qkv = ((rows.scaled @ weight.t()).float() * rows.factor(norm)).view(len(rows.scaled), -1, head_dim)
@@ -92,9 +99,19 @@ def attentions(rows: ForwardRows, prefix: int, group: int, dtype: torch.dtype) -
     bias.masked_fill_(~seen, float("-inf"))
 
     def attend(
-        backend: SDPBackend, mask: Any, is_grouped: bool, query: Tensor, keys: Tensor, values: Tensor, rows: object,
-        scale: float, window: None, out: Tensor, scratch: object, lift: float,
-    ) -> None:  # fmt: skip
+        backend: SDPBackend,
+        mask: Any,
+        is_grouped: bool,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: object,
+        scale: float,
+        window: None,
+        out: Tensor,
+        scratch: object,
+        lift: float,
+    ) -> None:
         q = query.view(places, nodes, -1, keys.shape[3]).transpose(1, 2)
         if not is_grouped:  # Query heads of one key head are laid side by side as more queries.
             q = q.reshape(places, keys.shape[1], -1, keys.shape[3])

@@ -89,9 +89,12 @@ def generate(model: Any, prompts: list[Tensor], args: argparse.Namespace) -> dic
         passes_ms += [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
         num_passes, seconds = num_passes + len(times), seconds + times[-1] - start
     return {
-        "ids": answers, "passes_ms": passes_ms, "num_passes": num_passes, "seconds": seconds,
+        "ids": answers,
+        "passes_ms": passes_ms,
+        "num_passes": num_passes,
+        "seconds": seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-    }  # fmt: skip
+    }
 
 
 def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> Callable[..., Any]:
@@ -184,11 +187,14 @@ def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Name
     for variant, (first, *timed_answers) in answers.items():
         length = sum(map(len, first["ids"]))
         row = {
-            "tree": [tree.depth, tree.top_k, tree.total_tokens], "variant": variant, "new_tokens": length,
-            "prompt_tokens": sum(prompt.shape[1] for prompt in prompts), "num_passes": first["num_passes"],
+            "tree": [tree.depth, tree.top_k, tree.total_tokens],
+            "variant": variant,
+            "new_tokens": length,
+            "prompt_tokens": sum(prompt.shape[1] for prompt in prompts),
+            "num_passes": first["num_passes"],
             "accepted_length": length / first["num_passes"],
             "peak_gb": None if first["peak_bytes"] is None else first["peak_bytes"] / 1e9,
-        }  # fmt: skip
+        }
         if whole.step is not None and variant == "whole":
             row["forward"] = str(whole.step.backend)
         if args.temperature == 0:
@@ -227,13 +233,19 @@ def main(argv: list[str] | None = None) -> None:
         model = build_ea_model(args.dims, dtype, device, args.draft_vocab)
         prompts = [read_prompt(args.dims, device)]
     result: dict[str, Any] = {
-        "model": args.base_model or args.dims, "head": args.ea_model or "random or built in",
-        "layers": len(model.base_model.model.layers), "dtype": args.dtype,
-        "temperature": args.temperature, "num_prompts": len(prompts), "runs": args.runs,
+        "model": args.base_model or args.dims,
+        "head": args.ea_model or "random or built in",
+        "layers": len(model.base_model.model.layers),
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "num_prompts": len(prompts),
+        "runs": args.runs,
         # A folder inside of another repository has a prefix.
-        "upstream": commit.strip() if commit.startswith("\n") else "unknown", "transformers": transformers.__version__,
-        "machine": machine(device), "rows": [],
-    }  # fmt: skip
+        "upstream": commit.strip() if commit.startswith("\n") else "unknown",
+        "transformers": transformers.__version__,
+        "machine": machine(device),
+        "rows": [],
+    }
     head = getattr(model.ea_layer, "lm_head", model.base_model.lm_head)
     result["draft_vocab"] = head.weight.shape[0]
     for tree in args.trees:
@@ -257,8 +269,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
     add("--draft-vocab", type=whole_from(1), default=0, help="LM-head rows of a random head (default: all)")
-    add("--compare", nargs="*", choices=VARIANTS, default=[], metavar="VARIANT",
-        help="patches beside upstream's own: drafter, whole (default, and without a value: both)")  # fmt: skip
+    add(
+        "--compare",
+        nargs="*",
+        choices=VARIANTS,
+        default=[],
+        metavar="VARIANT",
+        help="patches beside upstream's own: drafter, whole (default, and without a value: both)",
+    )
     add("--print_output", "--print-output", action="store_true", help="print what each variant generated, once")
     add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
     add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")

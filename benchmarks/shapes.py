@@ -103,8 +103,12 @@ def all_rows() -> list[str]:
     """List the names of all rows, those first that tell most."""
     categories = sorted({prompt.category for prompt in read_prompts()}, key=lambda name: (name != "german", name))
     text = [f"text/{rows}/{category}" for category in categories for rows in ("full", 4096, 512)]
-    drawn = [f"drawn/{dims}/{law}/{count}"
-             for dims in ("llama-3.1-8b", "smollm2-135m") for count in (1, 4, 16) for law in LAWS]  # fmt: skip
+    drawn = [
+        f"drawn/{dims}/{law}/{count}"
+        for dims in ("llama-3.1-8b", "smollm2-135m")
+        for count in (1, 4, 16)
+        for law in LAWS
+    ]
     slots = [f"{kind}/{count}" for kind in ("slots", "sampled") for count in (16, 4, 1)]
     return [*slots[:3], *text[:3], *drawn[:9], *text[3:], "unknown/4", *slots[3:], *drawn[9:], "first token"]
 
@@ -169,17 +173,13 @@ def parts_of(
             before = shape
     steps = {name: [len(values), sum(values), statistics.median(values) * 1e3] for name, values in found.items()}
     prompts_s = wall_s - between_s - sum(map(sum, found.values()))
-    return {
-        "wall_s": wall_s, "prompts_s": prompts_s, "between_s": between_s, "chooser_s": chooser_s, "steps": steps
-    }  # fmt: skip
+    return {"wall_s": wall_s, "prompts_s": prompts_s, "between_s": between_s, "chooser_s": chooser_s, "steps": steps}
 
 
 class TextVariants:
     """SmolLM2 with its head over ``rows`` rows, ``slots`` sequences at a time, ready in each of ``shapes``."""
 
-    def __init__(
-        self, rows: str, slots: int, rules: Mapping[str, Any], shapes: Shapes, device: torch.device
-    ) -> None:  # fmt: skip
+    def __init__(self, rows: str, slots: int, rules: Mapping[str, Any], shapes: Shapes, device: torch.device) -> None:
         vocab = None if rows == "full" else int(rows)
         base = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, draft_vocab=vocab)
         self.base, self.slots, self.rules = base, slots, rules
@@ -387,10 +387,12 @@ def make_all_ready(rows: Sequence[str], device: torch.device) -> None:
     started, kinds = time.perf_counter(), [kind for kind in dict.fromkeys(map(kind_of, rows)) if "/" in kind]
     spawn, most = get_context("spawn"), max(1, (os.cpu_count() or 2) - 5)
     with (
-        mock.patch.dict(os.environ, OMP_NUM_THREADS="1"), ProcessPoolExecutor(most, spawn) as workers,
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
+        ProcessPoolExecutor(most, spawn) as workers,
         # Each takes 9 GB of the GPU at 8B's dimensions.
-        ProcessPoolExecutor(5, spawn) as random, ProcessPoolExecutor(2, spawn, hide_name) as renamed,
-    ):  # fmt: skip
+        ProcessPoolExecutor(5, spawn) as random,
+        ProcessPoolExecutor(2, spawn, hide_name) as renamed,
+    ):
         jobs, pools = {}, {"drawn": random, "unknown": renamed}
         for kind in kinds:
             alike = defaultdict(list)

@@ -64,9 +64,14 @@ MOST_OVER_BEST = 1.03
 
 @torch.inference_mode()
 def measure(
-    model: RandomModel, drafts: Sequence[tuple[int, str]], trees: Sequence[TreeConfig], batch: int,
-    prefixes: Sequence[int], bandwidth: float, is_first: bool,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    model: RandomModel,
+    drafts: Sequence[tuple[int, str]],
+    trees: Sequence[TreeConfig],
+    batch: int,
+    prefixes: Sequence[int],
+    bandwidth: float,
+    is_first: bool,
+) -> Iterator[dict[str, Any]]:
     """Measure a row of ``batch`` sequences at every prefix, with every tree and draft, over one cache.
 
     ``drafts``: draft vocabularies, and the head's type with each. ``is_first``: with the first of them, at the first
@@ -98,9 +103,14 @@ def sweep(
     room = (times + 1) * tree.path_width + nodes + 1
     decoder = model.decoder(model.new_cache(sequences, prefix + room), tree, draft_vocab)
     own = attention_tiles(
-        sequences, nodes, (dims.heads, dims.kv_heads, dims.head_dim), num_processors(device),
-        model.target.dtype.itemsize, is_tree=True, gpu=gpu_name(device),
-    )  # fmt: skip
+        sequences,
+        nodes,
+        (dims.heads, dims.kv_heads, dims.head_dim),
+        num_processors(device),
+        model.target.dtype.itemsize,
+        is_tree=True,
+        gpu=gpu_name(device),
+    )
     programs = sorted({max(1, own.programs // 2), own.programs, 2 * own.programs})
     grid = itertools.product(programs, (32, 64), (2, 3, 4), (2, 4))
     tiles = [own, *(replace(own, programs=p, rows=r, num_stages=s, tail_warps=w) for p, r, s, w in grid)]
@@ -116,10 +126,15 @@ def sweep(
     variants: list[dict[str, Any]] = []
     for found, (_, logits), times_ms in zip(tiles, steps, samples, strict=True):
         parts = sequences * dims.kv_heads * -(-nodes * dims.heads // dims.kv_heads // found.rows)
-        variants.append({
-            **asdict(found), "step_ms": statistics.median(times_ms), "is_equal": torch.equal(logits, steps[0][1]),
-            "blocks_executed": parts * seen, "blocks_skipped": parts * (held - seen),
-        })  # fmt: skip
+        variants.append(
+            {
+                **asdict(found),
+                "step_ms": statistics.median(times_ms),
+                "is_equal": torch.equal(logits, steps[0][1]),
+                "blocks_executed": parts * seen,
+                "blocks_skipped": parts * (held - seen),
+            }
+        )
     best = min((each for each in variants if each["is_equal"]), key=lambda each: float(each["step_ms"]))
     over_best = variants[0]["step_ms"] / best["step_ms"]
     shape = {"batch": sequences, "prefix": prefix}
@@ -156,13 +171,19 @@ def main(argv: list[str] | None = None) -> None:
     shapes = itertools.product(trees, batches, vocabs)
     compile_ahead(args.dims, shapes, device, [DRAFT_WEIGHTS[each] for each in args.draft_weights])
     if args.target == "fused" and not args.sweep:
-        places = [(tree, batch, max(args.prefixes if batch == 1 else args.prefixes[:1]) + ROOM)
-                  for tree in [*trees, None] for batch in batches]  # fmt: skip
+        places = [
+            (tree, batch, max(args.prefixes if batch == 1 else args.prefixes[:1]) + ROOM)
+            for tree in [*trees, None]
+            for batch in batches
+        ]
         run_ahead(args.dims, args.target_weights, places, drafts[0], args.prefixes[0])
     result: dict[str, Any] = {
-        "dims": args.dims, "target": args.target, "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12,
+        "dims": args.dims,
+        "target": args.target,
+        "machine": machine(device),
+        "copy_TB_per_s": bandwidth / 1e12,
         "rows": [],
-    }  # fmt: skip
+    }
     if args.sweep:
         model = RandomModel(args.dims, device, backend=args.target, weights=args.target_weights[0])
         for batch, prefix in SWEPT:

@@ -49,11 +49,20 @@ PARTS = {
     "output and down": ("add_product_kernel",),
     "MLP": ("gated_product_kernel",),
     "LM head": ("head_product_kernel", "norm_kernel"),
-    "accept": ("penalise_kernel", "best_kernel", "pick_kernel", "race_kernel", "draw_kernel", "survey_kernel",
-               "narrow_kernel", "collect_kernel", "cut_kernel", "walk_kernel"),
-    "commit": ("commit_kv_kernel", "commit_features_kernel", "mark_seen_kernel",
-               "list_active_kernel"),
-}  # fmt: skip
+    "accept": (
+        "penalise_kernel",
+        "best_kernel",
+        "pick_kernel",
+        "race_kernel",
+        "draw_kernel",
+        "survey_kernel",
+        "narrow_kernel",
+        "collect_kernel",
+        "cut_kernel",
+        "walk_kernel",
+    ),
+    "commit": ("commit_kv_kernel", "commit_features_kernel", "mark_seen_kernel", "list_active_kernel"),
+}
 """Kernels of each part of a step, by the end of their names."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree")
 STEP = "eagle-slim step"
@@ -230,10 +239,14 @@ def counters_of(lines: Iterable[str]) -> dict[str, dict[str, float]]:
         own[row["Metric Name"]] += float(row["Metric Value"].replace(",", ""))  # type: ignore[assignment]
         own["kernels"] += row["Metric Name"] == METRICS[0]
     return {
-        name: {"kernels": own["kernels"], "bytes_read": own[METRICS[0]], "us": own[METRICS[1]] / 1e3,
-               "TB_per_s": own[METRICS[0]] / own[METRICS[1]] / 1e3}
+        name: {
+            "kernels": own["kernels"],
+            "bytes_read": own[METRICS[0]],
+            "us": own[METRICS[1]] / 1e3,
+            "TB_per_s": own[METRICS[0]] / own[METRICS[1]] / 1e3,
+        }
         for name, own in sums.items()
-    }  # fmt: skip
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

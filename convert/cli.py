@@ -58,8 +58,13 @@ Examples:
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
-@click.option("--draft-vocab", multiple=True, callback=_sizes, metavar="N,N,...",
-              help="Rows of the LM head to keep; several sizes, repeatable; `full` keeps all, normalised.")  # fmt: skip
+@click.option(
+    "--draft-vocab",
+    multiple=True,
+    callback=_sizes,
+    metavar="N,N,...",
+    help="Rows of the LM head to keep; several sizes, repeatable; `full` keeps all, normalised.",
+)
 @click.option("--coverage", type=float, metavar="C", help="Instead of a size: share of the text to cover, say 0.99.")
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -67,23 +72,52 @@ Examples:
 @click.option("--subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts from `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Weights of the counts' sources: `chat=3,code=2`.")
-@click.option("--floor", "floors", multiple=True, metavar="NAME=SHARE",
-              help="Share of a source's held-out tokens that each size must cover: `zh=0.97`.")  # fmt: skip
+@click.option(
+    "--floor",
+    "floors",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Share of a source's held-out tokens that each size must cover: `zh=0.97`.",
+)
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a vLLM map, d2t, JSON or text.")
 @click.option("--order", type=click.Choice(["ids"]), help="Rank by id, which is BPE's merge order, without a corpus.")
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="Text to count; repeatable.")
-@click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
-              help="Added tokens that are always kept: those that can occur in a chat, or all.")  # fmt: skip
+@click.option(
+    "--force-added",
+    type=click.Choice(["chat", "all"]),
+    default="chat",
+    show_default=True,
+    help="Added tokens that are always kept: those that can occur in a chat, or all.",
+)
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(0, 2**31 - 1), help="Always keep this id.")
-@click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
-              help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
-@click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
-              help="Form of the head's own map d2t, if its files do not show it.")  # fmt: skip
-@click.option("--tap-layers", callback=whole_numbers, metavar="L,L,...",
-              help="Target layers whose inputs the head reads, if its files are wrong.")  # fmt: skip
-@click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
-              help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
-              "Without a size, HEAD is an artifact that keeps its own.")  # fmt: skip
+@click.option(
+    "--for",
+    "flavour",
+    type=click.Choice(["sglang", "lmdeploy"]),
+    help="Write the class name for this engine alone (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).",
+)
+@click.option(
+    "--d2t-form",
+    type=click.Choice(["auto", "offset", "absolute"]),
+    default="auto",
+    show_default=True,
+    help="Form of the head's own map d2t, if its files do not show it.",
+)
+@click.option(
+    "--tap-layers",
+    callback=whole_numbers,
+    metavar="L,L,...",
+    help="Target layers whose inputs the head reads, if its files are wrong.",
+)
+@click.option(
+    "--gguf",
+    callback=_gguf,
+    is_flag=False,
+    flag_value="auto",
+    metavar="[TYPE,...]",
+    help="Also write GGUF files for llama.cpp: bf16, f16, q8_0 or f32; default: the head's own. "
+    "Without a size, HEAD is an artifact that keeps its own.",
+)
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")

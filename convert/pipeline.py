@@ -201,9 +201,15 @@ def plan_conversion(
     if sizes != ("full",):
         cut = [size for size in sizes if isinstance(size, int)]
         ranking = make_ranking(
-            inputs.unpadded_head, request, inputs.tokenizer, embedded=inputs.is_builtin, offline=options.offline,
-            count=count, say=say, sizes=cut,
-        )  # fmt: skip
+            inputs.unpadded_head,
+            request,
+            inputs.tokenizer,
+            embedded=inputs.is_builtin,
+            offline=options.offline,
+            count=count,
+            say=say,
+            sizes=cut,
+        )
     elif not request.is_default or request.force_ids:
         say("--draft-vocab full keeps every row: counts, maps, text and forced ids change nothing")
     plans = []

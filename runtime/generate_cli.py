@@ -31,35 +31,66 @@ Examples:
 )
 @model_options
 @click.option("--depth", type=click.IntRange(min=0), default=5, show_default=True, help="Levels of the draft tree.")
-@click.option("--draft-top-k", type=click.IntRange(min=1), default=10, show_default=True,
-              help="Children per node; 1 drafts a chain.")  # fmt: skip
-@click.option("--total-tokens", type=click.IntRange(min=2),
-              help="Nodes of the tree, root included. Default: chosen by step on a GPU; 16 on a CPU.")  # fmt: skip
-@click.option("--draft-vocab", metavar="N", callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
-              help="Draft over the best N ids only; `full`, the default, is all of the head's.")  # fmt: skip
+@click.option(
+    "--draft-top-k",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Children per node; 1 drafts a chain.",
+)
+@click.option(
+    "--total-tokens",
+    type=click.IntRange(min=2),
+    help="Nodes of the tree, root included. Default: chosen by step on a GPU; 16 on a CPU.",
+)
+@click.option(
+    "--draft-vocab",
+    metavar="N",
+    callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
+    help="Draft over the best N ids only; `full`, the default, is all of the head's.",
+)
 @click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
 @click.option(
     "--prompt", metavar="TEXT", help="Answer this prompt and exit. Default: the text on stdin, or a chat in a terminal."
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True,
-              help="Most tokens of an answer.")  # fmt: skip
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Most tokens of an answer."
+)
 @click.option("--temperature", type=click.FloatRange(min=0), metavar="T", help="Sample, if above 0. Default: greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P",
-              help="Sample from the fewest tokens whose probabilities add up to P.")  # fmt: skip
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="P",
+    help="Sample from the fewest tokens whose probabilities add up to P.",
+)
 @click.option("--top-k", type=click.IntRange(min=0), metavar="K", help="Sample from the K most probable tokens.")
-@click.option("--seed", type=click.IntRange(min=0),
-              help="Random seed. Default: a new one each time, printed with the figures.")  # fmt: skip
-@click.option("--stop", multiple=True, metavar="TEXT",
-              help="End the answer at this text, and print it as a whole; repeat for more than one.")  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Random seed. Default: a new one each time, printed with the figures."
+)
+@click.option(
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    help="End the answer at this text, and print it as a whole; repeat for more than one.",
+)
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option
 def generate(
-    prompt: str | None, system: str | None, raw: bool, check: bool, as_json: bool, depth: int, draft_top_k: int,
-    total_tokens: int | None, draft_vocab: int | None, follow: str | None, **options: Any,
-) -> None:  # fmt: skip
+    prompt: str | None,
+    system: str | None,
+    raw: bool,
+    check: bool,
+    as_json: bool,
+    depth: int,
+    draft_top_k: int,
+    total_tokens: int | None,
+    draft_vocab: int | None,
+    follow: str | None,
+    **options: Any,
+) -> None:
     """Generate with a draft head; the text is the target's own.
 
     HEAD is a converted or unconverted head, in a folder or a Hugging Face Hub repository; by default, the built-in

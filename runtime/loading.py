@@ -146,9 +146,11 @@ def open_any_head(
         return OpenedHead(head.head, head.manifest.ranks, head.tokenizer_hash, name, target.get("name"), head.folder)
     choice = choose_target(head, is_embedded)
     return OpenedHead(
-        head, tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
-        target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO, is_embedded=is_embedded,
-    )  # fmt: skip
+        head,
+        tokenizer_hash=load_embedded_counts().tokenizer_hash if is_embedded else None,
+        target_name=None if choice is None else choice.name or EMBEDDED_TARGET_REPO,
+        is_embedded=is_embedded,
+    )
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -214,9 +216,14 @@ def _unfit_for_fp8(device: torch.device, dtype: torch.dtype | None) -> str | Non
 
 
 def choose_form(
-    target: str | Path, config: Any, target_weights: str, dtype: torch.dtype | None, device: torch.device,
-    revision: str | None, offline: bool,
-) -> Fp8Form | None:  # fmt: skip
+    target: str | Path,
+    config: Any,
+    target_weights: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    revision: str | None,
+    offline: bool,
+) -> Fp8Form | None:
     """Return how a target's weights are in FP8: as published, or quantised where ``target_weights`` asks; None: not.
 
     ``config``: transformers' own; a ``quantization_config`` that quantises nothing is taken out of it. Raises
@@ -228,9 +235,13 @@ def choose_form(
     if not settings:
         with _naming(target):
             file = cached_file(
-                target, "hf_quant_config.json", revision=revision, local_files_only=offline,
-                _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-            )  # fmt: skip
+                target,
+                "hf_quant_config.json",
+                revision=revision,
+                local_files_only=offline,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
         settings = None if file is None else read_object(Path(file), TargetError)
     form = read_form(settings, str(target))
     vars(config).pop("quantization_config", None)
@@ -243,9 +254,14 @@ def choose_form(
 
 
 def load_target(
-    target: str | Path, dtype: torch.dtype | None, device: torch.device, revision: str | None, offline: bool,
-    config: Any = None, form: Fp8Form | None = None,
-) -> nn.Module:  # fmt: skip
+    target: str | Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    revision: str | None,
+    offline: bool,
+    config: Any = None,
+    form: Fp8Form | None = None,
+) -> nn.Module:
     """Load a causal LM in evaluation mode on a device: with transformers, or with weights in FP8 (``form``).
 
     ``dtype`` None: that of the files; on a CPU see `dtype_on_cpu`. ``config``: that of `load_target_config`, needed for
@@ -275,9 +291,15 @@ def load_target(
             if dtype is None and device.type == "cpu":
                 wanted = dtype_on_cpu(config or load_target_config(target, revision, offline))
             model, found = AutoModelForCausalLM.from_pretrained(
-                target, config=config, dtype=wanted or "auto", revision=revision, local_files_only=offline,
-                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
+                target,
+                config=config,
+                dtype=wanted or "auto",
+                revision=revision,
+                local_files_only=offline,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
             # transformers draws such weights at random.
             if drawn := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
                 problem = "are missing, or have other shapes than its config.json says"

@@ -64,9 +64,15 @@ class SpeculativeModel:
     """Modalities that a pipeline of transformers prints."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None,
-        opened: loading.OpenedHead | None = None, tokenizer_hash: str | None = None, is_tree_sized: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        tokenizer: Any | None = None,
+        max_model_len: int | None = None,
+        opened: loading.OpenedHead | None = None,
+        tokenizer_hash: str | None = None,
+        is_tree_sized: bool = False,
+    ) -> None:
         self.target, self.drafter, self.tokenizer, self.opened = target, drafter, tokenizer, opened
         self.tokenizer_hash = tokenizer_hash
         """Hash of the tokenizer that ids belong to; None if neither target, tokenizer nor converted head tells it."""
@@ -83,14 +89,30 @@ class SpeculativeModel:
 
     @classmethod
     def from_pretrained(
-        cls, target: str | Path | nn.Module | None = None, head: str | Path | DraftHead | Artifact | None = None, *,
-        draft_vocab: int | DraftVocab | None = None, follow: str | None = None, follow_rows: int = DEFAULT_FOLLOW_ROWS,
-        depth: int = 5, top_k: int = 10, total_tokens: int | None = None, dtype: torch.dtype | str = "auto",
-        device: torch.device | str | None = None, drafter: str | DraftFunction = "auto", draft_weights: str = "auto",
-        target_weights: str = "auto", target_backend: str = "auto", tokenizer: Any | None = None,
-        max_model_len: int | None = None, revision: str | None = None, head_revision: str | None = None,
-        tap_layers: Sequence[int] | None = None, d2t_form: D2tForm = "auto", offline: bool = False,
-    ) -> SpeculativeModel:  # fmt: skip
+        cls,
+        target: str | Path | nn.Module | None = None,
+        head: str | Path | DraftHead | Artifact | None = None,
+        *,
+        draft_vocab: int | DraftVocab | None = None,
+        follow: str | None = None,
+        follow_rows: int = DEFAULT_FOLLOW_ROWS,
+        depth: int = 5,
+        top_k: int = 10,
+        total_tokens: int | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        drafter: str | DraftFunction = "auto",
+        draft_weights: str = "auto",
+        target_weights: str = "auto",
+        target_backend: str = "auto",
+        tokenizer: Any | None = None,
+        max_model_len: int | None = None,
+        revision: str | None = None,
+        head_revision: str | None = None,
+        tap_layers: Sequence[int] | None = None,
+        d2t_form: D2tForm = "auto",
+        offline: bool = False,
+    ) -> SpeculativeModel:
         """Load a head with its target; warns of what the head's files leave in doubt.
 
         Args:
@@ -321,10 +343,17 @@ class SpeculativeModel:
         return self.drafter.weights.draft_vocab
 
     def generate(
-        self, input_ids: Prompts | None = None, *, streamer: BaseStreamer | None = None,
-        max_slots: int = DEFAULT_MAX_SLOTS, speculative: bool = True, reuse_prefix: bool = False,
-        time_phases: bool = False, partial_verification: str | None = None, **options: Any,
-    ) -> GenerationOutput:  # fmt: skip
+        self,
+        input_ids: Prompts | None = None,
+        *,
+        streamer: BaseStreamer | None = None,
+        max_slots: int = DEFAULT_MAX_SLOTS,
+        speculative: bool = True,
+        reuse_prefix: bool = False,
+        time_phases: bool = False,
+        partial_verification: str | None = None,
+        **options: Any,
+    ) -> GenerationOutput:
         """Continue one prompt or many, without a chat template (`chat`). Calls from several threads take turns.
 
         Args:
@@ -374,9 +403,16 @@ class SpeculativeModel:
         try:
             call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
             plan = plan_call(
-                self.target, self._decoders, call, self.is_tree_sized, max_slots=max_slots, speculative=speculative,
-                reuse_prefix=reuse_prefix, time_phases=time_phases, partial_verification=partial_verification,
-            )  # fmt: skip
+                self.target,
+                self._decoders,
+                call,
+                self.is_tree_sized,
+                max_slots=max_slots,
+                speculative=speculative,
+                reuse_prefix=reuse_prefix,
+                time_phases=time_phases,
+                partial_verification=partial_verification,
+            )
             if streamer is not None:
                 if len(call.requests) != 1:
                     raise UsageError(f"A streamer follows one prompt, got {len(call.requests)}.")
@@ -424,9 +460,15 @@ class SpeculativeModel:
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 
     def warmup(
-        self, num_prompts: int = 1, max_length: int = 2048, *, max_slots: int = DEFAULT_MAX_SLOTS,
-        speculative: bool = True, partial_verification: str | None = None, **options: Any,
-    ) -> WarmUp:  # fmt: skip
+        self,
+        num_prompts: int = 1,
+        max_length: int = 2048,
+        *,
+        max_slots: int = DEFAULT_MAX_SLOTS,
+        speculative: bool = True,
+        partial_verification: str | None = None,
+        **options: Any,
+    ) -> WarmUp:
         """Compile and capture, before the first prompt comes, all that calls like the one described will use.
 
         Args:
@@ -446,9 +488,14 @@ class SpeculativeModel:
         described = {"max_new_tokens": max_length - half, "seed": 0, **options}
         call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
         plan = plan_call(
-            self.target, self._decoders, replace(call, requests=call.requests * num_prompts), self.is_tree_sized,
-            max_slots=max_slots, speculative=speculative, partial_verification=partial_verification,
-        )  # fmt: skip
+            self.target,
+            self._decoders,
+            replace(call, requests=call.requests * num_prompts),
+            self.is_tree_sized,
+            max_slots=max_slots,
+            speculative=speculative,
+            partial_verification=partial_verification,
+        )
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
         return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.ahead))
 

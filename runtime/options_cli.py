@@ -21,29 +21,42 @@ _OPTIONS = (
     click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: the one the head names."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
     click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        show_default=True,
         help="Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
     ),
     click.option("--device", metavar="D", help="Device, such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
     click.option(
-        "--drafter", type=click.Choice(["auto", "reference", "triton"]), default="auto", show_default=True,
+        "--drafter",
+        type=click.Choice(["auto", "reference", "triton"]),
+        default="auto",
+        show_default=True,
         help="The persistent kernel (triton) or plain PyTorch; auto uses the kernel if GPU and head allow it.",
     ),
     click.option(
-        "--draft-weights", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", show_default=True,
+        "--draft-weights",
+        type=click.Choice(["auto", "bf16", "fp8"]),
+        default="auto",
+        show_default=True,
         help="Type of the drafter's weights: the model's own (auto), or FP8, half the bytes, on GPUs from sm_89 on.",
     ),
     click.option(
-        "--target-weights", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True,
+        "--target-weights",
+        type=click.Choice(["auto", "fp8"]),
+        default="auto",
+        show_default=True,
         help="Weights of the target: as its files have them (auto), or quantised to FP8, on GPUs from sm_89 on.",
     ),
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
     click.option(
-        "--partial-verification", type=click.Choice(["exact", "lossy"]),
+        "--partial-verification",
+        type=click.Choice(["exact", "lossy"]),
         help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes confirm; "
         "`lossy` may change the text.",
     ),
-)  # fmt: skip
+)
 _LOADING = ("revision", "dtype", "device", "drafter", "draft_weights", "target_weights", "offline")
 
 
@@ -86,9 +99,14 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter.reason})")
     loaded = {
-        "revision": None, "dtype": "auto", "device": None, "target_backend": model.target.backend.name,
-        "target_weights": "auto", "drafter": model.drafter.backend, "tokenizer": model.tokenizer,
-    }  # fmt: skip
+        "revision": None,
+        "dtype": "auto",
+        "device": None,
+        "target_backend": model.target.backend.name,
+        "target_weights": "auto",
+        "drafter": model.drafter.backend,
+        "tokenizer": model.tokenizer,
+    }
     models = [model]
     for other in heads:
         note(f"loading {other}")

@@ -107,9 +107,12 @@ def trials_of(
 
 
 def tune(
-    cfg: DrafterConfig, derived: LaunchParams, tried: Mapping[str, LaunchParams], measure: Measure,
+    cfg: DrafterConfig,
+    derived: LaunchParams,
+    tried: Mapping[str, LaunchParams],
+    measure: Measure,
     left: Callable[[], float],
-) -> tuple[LaunchParams, list[Trial]]:  # fmt: skip
+) -> tuple[LaunchParams, list[Trial]]:
     """Choose parameters for one configuration: the derived ones, or one of those to be ``tried``.
 
     Stops with the best so far when no time (seconds) is ``left``.
@@ -224,9 +227,10 @@ def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) ->
 def main(argv: list[str] | None = None) -> None:
     """Run the tuner; `--help` lists the options."""
     parser = argparse.ArgumentParser(
-        prog="python -m eagle_slim.runtime.tune", description=__doc__,
+        prog="python -m eagle_slim.runtime.tune",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--from-shapes", type=Path, required=True, help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
     parser.add_argument("--rounds", type=int, default=15, help="samples per variant; default 15")

@@ -34,9 +34,13 @@ def test_readme(tmp_path: Path) -> None:
     for language, text in blocks():
         program = {"bash": ["bash", "-e", "-u", "-o", "pipefail", "-c"], "python": [sys.executable, "-c"]}[language]
         done = subprocess.run(
-            [*program, text], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=1800,
+            [*program, text],
+            cwd=tmp_path,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=1800,
             env={**os.environ, "PYTHONUTF8": "1", "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"},
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         printed.append(done)
     shell, python = printed

@@ -30,8 +30,12 @@ def python(installed: Path, *arguments: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [str(installed.parents[3] / "bin" / "python"), *arguments],
-        cwd=installed.parents[3], env=env, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+        cwd=installed.parents[3],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -35,17 +35,25 @@ _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="CO
 _vocabulary_argument = click.argument("vocabulary", metavar="VOCAB")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
 _weight_option = click.option(
-    "--weights", "-w", multiple=True, metavar="NAME=SHARE",
+    "--weights",
+    "-w",
+    multiple=True,
+    metavar="NAME=SHARE",
     help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
-)  # fmt: skip
+)
 _floor_option = click.option(
-    "--floor", "floors", multiple=True, metavar="NAME=SHARE",
+    "--floor",
+    "floors",
+    multiple=True,
+    metavar="NAME=SHARE",
     help="Share of a source's held-out tokens to cover, as in `--floor zh=0.97`; repeatable.",
-)  # fmt: skip
+)
 _target_vocab_option = click.option(
-    "--target-vocab", type=click.IntRange(1, MOST_ROWS), metavar="V",
+    "--target-vocab",
+    type=click.IntRange(1, MOST_ROWS),
+    metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
-)  # fmt: skip
+)
 
 
 @click.group(
@@ -97,9 +105,12 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Exact number of ids; default: all ranked ids.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
-    "--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
+    "--force-added",
+    type=click.Choice(["chat", "all"]),
+    default="chat",
+    show_default=True,
     help="Added tokens to include: those of the chat template, or all, with reserved ones.",
-)  # fmt: skip
+)
 @click.option("--force-id", type=click.IntRange(0), multiple=True, metavar="ID", help="Another id to include.")
 @_target_vocab_option
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
@@ -157,9 +168,13 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 @_floor_option
 @json_option
 def coverage(
-    vocabulary: str, counts: tuple[str, ...], sizes: tuple[int, ...] | None, weights: tuple[str, ...],
-    floors: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+    vocabulary: str,
+    counts: tuple[str, ...],
+    sizes: tuple[int, ...] | None,
+    weights: tuple[str, ...],
+    floors: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Measure the share of held-out text that VOCAB covers, the least covered source first.
 
     VOCAB may be any tool's list. Beside it stand as many of the first ids in id order, and as many ranked here by the
@@ -212,9 +227,14 @@ def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **
 @force_option
 @json_option
 def import_command(
-    token_map: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool,
+    token_map: str,
+    target_vocab: int | None,
+    d2t_form: D2TForm | None,
+    out: str,
+    force: bool,
+    as_json: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Import a list of ids or a token map from another tool, and tell what is missing or odd about it.
 
     With --tokenizer, ids that belong to no token, and chat markers and single bytes that are left out.
@@ -242,9 +262,12 @@ def import_command(
 @_vocabulary_argument
 @click.argument("out", metavar="OUT")
 @click.option(
-    "--for", "loader", type=click.Choice(LOADERS), required=True,
+    "--for",
+    "loader",
+    type=click.Choice(LOADERS),
+    required=True,
     help="Who will read the file; head: d2t and t2d, for heads and trainers.",
-)  # fmt: skip
+)
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @click.option("--target", metavar="T", help="Hub id or folder of the target, to check its LM head and its end of text.")
 @click.option("--offline", is_flag=True, help="Read the target from the local Hub cache only.")
@@ -252,9 +275,16 @@ def import_command(
 @force_option
 @json_option
 def export(
-    vocabulary: str, out: str, loader: Loader, size: int | None, target: str | None, offline: bool,
-    target_vocab: int | None, force: bool, as_json: bool,
-) -> None:  # fmt: skip
+    vocabulary: str,
+    out: str,
+    loader: Loader,
+    size: int | None,
+    target: str | None,
+    offline: bool,
+    target_vocab: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write VOCAB as an engine's loader reads it, and print limits that the loader does not report."""
     from .target import read_target
     from .token_maps import export_token_map

@@ -60,30 +60,50 @@ Example:
 @click.option("--chat-template", metavar="FILE", help="Jinja file to use instead of the tokenizer's own template.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of sampling and holding out.")
 @click.option(
-    "--held-out", type=float, default=0.01, show_default=True, metavar="F",
+    "--held-out",
+    type=float,
+    default=0.01,
+    show_default=True,
+    metavar="F",
     help="Share of the documents held out of the counts, by a hash of their text, to measure coverage on.",
-)  # fmt: skip
+)
 @click.option(
-    "--on-error", type=click.Choice(["stop", "skip"]), default="stop", show_default=True,
+    "--on-error",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+    show_default=True,
     help="On an unreadable record: stop, or skip it and count it as skipped.",
-)  # fmt: skip
+)
 @click.option(
-    "--tokenizer-library", type=click.Choice(["auto", "tokenizers", "fastokens"]), default="auto", show_default=True,
+    "--tokenizer-library",
+    type=click.Choice(["auto", "tokenizers", "fastokens"]),
+    default="auto",
+    show_default=True,
     help="Tokenizer library; auto uses fastokens if it is installed and correct on a probe of the corpus.",
-)  # fmt: skip
+)
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Further processes; default: one per core.")
 @click.option(
-    "--run-on", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+    "--run-on",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
     help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (needs `ray`).",
-)  # fmt: skip
+)
 @click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @force_option
 @json_option
 def count(
-    sources: tuple[str, ...], tokenizer: str, tokenizer_revision: str | None, offline: bool,
-    chat_template: str | None, out: str, force: bool, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    sources: tuple[str, ...],
+    tokenizer: str,
+    tokenizer_revision: str | None,
+    offline: bool,
+    chat_template: str | None,
+    out: str,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Count how often each token occurs in a corpus."""
     from .counting import count_tokens
     from .files import read_text, refuse_existing

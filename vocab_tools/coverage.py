@@ -90,19 +90,32 @@ class CoverageReport:
         sources = []
         for source in self.sources:
             low, high = source.interval or (None, None)
-            sources.append({
-                "name": source.name, "weight": round(source.weight, 6), "part": source.part,
-                "documents": source.documents, "tokens": source.tokens, "coverage": _rounded(source.coverage),
-                "low": _rounded(low), "high": _rounded(high), "baseline_first_ids": _rounded(source.baseline),
-            })  # fmt: skip
+            sources.append(
+                {
+                    "name": source.name,
+                    "weight": round(source.weight, 6),
+                    "part": source.part,
+                    "documents": source.documents,
+                    "tokens": source.tokens,
+                    "coverage": _rounded(source.coverage),
+                    "low": _rounded(low),
+                    "high": _rounded(high),
+                    "baseline_first_ids": _rounded(source.baseline),
+                }
+            )
             if source.beside is not None:
                 sources[-1]["beside"] = _rounded(source.beside)
             if source.floor is not None:
                 sources[-1] |= {"floor": source.floor, "holds": (source.coverage >= source.floor).tolist()}
         return {
-            "draft_vocab": self.draft_vocab, "target_vocab": self.target_vocab, "confidence": 0.95,
-            "uncounted": self.uncounted, "sizes": list(self.sizes), "sources": sources, "warnings": list(self.warnings),
-        }  # fmt: skip
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.target_vocab,
+            "confidence": 0.95,
+            "uncounted": self.uncounted,
+            "sizes": list(self.sizes),
+            "sources": sources,
+            "warnings": list(self.warnings),
+        }
 
     def table(self) -> str:
         """Return a plain text table: one row per source and size, in percent."""

@@ -43,9 +43,10 @@ class Command(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str | None, rows: Iterable[str] | None = None) -> None:
         super().__init__(
-            prog=f"python -m benchmarks.{name}", description=description,
+            prog=f"python -m benchmarks.{name}",
+            description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        )
         self._rows = None if rows is None else list(rows)
         if self._rows is not None:
             self.add_argument("--rows", metavar="REGEX", default="", help="only rows whose name this matches")

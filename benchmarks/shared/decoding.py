@@ -50,8 +50,13 @@ from benchmarks.shared.drawn_verdicts import DrawnDecoder, DrawnPartialDecoder, 
 from benchmarks.shared.timing import time_queued_us
 
 LAYERS = {
-    "smollm2-135m": 30, "qwen2.5-0.5b": 24, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36, "llama-3.3-70b": 80,
-}  # fmt: skip
+    "smollm2-135m": 30,
+    "qwen2.5-0.5b": 24,
+    "llama-3.2-1b": 16,
+    "llama-3.1-8b": 32,
+    "qwen3-8b": 36,
+    "llama-3.3-70b": 80,
+}
 TIED = ("smollm2-135m", "llama-3.2-1b")
 TARGET_WEIGHTS = ("bf16", "fp8", "fp8-blocks")
 """Matrices of a target's layers: in the model's type, or in FP8 with scales of rows, or of blocks of 128 x 128."""
@@ -78,11 +83,17 @@ def random_target(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        name[:5] if name.startswith("qwen") else "llama", vocab_size=dims.vocab, hidden_size=dims.hidden,
-        intermediate_size=dims.intermediate, num_hidden_layers=layers or LAYERS[name], num_attention_heads=dims.heads,
-        num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=131072,
+        name[:5] if name.startswith("qwen") else "llama",
+        vocab_size=dims.vocab,
+        hidden_size=dims.hidden,
+        intermediate_size=dims.intermediate,
+        num_hidden_layers=layers or LAYERS[name],
+        num_attention_heads=dims.heads,
+        num_key_value_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        max_position_embeddings=131072,
         tie_word_embeddings=name in TIED,
-    )  # fmt: skip
+    )
     with device if weights == "bf16" else torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if weights != "bf16":
@@ -143,9 +154,14 @@ class RandomModel:
     """
 
     def __init__(
-        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused",
-        weights: str = "bf16", layers: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "fused",
+        weights: str = "bf16",
+        layers: int | None = None,
+    ) -> None:
         self.dims = MODELS[name]
         model = random_target(name, self.dims, dtype, device, weights, layers)
         target = TargetModel(model, default_taps(layers or LAYERS[name]), backend)
@@ -180,9 +196,14 @@ class RandomModel:
         return Decoder(self.target, cache, drafter, self._waits)
 
     def drawn_decoder(
-        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, *drawn: Any, kind: Any = DrawnDecoder,
+        self,
+        cache: KVCache,
+        tree: TreeConfig,
+        draft_vocab: int,
+        *drawn: Any,
+        kind: Any = DrawnDecoder,
         option: PartialVerification | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Build a drafting decoder of a ``kind`` over what is ``drawn``; ``option``: how it runs ahead, if it does."""
         drafter = self._drafter(cache, tree, draft_vocab)
         return kind(*drawn, self.target, cache, drafter, *([option] if option else []), self._waits)
@@ -220,9 +241,12 @@ def draft_bytes(cfg: DrafterConfig, prefixes: list[int]) -> int:
 
 
 def compile_ahead(
-    model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device,
-    weights: Sequence[torch.dtype] = (torch.bfloat16,), capacity: int = 2048,
-) -> None:  # fmt: skip
+    model: str,
+    shapes: Iterable[tuple[TreeConfig, int, int]],
+    device: torch.device,
+    weights: Sequence[torch.dtype] = (torch.bfloat16,),
+    capacity: int = 2048,
+) -> None:
     """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
     dims, chip, find = MODELS[model], chip_of(device), open_tuned_cache().find
     configs = [
@@ -236,9 +260,12 @@ def compile_ahead(
 
 
 def run_ahead(
-    name: str, weights: Sequence[str], places: Sequence[tuple[TreeConfig | None, int, int]], draft: tuple[int, str],
+    name: str,
+    weights: Sequence[str],
+    places: Sequence[tuple[TreeConfig | None, int, int]],
+    draft: tuple[int, str],
     prefix: int,
-) -> None:  # fmt: skip
+) -> None:
     """Compile the kernels of steps outside the drafter, in processes that each run one with a target of few layers.
 
     ``places``: trees, numbers of sequences and capacities of their caches; ``draft``: draft vocabulary and the head's
@@ -286,9 +313,14 @@ def filled_phases(decoder: Decoder, num_active: int, prefix: int, rules: ChoiceR
 
 
 def phase_times(
-    decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY, rounds: int = 10,
-    times: int = 4, has_phases: bool = True,
-) -> dict[str, float]:  # fmt: skip
+    decoder: Decoder,
+    num_active: int,
+    prefix: int,
+    rules: ChoiceRules = GREEDY,
+    rounds: int = 10,
+    times: int = 4,
+    has_phases: bool = True,
+) -> dict[str, float]:
     """Time each phase where it stands, and whole steps: milliseconds, medians of means of ``times`` replays in a row.
 
     A phase can be repeated: only the walk moves on, by a few rows a time, and no phase depends much on that.
@@ -470,9 +502,17 @@ def take_turns(
 
 @torch.inference_mode()
 def measure_ahead(
-    model: RandomModel, draft_vocab: int, tree: TreeConfig, batch: int, prefix: int,
-    options: Sequence[PartialVerification], accepted: float, chances: Sequence[float], steps: int, rounds: int,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    model: RandomModel,
+    draft_vocab: int,
+    tree: TreeConfig,
+    batch: int,
+    prefix: int,
+    options: Sequence[PartialVerification],
+    accepted: float,
+    chances: Sequence[float],
+    steps: int,
+    rounds: int,
+) -> Iterator[dict[str, Any]]:
     """Measure a row for every option and chance: ``steps`` with full passes, as many that run ahead, and their ratio.
 
     The ratio is that of tokens/s. A step that runs ahead holds ``num_steps`` trees, so fewer of them are run.
@@ -491,6 +531,11 @@ def measure_ahead(
             ahead.survivals.copy_(torch.tensor(own))
             numbers = [steps, max(1, steps // option.num_steps)]
             before, now = take_turns([full, ahead], batch, prefix, numbers, rounds)
-            yield base | {"blocks": option.num_blocks, "steps_ahead": option.num_steps, "survival": chance,
-                          "full": before, "ahead": now,
-                          "ratio": now["tokens_per_s"] / before["tokens_per_s"]}  # fmt: skip
+            yield base | {
+                "blocks": option.num_blocks,
+                "steps_ahead": option.num_steps,
+                "survival": chance,
+                "full": before,
+                "ahead": now,
+                "ratio": now["tokens_per_s"] / before["tokens_per_s"],
+            }

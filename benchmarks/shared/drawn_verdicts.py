@@ -76,9 +76,18 @@ def draw_ranks(chance: Callable[[int], float], seed: int = 0) -> Tensor:
 
 @triton.jit
 def _draw_paths_kernel(
-    choice_ptr, trees, drawn_ptr, turn_ptr, owed_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, DEEPEST: tl.constexpr,
-):  # fmt: skip
+    choice_ptr,
+    trees,
+    drawn_ptr,
+    turn_ptr,
+    owed_ptr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DEEPEST: tl.constexpr,
+):
     place = tl.program_id(0)
     if place >= tl.load(trees.active_count):
         return
@@ -134,9 +143,19 @@ def draw_paths(choices: Tensor, trees: Trees, drawn: Tensor, turns: Tensor, owed
     """
     places, nodes = choices.shape
     _draw_paths_kernel[(places,)](
-        choices, trees, drawn, turns, owed, NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)),
-        DRAWN=len(drawn), WIDTH=drawn[0].numel(), STRIDE=_SLOT_STRIDE, DEEPEST=min(LEVELS, nodes) - 1, num_warps=4,
-    )  # fmt: skip
+        choices,
+        trees,
+        drawn,
+        turns,
+        owed,
+        NODES=nodes,
+        BLOCK=max(16, triton.next_power_of_2(nodes)),
+        DRAWN=len(drawn),
+        WIDTH=drawn[0].numel(),
+        STRIDE=_SLOT_STRIDE,
+        DEEPEST=min(LEVELS, nodes) - 1,
+        num_warps=4,
+    )
 
 
 class DrawnDecoder(Decoder):
@@ -167,7 +186,7 @@ class DrawnPartialDecoder(PartialDecoder):
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Choose as ever, then confirm what was drawn."""
         super().choose(logits, trees, rules, host, choices)
         if choices.shape[1] > 1:

@@ -86,10 +86,13 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
 
 def _config(dims: Dims) -> dict[str, int]:
     return {
-        "vocab_size": dims.vocab, "hidden_size": dims.hidden, "intermediate_size": dims.intermediate,
-        "num_attention_heads": dims.heads, "num_key_value_heads": dims.kv_heads,
+        "vocab_size": dims.vocab,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
         "max_position_embeddings": MAX_POSITIONS,
-    }  # fmt: skip
+    }
 
 
 def _write_folder(folder: Path, dims: Dims, own: dict[str, Any]) -> Path:
@@ -100,10 +103,14 @@ def _write_folder(folder: Path, dims: Dims, own: dict[str, Any]) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     config = _config(dims) | {
-        "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "hidden_act": "silu", "bias": True, "rope_theta": 10000.0,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "bias": True,
+        "rope_theta": 10000.0,
         # With it, upstream reads no embedding from the target's files.
         "target_hidden_size": dims.hidden,
-    }  # fmt: skip
+    }
     path = folder / "head.json"
     path.write_text(json.dumps(config | own))
     return path

@@ -23,8 +23,9 @@ TOLERANCE = 1.02
 
 
 @torch.inference_mode()
-def measure_quality(model: SpeculativeModel, text: Sequence[int], whole: Any, num_tokens: int = NUM_TOKENS,
-                    window: int = WINDOW) -> dict[str, Any]:  # fmt: skip
+def measure_quality(
+    model: SpeculativeModel, text: Sequence[int], whole: Any, num_tokens: int = NUM_TOKENS, window: int = WINDOW
+) -> dict[str, Any]:
     """Measure each forward's mean KL divergence and share of equal argmax over ``num_tokens`` or more of ``text``.
 
     ``whole``: a model whose weights are those of the float32 forward: the target's own, or what it was quantised from.
@@ -87,9 +88,11 @@ def decode_as_trees(model: SpeculativeModel, pieces: Sequence[Sequence[int]]) ->
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token], device=scores.device), 0.0)
 
     output = model.generate(
-        [list(piece[:OPENING]) for piece in pieces], max_new_tokens=len(pieces[0]) - OPENING, ignore_eos=True,
+        [list(piece[:OPENING]) for piece in pieces],
+        max_new_tokens=len(pieces[0]) - OPENING,
+        ignore_eos=True,
         logits_processor=[choose_text],
-    )  # fmt: skip
+    )
     if output.token_ids != [list(piece[OPENING:]) for piece in pieces]:
         raise AssertionError("the steps did not follow the text")
     places = range(OPENING, len(pieces[0]))

@@ -44,15 +44,20 @@ def copy_bytes_per_s(device: torch.device, size_bytes: int = 2 << 30, rounds: in
 def machine(device: torch.device) -> dict[str, str | int]:
     """Describe device, versions and commit, to stand beside every figure."""
     described: dict[str, str | int] = {
-        "device": platform.processor() or platform.machine(), "torch": torch.__version__, "triton": version("triton"),
-        "python": platform.python_version(), "commit": commit(),
-    }  # fmt: skip
+        "device": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         described |= {
-            "device": properties.name, "num_sms": properties.multi_processor_count,
-            "l2_bytes": properties.L2_cache_size, "cuda": str(torch.version.cuda),
-        }  # fmt: skip
+            "device": properties.name,
+            "num_sms": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": str(torch.version.cuda),
+        }
     return described
 
 

@@ -13,9 +13,14 @@ from .manifest import Manifest
 
 
 def model_card(
-    manifest: Manifest, title: str, rows_before: int, bytes_before: int, bytes_after: int, licence: str | None,
+    manifest: Manifest,
+    title: str,
+    rows_before: int,
+    bytes_before: int,
+    bytes_after: int,
+    licence: str | None,
     refused: Collection[str],
-) -> str:  # fmt: skip
+) -> str:
     """Write the text of README.md for an artifact of the name `title`.
 
     `rows_before`: of the LM head that was cut. `bytes_before`, `bytes_after`: weights that one draft step reads, all of

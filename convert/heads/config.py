@@ -17,13 +17,20 @@ from . import names
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 _NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
 _NAME_INPUTS = (
-    AUX_LAYER_KEY, "aux_hidden_state_layer_ids", "layer_ids", "eagle_config.aux_hidden_state_layer_ids",
-    "eagle_config.layer_ids", "dflash_config.layer_ids",
-)  # fmt: skip
+    AUX_LAYER_KEY,
+    "aux_hidden_state_layer_ids",
+    "layer_ids",
+    "eagle_config.aux_hidden_state_layer_ids",
+    "eagle_config.layer_ids",
+    "dflash_config.layer_ids",
+)
 _NAME_OUTPUTS = (
-    "target_layer_ids", "dspark_target_layer_ids", _NESTED_AUX, "eagle_config.target_layer_ids",
+    "target_layer_ids",
+    "dspark_target_layer_ids",
+    _NESTED_AUX,
+    "eagle_config.target_layer_ids",
     "dflash_config.target_layer_ids",
-)  # fmt: skip
+)
 TAP_KEYS = dict.fromkeys(_NAME_INPUTS, 0) | dict.fromkeys(_NAME_OUTPUTS, 1)
 """Keys that name the layers which a draft reads, each with the number that makes an id that of the layer's input.
 
@@ -39,9 +46,15 @@ QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 # and the EAGLE-1/2 flag `bias` that makes vLLM and SGLang build attention biases and leave them uninitialised.
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
 _DROPPED_KEYS = (
-    "_name_or_path", "auto_map", "bias", "dtype", "torch_dtype", "quantization_config", "rope_parameters",
+    "_name_or_path",
+    "auto_map",
+    "bias",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "rope_parameters",
     *_SPECULATORS_KEYS,
-)  # fmt: skip
+)
 
 # Words for no method of quantisation: ModelOpt's, TensorRT-LLM's and transformers'.
 _NO_METHODS = ("none", "null", "", "no_quant", "float16", "bfloat16", "float32", "fp16", "bf16")
@@ -52,17 +65,39 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
 SIZES = (
-    *_REQUIRED_SIZES, "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size",
-    "target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers",
-)  # fmt: skip
+    *_REQUIRED_SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "max_position_embeddings",
+    "num_hidden_layers",
+)
 
 # Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
 _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Those of transformers, and vLLM's (`rotary_embedding/__init__.py`).
 _SCALINGS = (
-    "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "mllama4", "ntk",
-    "xdrope", "deepseek_yarn", "deepseek_llama_scaling", "openpangu", "telechat3-yarn",
-)  # fmt: skip
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "llama3",
+    "proportional",
+    "mrope",
+    "su",
+    "mllama4",
+    "ntk",
+    "xdrope",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+    "openpangu",
+    "telechat3-yarn",
+)
 _SCALING_NUMBERS = (*_LLAMA3_NUMBERS, "alpha")
 _SCALING_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3_NUMBERS}
 

@@ -22,9 +22,16 @@ from .draft_head import LazyTensors
 
 # speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
 QWEN3_DEFAULTS = {
-    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
 _MASK_EMBEDDING = "mask_embedding.pt"
 
 

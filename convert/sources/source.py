@@ -19,9 +19,18 @@ from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
 from .builtin import embedded_head
 
 _TARGET_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 """Small files of a target: its configuration and its tokenizer."""
 
 _HEAD_FILES = (*_TARGET_FILES, "hf_quant_config.json", MANIFEST_NAME, "README.md")

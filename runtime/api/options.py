@@ -28,27 +28,69 @@ from .sampling import PENALTIES, build_processors, noise_keys
 DEFAULT_MAX_NEW_TOKENS = 256
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SERVED = (
-    *SAMPLING, *PENALTIES, "max_new_tokens", "max_length", "max_time", "do_sample", "eos_token_id", "pad_token_id",
-    "stop_strings", "num_return_sequences", "return_dict_in_generate",
-)  # fmt: skip
+    *SAMPLING,
+    *PENALTIES,
+    "max_new_tokens",
+    "max_length",
+    "max_time",
+    "do_sample",
+    "eos_token_id",
+    "pad_token_id",
+    "stop_strings",
+    "num_return_sequences",
+    "return_dict_in_generate",
+)
 """Fields of a `GenerationConfig`."""
 _OURS = (
-    "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
+    "attention_mask",
+    "tokenizer",
+    "generation_config",
+    "seed",
+    "stop",
+    "stopping_criteria",
+    "ignore_eos",
     "logits_processor",
-)  # fmt: skip
+)
 """Further arguments of `generate`."""
 _WITHOUT_EFFECT = (
-    "_", "bos_token_id", "decoder_start_token_id", "early_stopping", "length_penalty", "use_cache", "low_memory",
-    "transformers_version", "return_legacy_cache", "prefill_chunk_size", "target_lookbehind", "is_assistant", "cache_",
-    "max_cache_", "assistant_", "num_assistant_", "compile_", "disable_compile",
-)  # fmt: skip
+    "_",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "early_stopping",
+    "length_penalty",
+    "use_cache",
+    "low_memory",
+    "transformers_version",
+    "return_legacy_cache",
+    "prefill_chunk_size",
+    "target_lookbehind",
+    "is_assistant",
+    "cache_",
+    "max_cache_",
+    "assistant_",
+    "num_assistant_",
+    "compile_",
+    "disable_compile",
+)
 """Beginnings of the names of fields that change no token."""
 _OFF_AT_ONE = ("num_beams", "num_beam_groups", "guidance_scale", "typical_p", "encoder_repetition_penalty")
 _ON_GREEDY = (
-    "min_length", "num_beams", "guidance_scale", "forced_bos_token_id", "forced_eos_token_id",
-    "exponential_decay_length_penalty", "begin_suppress_tokens", "sequence_bias", "renormalize_logits", "penalty_alpha",
-    "dola_layers", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config", "token_healing",
-)  # fmt: skip
+    "min_length",
+    "num_beams",
+    "guidance_scale",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "renormalize_logits",
+    "penalty_alpha",
+    "dola_layers",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "watermarking_config",
+    "token_healing",
+)
 """Fields of the target's own configuration that would change greedy decoding."""
 _AS_IT_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 _PROCESSORS = " What changes logits can be given as a logits_processor."
@@ -106,12 +148,14 @@ def read_call(
         )
     prompts = [prompt for prompt in prompts for _ in range(repeats)]
     shared: dict[str, Any] = {
-        "eos_ids": eos, "context_limit": context_limit,
+        "eos_ids": eos,
+        "context_limit": context_limit,
         "stop": _read_stop(options.get("stop_strings") if own["stop"] is None else own["stop"], tokenizer is not None),
         "decode": (lambda ids: str(tokenizer.decode(ids, **_AS_IT_IS))) if tokenizer else None,
         "criteria": _read_callables("stopping_criteria", own["stopping_criteria"]),
-        "deadline": _read_deadline(options.get("max_time")), "device": target.device,
-    }  # fmt: skip
+        "deadline": _read_deadline(options.get("max_time")),
+        "device": target.device,
+    }
     if own["stop"] is not None and keywords.get("stop_strings") is not None:
         raise UsageError("stop is stop_strings: give it once.")
     processors, requests = _read_callables("logits_processor", own["logits_processor"]), []

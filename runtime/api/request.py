@@ -98,9 +98,13 @@ class Request:
         """Return the finished result."""
         assert self.finish_reason is not None
         stats = GenerationStats(
-            dict(sorted(self.accepted_lengths.items())), len(self.token_ids), self.num_cut_tokens, self._missed_ids(),
-            self.num_reused, finish_reasons={self.finish_reason: 1},
-        )  # fmt: skip
+            dict(sorted(self.accepted_lengths.items())),
+            len(self.token_ids),
+            self.num_cut_tokens,
+            self._missed_ids(),
+            self.num_reused,
+            finish_reasons={self.finish_reason: 1},
+        )
         return RequestOutput(list(self.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats)
 
     def _missed_ids(self) -> dict[int, int]:

@@ -25,8 +25,12 @@ from transformers.generation import logits_process as hf
 from ..errors import UsageError, misfit
 
 PENALTIES = (
-    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "suppress_tokens",
-)  # fmt: skip
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_new_tokens",
+    "suppress_tokens",
+)
 """Fields of a `GenerationConfig` that act on greedy decoding too, in transformers' order."""
 
 
@@ -70,9 +74,13 @@ class Processors:
 
 
 def build_processors(
-    options: Mapping[str, Any], prompt_length: int, eos_ids: Iterable[int], vocab_size: int, extra: Sequence[Any] = (),
+    options: Mapping[str, Any],
+    prompt_length: int,
+    eos_ids: Iterable[int],
+    vocab_size: int,
+    extra: Sequence[Any] = (),
     device: torch.device | str = "cpu",
-) -> Processors | None:  # fmt: skip
+) -> Processors | None:
     """Build the processors of one request; None where nothing changes logits.
 
     ``options``: `PENALTIES` that are set. ``vocab_size``: logits per position. ``extra`` processors come last. Raises

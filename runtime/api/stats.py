@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 _DERIVED = (
-    "num_passes", "num_accepted_tokens", "mean_accepted_length", "num_missed", "missed_rate", "step_s", "tokens_per_s",
-)  # fmt: skip
+    "num_passes",
+    "num_accepted_tokens",
+    "mean_accepted_length",
+    "num_missed",
+    "missed_rate",
+    "step_s",
+    "tokens_per_s",
+)
 
 
 class StepTimes(NamedTuple):

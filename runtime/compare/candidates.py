@@ -40,10 +40,15 @@ class Candidate:
         """Describe a model whose draft vocabulary is called ``size``."""
         weights, tree = model.drafter.weights, model.drafter.tree
         return cls(
-            size, size, model, model.draft_vocab, model.drafter.draft_bytes,
-            None if weights.follow is None else "prompt", head,
+            size,
+            size,
+            model,
+            model.draft_vocab,
+            model.drafter.draft_bytes,
+            None if weights.follow is None else "prompt",
+            head,
             (0, 0, 0) if model.is_tree_sized else (tree.depth, tree.top_k, tree.total_tokens),
-        )  # fmt: skip
+        )
 
     @property
     def is_server(self) -> bool:

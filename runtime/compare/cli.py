@@ -95,35 +95,74 @@ Examples:
   OMP_NUM_THREADS=1 eagle-compare --device cpu --dtype bfloat16 --prompts prompts.txt --sizes 4096 --tree 4,4,16""",
 )
 @model_options
-@click.option("--head", "heads", multiple=True, metavar="HEAD",
-              help="Another head of the same target to compare; repeatable.")  # fmt: skip
-@click.option("--tree", "trees", multiple=True, metavar="D,K,N",
-              callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
-              help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.")  # fmt: skip
-@click.option("--prompts", "prompt_file", required=True, metavar="FILE",
-              help="JSON lines with `turns`, `prompt` or `question`; or one prompt per line.")  # fmt: skip
+@click.option(
+    "--head", "heads", multiple=True, metavar="HEAD", help="Another head of the same target to compare; repeatable."
+)
+@click.option(
+    "--tree",
+    "trees",
+    multiple=True,
+    metavar="D,K,N",
+    callback=read_by(_trees, "DEPTH,TOP_K,NODES or auto"),
+    help="Levels, children per node, nodes; or auto, by step; repeatable. Default: 5,10,60.",
+)
+@click.option(
+    "--prompts",
+    "prompt_file",
+    required=True,
+    metavar="FILE",
+    help="JSON lines with `turns`, `prompt` or `question`; or one prompt per line.",
+)
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option("--sizes", metavar="N,N,...",
-              callback=_list_of(lambda text: text if text == "full" else int(text), "full,16384,4096"),
-              help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.")  # fmt: skip
-@click.option("--follow", default="none", metavar="F,F", callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
-              help="prompt: ids of the prompt join each size; none: each size as it is (default).")  # fmt: skip
-@click.option("--modes", default="greedy,sampled", show_default=True, callback=_list_of(str, "greedy,sampled"),
-              metavar="M,M", help="greedy, sampled, or both.")  # fmt: skip
+@click.option(
+    "--sizes",
+    metavar="N,N,...",
+    callback=_list_of(lambda text: text if text == "full" else int(text), "full,16384,4096"),
+    help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.",
+)
+@click.option(
+    "--follow",
+    default="none",
+    metavar="F,F",
+    callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
+    help="prompt: ids of the prompt join each size; none: each size as it is (default).",
+)
+@click.option(
+    "--modes",
+    default="greedy,sampled",
+    show_default=True,
+    callback=_list_of(str, "greedy,sampled"),
+    metavar="M,M",
+    help="greedy, sampled, or both.",
+)
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="Temperature of the sampled mode.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampled mode.")
-@click.option("--batch", "batches", default="1", show_default=True, callback=_list_of(int, "1,4,16"), metavar="B,B,...",
-              help="Prompts answered at a time; the speed is for all of them together.")  # fmt: skip
-@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True,
-              help="Most tokens of an answer.")  # fmt: skip
+@click.option(
+    "--batch",
+    "batches",
+    default="1",
+    show_default=True,
+    callback=_list_of(int, "1,4,16"),
+    metavar="B,B,...",
+    help="Prompts answered at a time; the speed is for all of them together.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Most tokens of an answer."
+)
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
 @version_option
 def compare(
-    prompt_file: str, limit: int | None, temperature: float, seed: int, out: str | None, force: bool, as_json: bool,
+    prompt_file: str,
+    limit: int | None,
+    temperature: float,
+    seed: int,
+    out: str | None,
+    force: bool,
+    as_json: bool,
     **options: Any,
-) -> int:  # fmt: skip
+) -> int:
     """Measure accepted length and speed over several draft vocabularies, and recommend one.
 
     HEAD is a folder or a Hugging Face Hub repository: converted, so that its manifest ranks its rows, or unconverted
@@ -164,20 +203,39 @@ def _named(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.argument("urls", nargs=-1, required=True, metavar="NAME=URL...", callback=_named)
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE", help="As for eagle-compare; first turns only.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option("--concurrency", default="1", show_default=True, callback=_list_of(_count, "1,8"), metavar="N,N,...",
-              help="Prompts that are asked at once; each number is measured by itself.")  # fmt: skip
+@click.option(
+    "--concurrency",
+    default="1",
+    show_default=True,
+    callback=_list_of(_count, "1,8"),
+    metavar="N,N,...",
+    help="Prompts that are asked at once; each number is measured by itself.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Times each prompt is asked.")
 @click.option("--max-new-tokens", default=128, show_default=True, help="Most tokens of an answer.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0.1, 1e6), default=120, show_default=True, metavar="S",
-              help="Seconds of silence after which an answer is given up.")  # fmt: skip
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0.1, 1e6),
+    default=120,
+    show_default=True,
+    metavar="S",
+    help="Seconds of silence after which an answer is given up.",
+)
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @force_option
 @json_option
 @version_option
 def servers(
-    urls: dict[str, str], prompt_file: str, limit: int | None, timeout_s: float, out: str | None, force: bool,
-    as_json: bool, **options: Any,
-) -> int:  # fmt: skip
+    urls: dict[str, str],
+    prompt_file: str,
+    limit: int | None,
+    timeout_s: float,
+    out: str | None,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Compare running servers: speed, time to the first token, accepted length, and whether their texts are equal.
 
     They are asked by OpenAI's chat API, greedily; vLLM, SGLang (with --enable-metrics) and llama-server tell the

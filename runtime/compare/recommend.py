@@ -43,9 +43,16 @@ def _advise(mode: str, batch: int, plain: Row, *rows: Row) -> Advice:
     are_as_fast = all(speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN for speed in speeds)
     reasons = tuple(_reasons(chosen, best, close, measured, others))
     return Advice(
-        mode, batch, f"{where}: {_headline(plain, chosen, close, beats)}", advised.label,
-        advised.candidate.draft_vocab, beats is False or are_as_fast, tuple(row.label for row in close), beats, reasons,
-    )  # fmt: skip
+        mode,
+        batch,
+        f"{where}: {_headline(plain, chosen, close, beats)}",
+        advised.label,
+        advised.candidate.draft_vocab,
+        beats is False or are_as_fast,
+        tuple(row.label for row in close),
+        beats,
+        reasons,
+    )
 
 
 def _headline(plain: Row, chosen: Row, close: Sequence[Row], beats: bool | None) -> str:

@@ -22,8 +22,18 @@ from .statistics import Estimate, Measured, Timings, measure, ratio
 ALL = "all"
 _DATA_MARK = "/*DATA*/null"
 _HEADINGS = (
-    "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "passes", "exact"
-)  # fmt: skip
+    "size",
+    "mode",
+    "batch",
+    "category",
+    "accepted",
+    "missed",
+    "tokens/s",
+    "speed-up",
+    "ms/step",
+    "passes",
+    "exact",
+)
 _SERVER_HEADINGS = ("server", "at once", "accepted", "first ms", "tokens/s", "speed-up", "equal")
 
 
@@ -243,10 +253,15 @@ def _rows(candidates: Sequence[Candidate], answers: Sequence[Answer], names: tup
     for candidate in candidates:
         given, measured = own[candidate.label], found.get(candidate.label)
         yield Row(
-            candidate, *names, len(groups), sum(answer.num_answers for answer in given),
-            sum(answer.num_identical for answer in given), GenerationStats.sum(answer.stats for answer in given),
-            measured, ratio(measured, plain, len(groups)) if measured and plain else None,
-        )  # fmt: skip
+            candidate,
+            *names,
+            len(groups),
+            sum(answer.num_answers for answer in given),
+            sum(answer.num_identical for answer in given),
+            GenerationStats.sum(answer.stats for answer in given),
+            measured,
+            ratio(measured, plain, len(groups)) if measured and plain else None,
+        )
 
 
 def _timings(candidate: Candidate, answers: Sequence[Answer], groups: Mapping[int, int]) -> Timings:

@@ -193,10 +193,14 @@ class Run:
 
     def _generate(self, candidate: Candidate, ids: Sequence[Any], mode: str, batch: int) -> GenerationOutput:
         output: GenerationOutput = candidate.model.generate(
-            ids, max_new_tokens=self.options.max_new_tokens, max_slots=batch, speculative=not candidate.is_plain,
-            time_phases=True, **self.options.generation(mode),
+            ids,
+            max_new_tokens=self.options.max_new_tokens,
+            max_slots=batch,
+            speculative=not candidate.is_plain,
+            time_phases=True,
+            **self.options.generation(mode),
             partial_verification=None if candidate.is_plain else self.options.partial_verification,
-        )  # fmt: skip
+        )
         return output
 
 

@@ -98,10 +98,13 @@ class Server:
     def ask(self, prompt: str, max_new_tokens: int, with_logprobs: bool = False) -> Reply:
         """Let the server answer greedily; after a 429 again, at the time that it names, else after 1, 2, 4… seconds."""
         body = {
-            "messages": [{"role": "user", "content": prompt}], "max_tokens": max_new_tokens, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True},
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
             **({"logprobs": True, "top_logprobs": 20} if with_logprobs else {}),
-        }  # fmt: skip
+        }
         waited_s, pause_s = 0.0, 1.0
         while True:
             try:

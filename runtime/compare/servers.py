@@ -57,9 +57,12 @@ def compare_servers(
     candidates = [Candidate(each.label, each.label, each, tree=(0, 0, 0)) for each in servers]
     rows = build_rows(candidates, options, run.answers)
     setup = {
-        "servers": [f"{each.label} ({each.url})" for each in servers], "num_prompts": len(prompts), "rounds": rounds,
-        "max_new_tokens": max_new_tokens, "versions": {"eagle-slim": version("eagle-slim")},
-    }  # fmt: skip
+        "servers": [f"{each.label} ({each.url})" for each in servers],
+        "num_prompts": len(prompts),
+        "rounds": rounds,
+        "max_new_tokens": max_new_tokens,
+        "versions": {"eagle-slim": version("eagle-slim")},
+    }
     measured = {row.label for row in rows if row.measured}
     advice = recommend(rows) if servers[0].label in measured and len(measured) > 1 else []
     return Comparison(rows, setup, advice, run.answers, is_complete, run.findings)
@@ -69,9 +72,13 @@ class _Run:
     """The requests of one comparison."""
 
     def __init__(
-        self, servers: Sequence[Server], prompts: Sequence[Prompt], options: CompareOptions, rounds: int,
+        self,
+        servers: Sequence[Server],
+        prompts: Sequence[Prompt],
+        options: CompareOptions,
+        rounds: int,
         tell: Callable[[str], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.servers, self.prompts, self.options, self.tell = servers, prompts, options, tell
         # A prefix cache may still hold the prompts of another run.
         self.prefix = secrets.token_hex(4)

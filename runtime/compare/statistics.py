@@ -114,9 +114,12 @@ def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured
         found[name] = Measured(
             Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
             Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
-            float(draft_s[0]), float(verify_s[each.nodes][0]), float(host_s[0]),
-            Estimate.of(float(draft_s[0]), np.where(valid, draft_s, draft_s[0])[1:], num_prompts), speeds[1:],
-        )  # fmt: skip
+            float(draft_s[0]),
+            float(verify_s[each.nodes][0]),
+            float(host_s[0]),
+            Estimate.of(float(draft_s[0]), np.where(valid, draft_s, draft_s[0])[1:], num_prompts),
+            speeds[1:],
+        )
     return found
 
 

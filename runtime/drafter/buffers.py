@@ -22,14 +22,26 @@ from .weights import HeadWeights
 from .workspace import allocate_tails, allocate_workspace
 
 BLANK = {
-    "draft_tokens": -1, "parents": -1, "tree_mask": False, "tree_position_ids": 0, "retrieve_indices": -1,
+    "draft_tokens": -1,
+    "parents": -1,
+    "tree_mask": False,
+    "tree_position_ids": 0,
+    "retrieve_indices": -1,
     "num_leaves": 0,
-}  # fmt: skip
+}
 """The outputs, with their values for inactive slots."""
 INPUTS = (
-    "new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "keys", "values", "tables",
+    "new_tokens",
+    "num_new",
+    "prefix",
+    "active_slots",
+    "active_inverse",
+    "active_count",
+    "keys",
+    "values",
+    "tables",
     "tails",
-)  # fmt: skip
+)
 """Fields that drafters of different trees share. Tails lie in the chunks of the layout, which is one for all trees."""
 
 
@@ -79,9 +91,12 @@ class Buffers(NamedFields):
 
     @classmethod
     def allocate(
-        cls, cfg: DrafterConfig, head: HeadWeights, params: LaunchParams | None = None,
+        cls,
+        cfg: DrafterConfig,
+        head: HeadWeights,
+        params: LaunchParams | None = None,
         shared: Mapping[str, Any] | None = None,
-    ) -> Buffers:  # fmt: skip
+    ) -> Buffers:
         """Allocate for a configuration and its head; outputs start as -2, a value no draft writes.
 
         ``params``: allocates the kernel's workspace too. ``shared``: fields of other buffers to use instead of new
@@ -161,10 +176,13 @@ class Buffers(NamedFields):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
         for target, value in (
-            (self.new_tokens, rows), (self.num_new, counts), (self.prefix, pasts),
-            (self.active_slots, [*active, *[-1] * slots][:slots]), (self.active_inverse, inverse),
+            (self.new_tokens, rows),
+            (self.num_new, counts),
+            (self.prefix, pasts),
+            (self.active_slots, [*active, *[-1] * slots][:slots]),
+            (self.active_inverse, inverse),
             (self.active_count, [len(active)]),
-        ):  # fmt: skip
+        ):
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
         # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
         if not self.num_new.is_inference():
@@ -190,13 +208,21 @@ def buffer_layout(cfg: DrafterConfig, tree: TreeConfig | None = None) -> dict[st
     slots, total, cache = cfg.num_slots, tree.total_tokens, cache_shape(cfg)
     int32, int64 = torch.int32, torch.int64
     return {
-        "new_tokens": ((slots, max(MAX_WAITING, cfg.tree.new_tokens_width)), int32), "num_new": ((slots,), int32),
-        "prefix": ((slots,), int32), "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32),
-        "active_count": ((1,), int32), "keys": (cache, cfg.dtype), "values": (cache, cfg.dtype),
-        "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),
-        "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
-        "retrieve_indices": ((slots, total, tree.path_width), int64), "num_leaves": ((slots,), int64),
-    }  # fmt: skip
+        "new_tokens": ((slots, max(MAX_WAITING, cfg.tree.new_tokens_width)), int32),
+        "num_new": ((slots,), int32),
+        "prefix": ((slots,), int32),
+        "active_slots": ((slots,), int32),
+        "active_inverse": ((slots,), int32),
+        "active_count": ((1,), int32),
+        "keys": (cache, cfg.dtype),
+        "values": (cache, cfg.dtype),
+        "draft_tokens": ((slots, total), int64),
+        "parents": ((slots, total), int64),
+        "tree_mask": ((slots, 1, total, total), torch.bool),
+        "tree_position_ids": ((slots, total), int64),
+        "retrieve_indices": ((slots, total, tree.path_width), int64),
+        "num_leaves": ((slots,), int64),
+    }
 
 
 def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:

@@ -15,10 +15,16 @@ from .follow import MAX_FOLLOW_ROWS, UNIT_ROWS
 from .weights import HeadWeights
 
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
-}  # fmt: skip
+}
 """Activations of the persistent drafter, by their names in `transformers.activations.ACT2FN`."""
 
 
@@ -70,10 +76,18 @@ class DrafterConfig(NamedFields):
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
         least = {
-            "hidden": 1, "intermediate": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "feature_width": 1,
-            "target_vocab": self.top_k, "draft_vocab": self.top_k, "num_slots": 1,
-            "max_positions": tree.depth * tree.top_k + 1, "tail_rows": 0,
-        }  # fmt: skip
+            "hidden": 1,
+            "intermediate": 1,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+            "head_dim": 2,
+            "feature_width": 1,
+            "target_vocab": self.top_k,
+            "draft_vocab": self.top_k,
+            "num_slots": 1,
+            "max_positions": tree.depth * tree.top_k + 1,
+            "tail_rows": 0,
+        }
         for name, low in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
@@ -94,10 +108,11 @@ class DrafterConfig(NamedFields):
             ("feature_width", not own_width or self.feature_width == self.hidden, f"hidden = {self.hidden} here"),
             ("sliding_window", window is None or window >= 1, "at least 1, or None"),
             (
-                "tap_norms", not taps or (self.has_fc and taps > 0 and self.feature_width % taps == 0),
+                "tap_norms",
+                not taps or (self.has_fc and taps > 0 and self.feature_width % taps == 0),
                 f"RMSNorms before an fc, which cut feature_width = {self.feature_width} into equal parts",
             ),
-        ):  # fmt: skip
+        ):
             if not holds:
                 raise misfit(field, expected, getattr(self, field))
 
@@ -107,11 +122,14 @@ class DrafterConfig(NamedFields):
     ) -> DrafterConfig:
         """Read a head's dimensions; ``capacity`` tokens per slot, with room for the tree added."""
         return cls(
-            **head_dimensions(head), **asdict(tree), draft_vocab=head.draft_vocab,
-            num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k,
+            **head_dimensions(head),
+            **asdict(tree),
+            draft_vocab=head.draft_vocab,
+            num_slots=num_slots,
+            max_positions=capacity + tree.depth * tree.top_k,
             weight_dtype=weight_dtype or head.dtype,
             tail_rows=0 if head.follow is None else head.follow.width,
-        )  # fmt: skip
+        )
 
     @property
     def tree(self) -> TreeConfig:
@@ -169,11 +187,20 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     """
     check_kernel_activation(cfg.activation)
     bounds = {
-        "hidden": (16, 16384), "intermediate": (16, 65536), "num_heads": (1, 1024), "head_dim": (2, 256),
-        "feature_width": (16, 1 << 20), "target_vocab": (1, 1 << 30), "draft_vocab": (1, 262144), "depth": (1, 10),
-        "top_k": (1, 16), "total_tokens": (2, 128), "num_slots": (1, 16), "max_positions": (1, 131072 + 256),
+        "hidden": (16, 16384),
+        "intermediate": (16, 65536),
+        "num_heads": (1, 1024),
+        "head_dim": (2, 256),
+        "feature_width": (16, 1 << 20),
+        "target_vocab": (1, 1 << 30),
+        "draft_vocab": (1, 262144),
+        "depth": (1, 10),
+        "top_k": (1, 16),
+        "total_tokens": (2, 128),
+        "num_slots": (1, 16),
+        "max_positions": (1, 131072 + 256),
         "tail_rows": (0, MAX_FOLLOW_ROWS),
-    }  # fmt: skip
+    }
     for name, (low, high) in bounds.items():
         value = getattr(cfg, name)
         if not low <= value <= high:

@@ -37,9 +37,12 @@ from .weights import HeadWeights
 DRAFTERS = ("auto", *BACKENDS)
 CHOICES = ("auto", "bf16", "fp8")
 NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8",
-}  # fmt: skip
+}
 """Short names of the types that matrices can be stored in."""
 
 
@@ -185,9 +188,12 @@ class BufferedDrafter:
         last = torch.where(active_inverse >= 0, num_new - 1, 0).clamp(min=0)
         rows, is_before = prefix[:, None] + step, step < last[:, None]
         self.prefill(
-            features.flatten(0, 1), new_tokens.clamp(min=0).flatten(), torch.where(is_before, rows, 0).flatten(),
-            torch.where(is_before, rows, -1).flatten(), torch.arange(slots, dtype=torch.int32, device=step.device),
-        )  # fmt: skip
+            features.flatten(0, 1),
+            new_tokens.clamp(min=0).flatten(),
+            torch.where(is_before, rows, 0).flatten(),
+            torch.where(is_before, rows, -1).flatten(),
+            torch.arange(slots, dtype=torch.int32, device=step.device),
+        )
         at = last[:, None].long()
         newest, feature = new_tokens.gather(1, at), features.gather(1, at[..., None].expand(-1, 1, features.shape[2]))
         self.bufs.prefix.copy_(prefix + last)
@@ -303,9 +309,12 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
 
 
 def choose_drafter(
-    drafter: str | DraftFunction, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto",
+    drafter: str | DraftFunction,
+    weights: HeadWeights,
+    tree: TreeConfig,
+    draft_weights: str = "auto",
     order: Tensor | None = None,
-) -> Drafter:  # fmt: skip
+) -> Drafter:
     """Build the drafter that is asked for, or choose one for "auto".
 
     "auto" takes the kernel on a GPU for heads and trees within its limits, else the reference, on a GPU with a

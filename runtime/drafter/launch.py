@@ -44,9 +44,12 @@ trees of the active slots into the outputs of these buffers."""
 
 
 def launch_drafter(
-    cfg: DrafterConfig, X: Tensor | Sequence[Tensor] | Mapping[str, Tensor], weights: Weights, bufs: Buffers,
+    cfg: DrafterConfig,
+    X: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+    weights: Weights,
+    bufs: Buffers,
     backend: str | DraftFunction = "triton",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draft the trees of all active slots.
 
     ``X``: the target's features of the new tokens, [slots, n, feature_width], of n up to 64 at most 16 in use; or three
@@ -142,9 +145,14 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
 
 
 def prefill_drafter(
-    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], next_tokens: Tensor, weights: Weights, bufs: Buffers, slot: int,
+    cfg: DrafterConfig,
+    X: Tensor | Sequence[Tensor],
+    next_tokens: Tensor,
+    weights: Weights,
+    bufs: Buffers,
+    slot: int,
     start: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Fill a slot's KV cache with a prompt's pairs, in chunks.
 
     ``X`` [seq, feature_width] of any float type, or three taps side by side; ``next_tokens`` int64 [seq]: the token
@@ -173,9 +181,14 @@ def prefill_drafter(
 
 
 def write_pairs(
-    head: HeadWeights, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor,
+    head: HeadWeights,
+    features: Tensor,
+    next_tokens: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    slots: Tensor,
     bufs: Buffers,
-) -> None:  # fmt: skip
+) -> None:
     """Compute the keys and values of pairs of one slot, without attention or MLP, into the drafter's cache.
 
     A head has one layer, so a pair's key depends on the pair alone.

@@ -104,17 +104,25 @@ def in_features(cfg: DrafterConfig) -> dict[str, int]:
     """Return the input features of each matrix."""
     attention = cfg.num_heads * cfg.head_dim
     return {
-        "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
+        "fc": cfg.fc_in,
+        "qkv": cfg.qkv_in,
+        "o": attention,
+        "mlp": cfg.hidden,
+        "down": cfg.intermediate,
         "head": cfg.hidden,
-    }  # fmt: skip
+    }
 
 
 def out_features(cfg: DrafterConfig) -> dict[str, int]:
     """Return the output features of each matrix; ``mlp`` is gate and up, row by row side by side."""
     return {
-        "fc": cfg.hidden, "qkv": cfg.qkv_size, "o": cfg.hidden, "mlp": cfg.intermediate, "down": cfg.hidden,
+        "fc": cfg.hidden,
+        "qkv": cfg.qkv_size,
+        "o": cfg.hidden,
+        "mlp": cfg.intermediate,
+        "down": cfg.hidden,
         "head": cfg.draft_vocab,
-    }  # fmt: skip
+    }
 
 
 FREE_ROWS = 64
@@ -141,8 +149,10 @@ def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
     """Return the numbers of columns that each tile's chunks must divide: whole products, and operands' segments."""
     inputs = in_features(cfg)
     return {
-        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden], "head": [cfg.hidden],
-    }  # fmt: skip
+        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)],
+        "mlp": [cfg.hidden],
+        "head": [cfg.hidden],
+    }
 
 
 def num_groups(split: int, num_programs: int) -> int:
@@ -186,11 +196,14 @@ def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = 
     chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}
     tiles = {name: _choose_tile(cfg, name, owned[name], chip, chunks.get(name)) for name in owned}
     return LaunchParams(
-        layout, num_warps=8 if chip.capability else 1,
+        layout,
+        num_warps=8 if chip.capability else 1,
         # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
-        max_registers=255 if chip.capability == 80 else 0, tiles=tiles,
-        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or cfg.has_fp8 else 64,
-    )  # fmt: skip
+        max_registers=255 if chip.capability == 80 else 0,
+        tiles=tiles,
+        part_keys=64,
+        block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or cfg.has_fp8 else 64,
+    )
 
 
 def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) -> dict[str, int]:

@@ -91,9 +91,14 @@ class StreamLayout:
             num_scales += rows[name] * (2 if name == "mlp" else 1)
         alone = {"mlp": 1, "head": 1}
         return cls(
-            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**layout.split, **alone),
-            PerMatrix(**grouped, mlp=0, head=0), size, num_scales,
-        )  # fmt: skip
+            PerMatrix(**offsets),
+            PerMatrix(**rows),
+            PerMatrix(**scales),
+            PerMatrix(**layout.split, **alone),
+            PerMatrix(**grouped, mlp=0, head=0),
+            size,
+            num_scales,
+        )
 
 
 def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: Tensor | None = None) -> PackedHead:
@@ -151,9 +156,11 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
         elif cfg.has_fp8:
             scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
     biased = {
-        "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,
+        "fc": cfg.has_fc_bias,
+        **dict.fromkeys(projections, cfg.has_qkv_bias),
+        "self_attn.o_proj": cfg.has_o_bias,
         **dict.fromkeys((f"mlp.{name}_proj" for name in ("gate", "up", "down")), cfg.has_mlp_bias),
-    }  # fmt: skip
+    }
     biases = [w[f"{name}.bias"].to(cfg.dtype) for name, has_bias in biased.items() if has_bias]
     return PackedHead(
         stream=stream,
@@ -177,9 +184,12 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: Launcher, order: 
 def bias_layout(cfg: DrafterConfig) -> BiasLayout:
     """Return where each bias begins in `PackedHead.biases`; a missing one takes no room."""
     sizes = {
-        "fc": cfg.has_fc_bias * cfg.hidden, "qkv": cfg.has_qkv_bias * cfg.qkv_size, "o": cfg.has_o_bias * cfg.hidden,
-        "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate, "down": cfg.has_mlp_bias * cfg.hidden,
-    }  # fmt: skip
+        "fc": cfg.has_fc_bias * cfg.hidden,
+        "qkv": cfg.has_qkv_bias * cfg.qkv_size,
+        "o": cfg.has_o_bias * cfg.hidden,
+        "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate,
+        "down": cfg.has_mlp_bias * cfg.hidden,
+    }
     starts = accumulate(sizes.values(), initial=0)
     return BiasLayout(**dict(zip(sizes, starts, strict=False)))
 

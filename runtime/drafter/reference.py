@@ -71,9 +71,14 @@ class ReferenceDraft:
     """
 
     def __init__(
-        self, head: HeadWeights, tree: TreeConfig, slots: Tensor, lengths: Tensor, cache: tuple[Tensor, Tensor],
+        self,
+        head: HeadWeights,
+        tree: TreeConfig,
+        slots: Tensor,
+        lengths: Tensor,
+        cache: tuple[Tensor, Tensor],
         joined: JoinedVocab | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.head, self.tree, self.slots, self.lengths, self.joined = head, tree, slots, lengths, joined
         self.keys, self.values = cache
         self.activation = ACT2FN[head.activation]

@@ -44,9 +44,14 @@ def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
 def layout_key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
     """Return the key of a layout; ``launched``: dimensions of a launch, for a key of launch parameters."""
     sizes = {
-        "h": cfg.hidden, "i": cfg.intermediate, "q": cfg.num_heads, "kv": cfg.num_kv_heads, "d": cfg.head_dim,
-        "f": cfg.feature_width, **launched,
-    }  # fmt: skip
+        "h": cfg.hidden,
+        "i": cfg.intermediate,
+        "q": cfg.num_heads,
+        "kv": cfg.num_kv_heads,
+        "d": cfg.head_dim,
+        "f": cfg.feature_width,
+        **launched,
+    }
     dims = "-".join(f"{label}{value}" for label, value in sizes.items())
     types = "-".join(str(dtype).removeprefix("torch.") for dtype in (cfg.dtype, cfg.weight_dtype))
     return f"{chip.name}/{cfg.kind}-{dims}/{types}"
@@ -146,9 +151,12 @@ def open_tuned_cache() -> TunedCache:
 def _read_once(path: Path) -> TunedCache:
     found = TunedCache(path)
     logger.info(
-        "Launch parameters: %d drafts of %d heads are tuned, for %s, in %s.", len(found.launches), len(found.layouts),
-        ", ".join(sorted({key.split("/")[0] for key in found.launches})) or "no GPU", path,
-    )  # fmt: skip
+        "Launch parameters: %d drafts of %d heads are tuned, for %s, in %s.",
+        len(found.launches),
+        len(found.layouts),
+        ", ".join(sorted({key.split("/")[0] for key in found.launches})) or "no GPU",
+        path,
+    )
     return found
 
 

@@ -89,9 +89,12 @@ class HeadWeights(NamedFields):
         hidden, w = self.hidden, self.tensors
         is_eagle3, gate = self.kind == "eagle3", w.get("mlp.gate_proj.weight", self.lm_head)
         sizes = {
-            "hidden_size": hidden, "intermediate_size": gate.shape[0], "head_dim": self.head_dim,
-            "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads,
-        }  # fmt: skip
+            "hidden_size": hidden,
+            "intermediate_size": gate.shape[0],
+            "head_dim": self.head_dim,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+        }
         known = layer_shapes(sizes, "", 2 * hidden if is_eagle3 else hidden)
         known["fc.weight"] = (hidden, self.feature_width if is_eagle3 else 2 * hidden)
         known |= dict.fromkeys(("fc.bias", "hidden_norm.weight", "norm.weight"), (hidden,))

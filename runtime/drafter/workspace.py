@@ -39,8 +39,9 @@ BUFFERS = (
     Buffer("x", "operand", ("operand values",), "inputs of the products, one after the other: `OperandLayout`"),
     Buffer("x_raw", "model", ("raw rows", "hidden"), "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
     Buffer("partial", "fp32", ("part rows", "rows"), "partial sums of a projection: `projections.Parts`"),
-    Buffer("hidden", "fp32", ("slot rows", "hidden"),
-           "residual that enters the layer: features, then each level's output"),
+    Buffer(
+        "hidden", "fp32", ("slot rows", "hidden"), "residual that enters the layer: features, then each level's output"
+    ),
     Buffer("middle", "fp32", ("slot rows", "hidden"), "residual between attention and MLP"),
     Buffer("qkv", "fp32", ("slot rows", "qkv"), "query, key and value, not rotated"),
     Buffer("squares_post", "fp32", ("programs", "rows"), "sums of squares of `middle`"),
@@ -66,7 +67,7 @@ BUFFERS = (
     Buffer("chain", "int32", ("2", "slot rows", "chain"), "ancestors of each node; levels take turns"),
     Buffer("node_arrivals", "int32", ("slots",), "nodes merged; 0 between levels"),
     Buffer("barrier", "int32", ("barrier",), "`grid_barrier`'s state; 0 between launches"),
-)  # fmt: skip
+)
 Workspace = namedtuple("Workspace", [buffer.name for buffer in BUFFERS])  # type: ignore[misc]  # the table names them
 """The tensors, or in a kernel their addresses, in the table's order."""
 
@@ -124,10 +125,19 @@ def input_rows(cfg: DrafterConfig) -> int:
 def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
     """Return the shape of a configuration's attention units."""
     return AttentionShape(
-        cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.top_k, MAX_DEPTH,
-        heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim), params.block_keys, cfg.num_slots,
-        params.part_keys, window=cfg.sliding_window or 0, head_norms=cfg.has_head_norms, norm_eps=cfg.norm_eps,
-    )  # fmt: skip
+        cfg.num_heads,
+        cfg.num_kv_heads,
+        cfg.head_dim,
+        cfg.top_k,
+        MAX_DEPTH,
+        heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim),
+        params.block_keys,
+        cfg.num_slots,
+        params.part_keys,
+        window=cfg.sliding_window or 0,
+        head_norms=cfg.has_head_norms,
+        norm_eps=cfg.norm_eps,
+    )
 
 
 def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
@@ -186,9 +196,14 @@ def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
     tile = params.tiles["head"]
     block_n = min(_MOST_ROWS, tile.block_n)
     return HeadTiles(
-        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=params.layout.chunks["head"], scaled=cfg.has_fp8,
-        several=True, tile=Tile(block_n, tile.block_k, tile.stages),
-    )  # fmt: skip
+        stored=UNIT_ROWS,
+        owned=UNIT_ROWS,
+        hidden=cfg.hidden,
+        chunk=params.layout.chunks["head"],
+        scaled=cfg.has_fp8,
+        several=True,
+        tile=Tile(block_n, tile.block_k, tile.stages),
+    )
 
 
 def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails:

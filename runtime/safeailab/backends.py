@@ -61,10 +61,18 @@ def registered_backends() -> tuple[str, ...]:
 
 
 def frontier_generate(
-    model: Any, input_ids: Any = None, *, backend: str = "triton", head: Any = None, draft_vocab: Any = None,
-    tree: TreeConfig | None = None, features_concat: Any = None, weights: Weights | None = None,
-    bufs: Buffers | None = None, **options: Any,
-) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+    model: Any,
+    input_ids: Any = None,
+    *,
+    backend: str = "triton",
+    head: Any = None,
+    draft_vocab: Any = None,
+    tree: TreeConfig | None = None,
+    features_concat: Any = None,
+    weights: Weights | None = None,
+    bufs: Buffers | None = None,
+    **options: Any,
+) -> GenerationOutput | Tensor | tuple[Any, ...]:
     """Generate with a named drafting backend; the text is the target's own with any. Or draft once, from features.
 
         output = frontier_generate(model, input_ids, backend="mine", max_new_tokens=128)
@@ -108,9 +116,14 @@ def _no_option(name: str) -> UsageError:
 
 
 def _generate(
-    model: Any, input_ids: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: TreeConfig | None,
+    model: Any,
+    input_ids: Any,
+    how: dict[str, Any],
+    head: Any,
+    draft_vocab: Any,
+    tree: TreeConfig | None,
     options: dict[str, Any],
-) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+) -> GenerationOutput | Tensor | tuple[Any, ...]:
     if "fallback" in options:
         raise _no_option("fallback")
     built = _build_once(model, how, head, draft_vocab, tree)
@@ -128,10 +141,18 @@ def _generate(
 
 
 def fused_draft_token_generation(
-    model: nn.Module | SpeculativeModel | str | Path | None, input_ids: Prompts, temperature: float = 0.0,
-    max_new_tokens: int = 256, *, drafter: str = "triton", draft_weights: str = "auto", head: Any = None,
-    draft_vocab: Any = None, tree: TreeConfig | None = None, **options: Any,
-) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+    model: nn.Module | SpeculativeModel | str | Path | None,
+    input_ids: Prompts,
+    temperature: float = 0.0,
+    max_new_tokens: int = 256,
+    *,
+    drafter: str = "triton",
+    draft_weights: str = "auto",
+    head: Any = None,
+    draft_vocab: Any = None,
+    tree: TreeConfig | None = None,
+    **options: Any,
+) -> GenerationOutput | Tensor | tuple[Any, ...]:
     """Generate with a transformers model and its draft head, or with an EaModel, the whole step on the GPU: one call.
 
     As `frontier_generate`; ``model`` may also be what `SpeculativeModel.from_pretrained` loads, at every call. Raises

@@ -183,9 +183,13 @@ class LayerPatch:
         num_leaves, positions = host[1:2], host[2 : 2 + nodes]
         retrieve, mask = host[2 + nodes :].split([nodes * width, nodes * nodes])
         tree = DraftTree(
-            self.bufs.draft_tokens, self.bufs.parents, mask.view(1, 1, nodes, nodes), positions[None],
-            retrieve.view(1, nodes, width), num_leaves,
-        )  # fmt: skip
+            self.bufs.draft_tokens,
+            self.bufs.parents,
+            mask.view(1, 1, nodes, nodes),
+            positions[None],
+            retrieve.view(1, nodes, width),
+            num_leaves,
+        )
         tokens, paths, tree_mask, _ = tree.to_upstream(sampling=sampling)
         return tokens.clone(), paths.clone(), tree_mask, self.bufs.tree_position_ids[0].clone()
 

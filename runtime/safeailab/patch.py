@@ -20,11 +20,16 @@ from .vocabulary import choose_ids
 
 
 def patch_ea_model_with_triton_drafter(
-    model: Any, draft_vocab: int | DraftVocab | str | Path | None = None, *,
-    counts: TokenCounts | str | Path | None = None, token_map: DraftVocab | str | Path | None = None,
-    tokenizer: LoadedTokenizer | str | Path | None = None, use_triton: bool = True,
-    drafter: str | DraftFunction = "triton", draft_weights: str = "auto",
-) -> Any:  # fmt: skip
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    *,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
+    tokenizer: LoadedTokenizer | str | Path | None = None,
+    use_triton: bool = True,
+    drafter: str | DraftFunction = "triton",
+    draft_weights: str = "auto",
+) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
 
         patch_ea_model_with_triton_drafter(model, draft_vocab=16000, token_map="freq_32768.pt")
@@ -64,18 +69,29 @@ def patch_ea_model_with_triton_drafter(
             )
         drafter = "reference"
     EaModelPatch(
-        model, drafter, draft_weights, None, draft_vocab=draft_vocab, counts=counts, token_map=token_map,
+        model,
+        drafter,
+        draft_weights,
+        None,
+        draft_vocab=draft_vocab,
+        counts=counts,
+        token_map=token_map,
         tokenizer=tokenizer,
-    ).apply()  # fmt: skip
+    ).apply()
     return model
 
 
 def patch_eagle_model(
-    model: Any, draft_vocab: int | DraftVocab | str | Path | None = None, *,
-    counts: TokenCounts | str | Path | None = None, token_map: DraftVocab | str | Path | None = None,
-    tokenizer: LoadedTokenizer | str | Path | None = None, drafter: str | DraftFunction = "triton",
-    draft_weights: str = "auto", target_backend: str = "auto",
-) -> Any:  # fmt: skip
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    *,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
+    tokenizer: LoadedTokenizer | str | Path | None = None,
+    drafter: str | DraftFunction = "triton",
+    draft_weights: str = "auto",
+    target_backend: str = "auto",
+) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
 
         patch_eagle_model(model)
@@ -95,9 +111,15 @@ def patch_eagle_model(
     of `patch_ea_model_with_triton_drafter`.
     """
     EaModelPatch(
-        model, drafter, draft_weights, target_backend, draft_vocab=draft_vocab, counts=counts, token_map=token_map,
+        model,
+        drafter,
+        draft_weights,
+        target_backend,
+        draft_vocab=draft_vocab,
+        counts=counts,
+        token_map=token_map,
         tokenizer=tokenizer,
-    ).apply()  # fmt: skip
+    ).apply()
     return model
 
 
@@ -131,9 +153,13 @@ class EaModelPatch:
     """
 
     def __init__(
-        self, model: Any, drafter: str | DraftFunction = "triton", draft_weights: str = "auto",
-        target_backend: str | None = "auto", **vocabulary: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        drafter: str | DraftFunction = "triton",
+        draft_weights: str = "auto",
+        target_backend: str | None = "auto",
+        **vocabulary: Any,
+    ) -> None:
         check_ea_model(model)
         if is_rebound(model) or is_rebound(model.ea_layer):
             raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.")

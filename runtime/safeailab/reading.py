@@ -107,15 +107,20 @@ def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWei
     if not np.array_equal(rows, np.arange(len(lm_head))):
         lm_head = lm_head[torch.from_numpy(rows).to(lm_head.device)]
     return HeadWeights(
-        kind=kind, tensors={name: each.detach() for name, each in tensors.items()}, embedding=embedding,
+        kind=kind,
+        tensors={name: each.detach() for name, each in tensors.items()},
+        embedding=embedding,
         lm_head=lm_head.to(embedding.device, embedding.dtype),
         draft_to_target=torch.from_numpy(available[rows]).to(embedding.device),
-        rotary=rotary_of(attention.rotary_emb, embedding.device), hidden=embedding.shape[1],
-        num_heads=int(attention.num_heads), num_kv_heads=int(attention.num_key_value_heads),
-        head_dim=int(attention.head_dim), norm_eps=float(block.post_attention_layernorm.variance_epsilon),
+        rotary=rotary_of(attention.rotary_emb, embedding.device),
+        hidden=embedding.shape[1],
+        num_heads=int(attention.num_heads),
+        num_kv_heads=int(attention.num_key_value_heads),
+        head_dim=int(attention.head_dim),
+        norm_eps=float(block.post_attention_layernorm.variance_epsilon),
         activation=str(attention.config.hidden_act),
         feature_width=layer.fc.weight.shape[1] if kind == "eagle3" else embedding.shape[1],
-    )  # fmt: skip
+    )
 
 
 def _lm_head(model: Any) -> Tensor:

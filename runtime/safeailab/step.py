@@ -120,9 +120,14 @@ class StepPatch:
         return loop
 
     def tree_decoding(
-        self, model: Any, tree_candidates: Tensor, past_key_values: Any, tree_position_ids: Tensor, input_ids: Tensor,
+        self,
+        model: Any,
+        tree_candidates: Tensor,
+        past_key_values: Any,
+        tree_position_ids: Tensor,
+        input_ids: Tensor,
         retrieve_indices: Tensor,
-    ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Any]:
         """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], its outputs.
 
         The fused forward has no outputs beside these, and reads the tree from the drafter's buffers.
@@ -172,10 +177,20 @@ class StepPatch:
         return None, None, None
 
     def update_inference_inputs(
-        self, input_ids: Tensor, candidates: Tensor, best_candidate: None, accept_length: None,
-        retrieve_indices: Tensor, logits_processor: Any, new_token: int, past_key_values_data_list: list[Tensor],
-        current_length_data: Tensor, model: Any, hidden_state_new: Tensor, sample_p: None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, None, Tensor]:  # fmt: skip
+        self,
+        input_ids: Tensor,
+        candidates: Tensor,
+        best_candidate: None,
+        accept_length: None,
+        retrieve_indices: Tensor,
+        logits_processor: Any,
+        new_token: int,
+        past_key_values_data_list: list[Tensor],
+        current_length_data: Tensor,
+        model: Any,
+        hidden_state_new: Tensor,
+        sample_p: None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, None, Tensor]:
         """Keep the accepted path and draft the next tree: upstream's eight values."""
         drafting, tensors = self.layer_patch, self._tensors
         assert tensors is not None

@@ -20,10 +20,12 @@ from .reading import trained_ids
 
 
 def choose_ids(
-    model: Any, draft_vocab: int | DraftVocab | str | Path | None = None,
-    counts: TokenCounts | str | Path | None = None, token_map: DraftVocab | str | Path | None = None,
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
     tokenizer: LoadedTokenizer | str | Path | None = None,
-) -> NDArray[np.int64] | None:  # fmt: skip
+) -> NDArray[np.int64] | None:
     """Choose the target ids to draft over: int64 [draft_vocab] ascending; None for all that the head has.
 
     Arguments as in `patch_ea_model_with_triton_drafter`. Ids of a map that the head was not trained on are left out,
@@ -56,10 +58,12 @@ def choose_ids(
         raise UsageError(f"draft_vocab = {size} needs a ranking of the ids: give counts=, token_map=, or a DraftVocab.")
     source: Any = model.base_model_name_or_path if tokenizer is None else tokenizer
     vocab = rank_vocabulary(
-        counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts), size,
+        counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts),
+        size,
         tokenizer=source if isinstance(source, LoadedTokenizer) else load_tokenizer(str(source), offline=True),
-        target_vocab=vocab_size, candidates=None if len(available) == vocab_size else available,
-    )  # fmt: skip
+        target_vocab=vocab_size,
+        candidates=None if len(available) == vocab_size else available,
+    )
     for sentence in vocab.warnings:
         warnings.warn(sentence, HeadWarning, stacklevel=4)
     return vocab.ascending_ids

@@ -40,14 +40,15 @@ class Checks:
         parent = torch.where(is_before, parents, 0).clamp(min=0)
         depth = torch.where(node == 0, 0, depths.gather(1, parent) + 1)
         self._require(
-            "draft", torch.where(state.active_inverse >= 0, self._slot, -1),
+            "draft",
+            torch.where(state.active_inverse >= 0, self._slot, -1),
             ("prefix + num_new", "the slot's length", span, span == state.lengths),
             ("the root's token", "the newest token", tokens[:, 0], tokens[:, 0] == newest[:, 0]),
             ("the token", f"an id below {vocab}", tokens, (tokens >= 0) & (tokens < vocab), "node"),
             ("the parent", "a node before it, -1 of the root", parents, is_before, "node"),
             ("the position", "its parent's and 1", depths, depths == depth, "node"),
             ("the mask", "its parent's and itself", mask, mask == _grown(mask, parent), "node", "seen node"),
-        )  # fmt: skip
+        )
 
     def check_verify(self, rows: ForwardRows, bufs: ForwardBuffers, trees: Trees) -> None:
         """Check the rows of a forward over trees, and that its results are numbers."""
@@ -60,13 +61,14 @@ class Checks:
         # Some models leave ids out by a logit of -inf.
         are_numbers, skip = (logits == logits) & (logits < torch.inf), unused[..., 0]
         self._require(
-            "verify", slots,
+            "verify",
+            slots,
             ("the cache row", "the length and the node", kv_rows, (kv_rows == first + node) | skip, "node"),
             ("the position", "the length and the depth", positions, (positions == first + depths) | skip, "node"),
             ("the mask", "its parent's and itself", mask, (mask == _grown(mask, parent)) | unused, "node", "seen node"),
             ("the feature", "finite", features, torch.isfinite(features) | unused, "node", "number"),
             ("the logit", "a number", logits, are_numbers | unused, "node", "id"),
-        )  # fmt: skip
+        )
 
     def check_accept(self, choices: Tensor, trees: Trees) -> None:
         """Check accepted paths against the choices int32 [places, nodes] and the trees."""
@@ -82,11 +84,12 @@ class Checks:
         chosen = choices[state.active_inverse.long().clamp(0, len(choices) - 1)].gather(1, on_path)
         span = state.prefix + state.num_new
         self._require(
-            "accept", torch.where(accepted > 0, self._slot, -1),
+            "accept",
+            torch.where(accepted > 0, self._slot, -1),
             ("the path's node", "a child of the one before it", path, follows | unused, "step"),
             ("the token", "the choice at its node", tokens, (tokens == chosen) | unused, "step"),
             ("prefix + num_new", "the slot's length", span, span == state.lengths),
-        )  # fmt: skip
+        )
 
     def _require(self, phase: str, slots: Tensor, *rules: Any) -> None:
         """Keep the first fault of ``rules``, and let no slot run any more if there is one.

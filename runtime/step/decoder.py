@@ -201,9 +201,15 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Target, cache: KVCache, drafter: BufferedDrafter | None, waits: bool = False,
-        pool: GraphPool | None = None, offsets: Tensor | None = None, chain: TreeConfig | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        cache: KVCache,
+        drafter: BufferedDrafter | None,
+        waits: bool = False,
+        pool: GraphPool | None = None,
+        offsets: Tensor | None = None,
+        chain: TreeConfig | None = None,
+    ) -> None:
         device, slots = target.device, cache.num_slots
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, slots
         self.waits, self._offsets = waits, offsets
@@ -231,9 +237,11 @@ class Decoder:
         # A prompt's last chunk walks alone, beside slots that are running.
         own = SlotState.allocate(slots, MAX_EOS, device, width)
         self.entering = self.state._replace(
-            active_slots=own.active_slots, active_inverse=own.active_inverse, active_count=own.active_count,
+            active_slots=own.active_slots,
+            active_inverse=own.active_inverse,
+            active_count=own.active_count,
             record=own.record,
-        )  # fmt: skip
+        )
         root = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self._entering_roots = Trees(own.active_slots, own.active_count, root, root, torch.zeros_like(root))
         choice = ChoiceState.allocate(slots, cache.capacity, target.vocab_size, device)
@@ -387,9 +395,12 @@ class Decoder:
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
 
     def enter(
-        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None,
+        self,
+        num_tokens: int,
+        rules: ChoiceRules,
+        host: HostChoice | None = None,
         held: Callable[[], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
         The slot's tail has been set before. ``held`` (`hold_row`): of the first of these tokens; the second number in
@@ -540,9 +551,11 @@ class Decoder:
             ops(list_active)(state)
 
         return (
-            Phase("draft", draft, self.draft_waits and tree is not None), Phase("verify", verify, self.waits),
-            Phase("accept", accept, host is not None), Phase("commit", commit),
-        )  # fmt: skip
+            Phase("draft", draft, self.draft_waits and tree is not None),
+            Phase("verify", verify, self.waits),
+            Phase("accept", accept, host is not None),
+            Phase("commit", commit),
+        )
 
     def draft(self, shape: TreeShape, places: int, rules: ChoiceRules) -> None:
         """Write the trees of the next step of up to ``places`` sequences; plainly, every slot's newest token."""
@@ -587,7 +600,7 @@ class Decoder:
                 forward = rows.forward
                 self.drafter.prefill(
                     bufs.features, rows.next_tokens, forward.positions, rows.pair_rows, forward.attention.slots
-                )  # fmt: skip
+                )
             ops(end_chunk)(self.box, nodes, entering)
 
         def accept() -> None:
@@ -601,9 +614,11 @@ class Decoder:
             self.remember(entering, rules)
 
         return (
-            Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
+            Phase("verify", verify, self.waits),
+            Phase("prefill", prefill),
+            Phase("accept", accept, host is not None),
             Phase("commit", commit),
-        )  # fmt: skip
+        )
 
     def new_chunk(self, nodes: int) -> _Chunk:
         """Allocate the buffers of a prompt's chunk of ``nodes`` rows."""

@@ -217,9 +217,13 @@ class Decoders:
 
     @torch.inference_mode()
     def warm_up(
-        self, num_sequences: int, max_tokens: int, trees: Sequence[TreeConfig | None], rules: ChoiceRules,
+        self,
+        num_sequences: int,
+        max_tokens: int,
+        trees: Sequence[TreeConfig | None],
+        rules: ChoiceRules,
         ahead: PartialVerification | None = None,
-    ) -> WarmUp:  # fmt: skip
+    ) -> WarmUp:
         """Compile and capture for calls of up to that many sequences and tokens. The model must be held.
 
         ``trees``: the shapes that steps may have.
@@ -242,8 +246,11 @@ def match_slots(
     There must be as many free slots as prompts, or more.
     """
     found: dict[int, tuple[int, int]] = {}
-    shared = {(place, slot): kept[slot].num_shared(prompt, is_drafted)
-              for place, prompt in enumerate(prompts) for slot in free}  # fmt: skip
+    shared = {
+        (place, slot): kept[slot].num_shared(prompt, is_drafted)
+        for place, prompt in enumerate(prompts)
+        for slot in free
+    }
     for place, slot in sorted(shared, key=lambda pair: (-shared[pair], *pair)):
         if place not in found and all(slot != taken for taken, _ in found.values()):
             found[place] = (slot, shared[place, slot])

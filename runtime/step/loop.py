@@ -87,10 +87,13 @@ class GenerationLoop:
                 raise
             counts = self.decoder.counts() | tuned_counts(launches)
             return collect(
-                self.states, self.timer.stop_and_wait(), cache_bytes=decoders.cache_bytes,
-                graph_bytes=decoders.graph_bytes, active_sequences=dict(sorted((+self.active_sequences).items())),
+                self.states,
+                self.timer.stop_and_wait(),
+                cache_bytes=decoders.cache_bytes,
+                graph_bytes=decoders.graph_bytes,
+                active_sequences=dict(sorted((+self.active_sequences).items())),
                 **counts,
-            )  # fmt: skip
+            )
 
     def _run(self) -> None:
         decoder, rules = self.decoder, self.plan.rules

@@ -45,9 +45,13 @@ class CallRules:
 
     @classmethod
     def of(
-        cls, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request], vocab_size: int,
+        cls,
+        options: Mapping[str, Any],
+        sampling: SamplingConfig,
+        requests: Sequence[Request],
+        vocab_size: int,
         device: torch.device,
-    ) -> CallRules:  # fmt: skip
+    ) -> CallRules:
         """Read the rules of a call from joined options; all requests of a call have the same processors."""
         names = {name for request in requests if request.process is not None for name in request.process.names}
         # A bad word of one token is a suppressed one, unless it ends the answer, which transformers lets it.
@@ -71,9 +75,13 @@ class CallRules:
             has_minimum="min_new_tokens" in known,
         )
         numbers = (
-            max(sampling.temperature, COLDEST.value), sampling.top_k, sampling.top_p, sampling.min_p,
-            options.get("repetition_penalty", 1), options.get("min_new_tokens", 0),
-        )  # fmt: skip
+            max(sampling.temperature, COLDEST.value),
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            options.get("repetition_penalty", 1),
+            options.get("min_new_tokens", 0),
+        )
         bits = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size) if rules.has_suppressed else None
         return cls(rules, torch.tensor(numbers, dtype=torch.float32), bits, reason)
 
@@ -112,10 +120,17 @@ class Plan:
 
 
 def plan_call(
-    target: TargetModel, decoders: Decoders, call: Call, is_tree_sized: bool, *, max_slots: int = DEFAULT_MAX_SLOTS,
-    speculative: bool = True, reuse_prefix: bool = False, time_phases: bool = False,
+    target: TargetModel,
+    decoders: Decoders,
+    call: Call,
+    is_tree_sized: bool,
+    *,
+    max_slots: int = DEFAULT_MAX_SLOTS,
+    speculative: bool = True,
+    reuse_prefix: bool = False,
+    time_phases: bool = False,
     partial_verification: str | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Plan a call; options as in `SpeculativeModel.generate`.
 
     ``is_tree_sized``: whether trees are chosen (`shapes`), up to the drafter's, instead of being that. Raises
@@ -139,9 +154,16 @@ def plan_call(
     # Processors that are not ours may look at more than a row.
     is_ours = all(set(PENALTIES).issuperset(request.process.names) for request in call.requests if request.process)
     return Plan(
-        rules, shapes, reason, max_slots, time_phases or not decoders.has_graphs, reuse_prefix, ahead, full_reason,
+        rules,
+        shapes,
+        reason,
+        max_slots,
+        time_phases or not decoders.has_graphs,
+        reuse_prefix,
+        ahead,
+        full_reason,
         is_exact=is_ours and (ahead is None or ahead.mode == "exact"),
-    )  # fmt: skip
+    )
 
 
 def describe(
@@ -202,7 +224,8 @@ def _run_ahead(
     if mode == "lossy" and rules.host_reason is not None and any(request.process for request in requests):
         raise UsageError(
             'partial_verification="lossy" returns tokens that were chosen without logits processors that run on the '
-            'host. Leave these out, or take "exact".')  # fmt: skip
+            'host. Leave these out, or take "exact".'
+        )
     if tree is None:
         return None, "every pass is full (plain decoding)"
     if context < option.min_length:

@@ -35,9 +35,16 @@ class PartialDecoder(Decoder):
     """A `Decoder` that verifies chains which `ahead`, built by ``new_ahead``, accepted over a part of the cache."""
 
     def __init__(
-        self, target: Target, cache: KVCache, drafter: BufferedDrafter, option: PartialVerification,
-        waits: bool = False, pool: GraphPool | None = None, *, new_ahead: Callable[..., Decoder] = Decoder,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        cache: KVCache,
+        drafter: BufferedDrafter,
+        option: PartialVerification,
+        waits: bool = False,
+        pool: GraphPool | None = None,
+        *,
+        new_ahead: Callable[..., Decoder] = Decoder,
+    ) -> None:
         super().__init__(target, cache, drafter, waits, pool, chain=option.chain)
         self.option = option
         self.draft_waits = waits or drafter.waits
@@ -75,9 +82,12 @@ class PartialDecoder(Decoder):
         return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
 
     def enter(
-        self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None,
+        self,
+        num_tokens: int,
+        rules: ChoiceRules,
+        host: HostChoice | None = None,
         held: Callable[[], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `Decoder.enter`."""
         super().enter(num_tokens, rules, host, held)
         self.part.bound_slot(self.box.numbers[:1])
@@ -94,8 +104,15 @@ class PartialDecoder(Decoder):
         self.part.take(state.lengths)
         self._take_pairs()
         own.lengths.copy_(self.part.lengths)
-        for name in ("active_slots", "active_inverse", "active_count", "running", "num_generated", "max_generated",
-                     "eos_ids"):  # fmt: skip
+        for name in (
+            "active_slots",
+            "active_inverse",
+            "active_count",
+            "running",
+            "num_generated",
+            "max_generated",
+            "eos_ids",
+        ):
             getattr(own, name).copy_(getattr(state, name))
         ahead.choice = self.choice._replace(num_generated=own.num_generated, seen=ahead.choice.seen)
         ahead.choice.seen.copy_(self.choice.seen)

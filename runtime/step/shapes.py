@@ -236,10 +236,11 @@ def _width_of(shape: TreeConfig) -> float:
 def shapes_up_to(tree: TreeConfig) -> tuple[Shape, ...]:
     """List the shapes within a tree's depth, top_k and number of nodes, and the tree itself, the largest last."""
     within = [
-        shape for shape in SHAPES
+        shape
+        for shape in SHAPES
         if shape is None
         or (shape.depth <= tree.depth and shape.top_k <= tree.top_k and shape.total_tokens < tree.total_tokens)
-    ]  # fmt: skip
+    ]
     return (*within, tree)
 
 

@@ -32,9 +32,13 @@ _USERS_LOCK = threading.RLock()
 
 
 def tree_attention_mask(
-    lengths: Tensor, tree_mask: Tensor, positions: Tensor, kv_length: int, sliding_window: int | None,
+    lengths: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    kv_length: int,
+    sliding_window: int | None,
     row_positions: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Build the mask of prefix, ancestors and window (module docstring): bool [batch, 1, nodes, kv_length].
 
     ``lengths`` int64 [batch]: committed rows. ``tree_mask`` bool [batch, nodes, rows]: node attends to row after the
@@ -65,9 +69,16 @@ def tree_attention_mask(
 
 
 def tree_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Serve one attention layer of the target; transformers' attention-function signature.
 
     Raises `UnsupportedModelError` if the model does not hand keyword arguments down, or computes a mask or bias of its
@@ -151,9 +162,15 @@ class CacheContext:
         return all_keys, all_values
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
         sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attend with ``query`` [places, heads, nodes, head_dim]; same shape, but as wide as the values.
 
         ``key`` and ``value`` are what `store` returned, to this layer or, where layers share them, another; or what a

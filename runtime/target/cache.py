@@ -203,9 +203,15 @@ class ForwardBuffers:
 
     @classmethod
     def allocate(
-        cls, target: Target, places: int, nodes: int, logit_rows: int, capacity: int, use_kernels: bool,
+        cls,
+        target: Target,
+        places: int,
+        nodes: int,
+        logit_rows: int,
+        capacity: int,
+        use_kernels: bool,
         **working: tuple[int, ...],
-    ) -> ForwardBuffers:  # fmt: skip
+    ) -> ForwardBuffers:
         """Allocate outputs, scratch for kernels, and ``working`` shapes by name, in the target's type."""
         bufs = cls()
         bufs.is_dynamic = False

@@ -38,14 +38,26 @@ AT_LOAD = Fp8Form(None, "channel")
 
 _ANY: tuple[Any, ...] = ()
 _GROUP: dict[str, tuple[Any, ...]] = {
-    "weights": _ANY, "format": (None, "float-quantized", "naive-quantized"), "targets": _ANY,
-    "input_activations": _ANY, "output_activations": _ANY,
-}  # fmt: skip
+    "weights": _ANY,
+    "format": (None, "float-quantized", "naive-quantized"),
+    "targets": _ANY,
+    "input_activations": _ANY,
+    "output_activations": _ANY,
+}
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
-    "num_bits": (8,), "type": ("float",), "symmetric": (None, True), "dynamic": (None, False),
-    "strategy": (None, *_SCALES), "group_size": (None, -1), "block_structure": (None, _BLOCK, "128x128"),
-    "actorder": (None,), "scale_dtype": _ANY, "zp_dtype": _ANY, "observer": _ANY, "observer_kwargs": _ANY,
-}  # fmt: skip
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (None, True),
+    "dynamic": (None, False),
+    "strategy": (None, *_SCALES),
+    "group_size": (None, -1),
+    "block_structure": (None, _BLOCK, "128x128"),
+    "actorder": (None,),
+    "scale_dtype": _ANY,
+    "zp_dtype": _ANY,
+    "observer": _ANY,
+    "observer_kwargs": _ANY,
+}
 _METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {
         "fmt": (None, "e4m3"), "weight_block_size": (None, _BLOCK), "scale_fmt": (None, "float"),

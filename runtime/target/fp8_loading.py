@@ -29,15 +29,23 @@ from .fp8_forms import Fp8Form
 from .known import FAMILIES, is_of_a_known_family
 
 _PACKED: tuple[tuple[str, ...], ...] = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
-)  # fmt: skip
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
 """Linear layers of a decoder layer; those that the fused forward multiplies by at once are in one storage."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 UNREAD = (
-    "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
+    "input_scale",
+    "output_scale",
+    "activation_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
     "rotary_emb.inv_freq",
-)  # fmt: skip
+)
 """Ends of names of tensors that are not used: scales of activations and of the KV cache, and computed tables."""
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -178,8 +186,10 @@ class _Loader:
             out, columns = shape
             blocks = ceil(out / SCALE_BLOCK), ceil(columns / SCALE_BLOCK)
             allowed: dict[str, list[tuple[int, ...]]] = {
-                "block": [blocks], "channel": [(out, 1), (out,)], "tensor": [(), (1,)]
-            }  # fmt: skip
+                "block": [blocks],
+                "channel": [(out, 1), (out,)],
+                "tensor": [(), (1,)],
+            }
             shapes = allowed[self.form.strategy]
         elif name in self.linears and self._is_published:
             dtypes = ("F8_E4M3",)

@@ -98,11 +98,19 @@ class FusedTarget(Target):
         """See `Target.new_buffers`."""
         rows, hidden = places * nodes, self.hidden_size
         bufs = ForwardBuffers.allocate(
-            self, places, nodes, logit_rows, capacity, self.ops.use_kernels, residual=(rows, hidden),
-            scaled=(rows, hidden), query=(rows, self.num_heads * self.head_dim),
-            attended=(rows, self.num_heads * self.head_dim), gated=(rows, self.intermediate_size),
+            self,
+            places,
+            nodes,
+            logit_rows,
+            capacity,
+            self.ops.use_kernels,
+            residual=(rows, hidden),
+            scaled=(rows, hidden),
+            query=(rows, self.num_heads * self.head_dim),
+            attended=(rows, self.num_heads * self.head_dim),
+            gated=(rows, self.intermediate_size),
             last=(logit_rows, hidden),
-        )  # fmt: skip
+        )
         bufs.squares, bufs.last_squares = (
             torch.empty((count, num_groups(hidden)), dtype=torch.float32, device=self.device)
             for count in (rows, logit_rows)
@@ -142,15 +150,26 @@ class FusedTarget(Target):
                 normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *cache.layers[index], scratch
             )
             ops(tree_attention)(
-                bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
+                bufs.query,
+                *cache.layers[index],
+                rows.attention,
+                self.scale,
+                layer.window,
+                bufs.attended,
+                bufs.scratch,
                 lift=lift_of(layer.o, bufs.attended.dtype),
-            )  # fmt: skip
+            )
             bufs.keep_queries(index, bufs.query, last_row)
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
             ops(gated_product)(
-                normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch,
+                normed,
+                layer.norm_post,
+                layer.gate_up,
+                layer.gate_up_bias,
+                bufs.gated,
+                scratch,
                 lift_of(layer.down, bufs.gated.dtype),
-            )  # fmt: skip
+            )
             is_final = index + 1 == len(self.layers)
             norm = self.final_norm if is_final else self.layers[index + 1].norm_in
             ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, self._tap(bufs, index + 1), scratch)

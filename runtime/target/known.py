@@ -32,9 +32,18 @@ CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 """Methods that a call of a module goes through."""
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _ATTRIBUTES = (
-    "layer_idx", "head_dim", "scaling", "num_key_value_groups", "is_causal", "layer_type", "sliding_window",
-    "attention_type", "has_sliding_layers", "variance_epsilon", "max_norm",
-)  # fmt: skip
+    "layer_idx",
+    "head_dim",
+    "scaling",
+    "num_key_value_groups",
+    "is_causal",
+    "layer_type",
+    "sliding_window",
+    "attention_type",
+    "has_sliding_layers",
+    "variance_epsilon",
+    "max_norm",
+)
 """Attributes of modules that a forward computes with."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

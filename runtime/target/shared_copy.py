@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from .watch import is_config
 
 _OWN_DICTS = (
-    "_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+    "_buffers",
+    "_parameters",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 _OUTPUTS = ("output_attentions", "_output_attentions", "output_hidden_states")
 
 

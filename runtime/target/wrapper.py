@@ -36,8 +36,14 @@ from .watch import Watch
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_MARKS = (
-    "ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "rescale_every", "lru_width",
-)  # fmt: skip
+    "ssm_cfg",
+    "state_size",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "conv_L_cache",
+    "rescale_every",
+    "lru_width",
+)
 _LOCKS: WeakKeyDictionary[nn.Module, tuple[threading.RLock, threading.Lock]] = WeakKeyDictionary()
 """Two locks a target, shared by all who wrap it: one that other threads wait for, one that marks a running call."""
 _LOCKS_LOCK = threading.Lock()
@@ -131,9 +137,12 @@ class TargetModel(Target):
                 )
         # What the drafter's weights and buffers were made for.
         sizes = {
-            "dtype": self.dtype, "device": self.device, "number of layers": len(self.layers),
-            "hidden size": self.hidden_size, "vocabulary": self.vocab_size,
-        }  # fmt: skip
+            "dtype": self.dtype,
+            "device": self.device,
+            "number of layers": len(self.layers),
+            "hidden size": self.hidden_size,
+            "vocabulary": self.vocab_size,
+        }
         for name, value in self._sizes.items():
             if sizes[name] != value:
                 raise UsageError(
@@ -301,12 +310,14 @@ class TargetModel(Target):
         taps.clear()
         with torch.inference_mode():
             output = self._copy.model(
-                input_ids=token_ids, position_ids=positions, past_key_values=_ContextCache(context, self.text_config),
+                input_ids=token_ids,
+                position_ids=positions,
+                past_key_values=_ContextCache(context, self.text_config),
                 use_cache=True,
                 # By index: a number lets some models leave out the other positions' hidden states as well.
                 logits_to_keep=0 if last_row is None else last_row,
                 **{attention.CONTEXT_ARGUMENT: context},
-            )  # fmt: skip
+            )
         for place, layer in enumerate(self.tap_layers or ()):
             if place not in taps:
                 raise UnsupportedModelError(

@@ -13,15 +13,21 @@ MISTAKES = {
     "exact": (["--tokens", "0"], ["--seconds", "0"], ["--out", "/"]),
     "gates": (["--out", "/"], ["--thresholds", "x"]),
     "generate": (
-        ["--sizes", "all"], ["--sizes", "0"], ["--sizes=full,-5"], ["--sizes", "full,8191"], ["--steps", "0"],
-        ["--rounds", "0"], ["--accepted", "7.1"], ["--accepted", "0.9"],
+        ["--sizes", "all"],
+        ["--sizes", "0"],
+        ["--sizes=full,-5"],
+        ["--sizes", "full,8191"],
+        ["--steps", "0"],
+        ["--rounds", "0"],
+        ["--accepted", "7.1"],
+        ["--accepted", "0.9"],
     ),
     "load_fp8": (["--dims", "gpt"], ["--layers", "0"]),
     "price": (["--dims", "gpt"], ["--places", "0"]),
     "shapes": (["--new", "1"], ["--steps", "1"]),
     "step": (["--dims", "gpt"],),
     "trace": (["--dims", "gpt"],),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, each) for name, lines in MISTAKES.items() for each in lines])

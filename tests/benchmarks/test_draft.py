@@ -24,9 +24,10 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadWeights:
     monkeypatch.setattr(draft, "CAPACITY", 20)
     # Without the runs that warm up.
     monkeypatch.setattr(
-        draft, "interleave",
+        draft,
+        "interleave",
         lambda variants, device, *_, **__: {name: [time_us(run, device)] for name, run in variants.items()},
-    )  # fmt: skip
+    )
     monkeypatch.setattr(draft, "supported_weights", lambda device: ["bf16"])
     return problem.random_head(TINY, torch.device("cpu"), torch.float16)
 

@@ -12,12 +12,14 @@ from benchmarks.shared.decoding import RandomModel
 
 LINES = [
     {
-        "name": "vllm plain", "engine": "vllm", "job": {"case": "plain", "quantization": "fp8"},
+        "name": "vllm plain",
+        "engine": "vllm",
+        "job": {"case": "plain", "quantization": "fp8"},
         "facts": {"version": "0.25.1", "gpu": "a card", "attention": None},
         "result": {"speeds": [{"batch": 4, "ms_per_step": 6.3, "accepted_length": None}]},
     },
     {"name": "sglang plain", "engine": "sglang", "job": {"case": "plain"}, "facts": None, "error": "out of time"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
@@ -33,8 +35,13 @@ def test_ours(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_lines_beside_ours(tmp_path: Path) -> None:
     ours = {
-        "engine": "eagle-slim", "case": "plain", "weights": "bf16", "sequences": 4, "ms": 5.6, "accepted_length": 1.0,
-    }  # fmt: skip
+        "engine": "eagle-slim",
+        "case": "plain",
+        "weights": "bf16",
+        "sequences": 4,
+        "ms": 5.6,
+        "accepted_length": 1.0,
+    }
     result, fp8, lines = (tmp_path / name for name in ("result.json", "fp8.json", "lines.jsonl"))
     for path, weights in ((result, "bf16"), (fp8, "fp8")):
         path.write_text(json.dumps({"machine": {"device": "a card"}, "rows": [ours | {"weights": weights}]}))

@@ -88,8 +88,10 @@ def test_a_rehearsal_warms_up_each_kind_of_call_once(fuzz: exact.Fuzz, monkeypat
     fuzz.rehearse(numbers)
     num_warmed, wanted = len(warmed), set()
     for variant, calls, _ in map(fuzz.plan, numbers):
-        wanted |= {(exact.bucket_of(min(len(asked), options["max_slots"])), variant.tree is not None)
-                   for asked, options in calls}  # fmt: skip
+        wanted |= {
+            (exact.bucket_of(min(len(asked), options["max_slots"])), variant.tree is not None)
+            for asked, options in calls
+        }
     assert set(warmed) == wanted
     assert num_warmed <= 2 * len(CALLS)
     fuzz.rehearse(numbers[:1] * 2)

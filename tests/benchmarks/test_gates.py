@@ -20,13 +20,24 @@ from benchmarks.shared import decoding
 Values = dict[str, Any]
 SHAPE = {"draft_vocab": 60, "depth": 2, "nodes": 16}
 FULL: Values = {
-    "name": "toy", **SHAPE, "top_k": 4, "sequences": 2, "prefix": 40, "accepted_length": 2.0, "threshold": 1.2,
-    "partial_blocks": 0, "survival": 1.0,
-}  # fmt: skip
+    "name": "toy",
+    **SHAPE,
+    "top_k": 4,
+    "sequences": 2,
+    "prefix": 40,
+    "accepted_length": 2.0,
+    "threshold": 1.2,
+    "partial_blocks": 0,
+    "survival": 1.0,
+}
 MICRO: Values = {
-    "model": "tiny", **SHAPE, "prefix": 20, "accepted_length": 2, "tolerances": {"draft": 0.1, "verify": 0.1},
+    "model": "tiny",
+    **SHAPE,
+    "prefix": 20,
+    "accepted_length": 2,
+    "tolerances": {"draft": 0.1, "verify": 0.1},
     "references": {"toy GPU": {"ratios": {"draft": 2.0, "verify": 1.5}}},
-}  # fmt: skip
+}
 GATES: Values = {"green_rounds": 3, "most_rounds": 6, "micro": MICRO, "full": [FULL, FULL | {"name": "second"}]}
 GREEN, RED = {"draft": 2.19, "verify": 1.5}, {"draft": 2.21, "verify": 1.5}
 
@@ -40,8 +51,13 @@ def test_full_gates_wait_for_three_green_rounds_in_a_row(capsys: pytest.CaptureF
     rounds = iter([GREEN, GREEN, RED, GREEN, GREEN, GREEN])
     report = judge(GATES, "toy GPU", rounds, lambda gate, times: summaries(*[1.3] * times))
     assert [all(gate["is_green"] for gate in each.values()) for each in report["micro_rounds"]] == [
-        True, True, False, True, True, True
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert report["is_micro_green"]
     assert report["is_green"]
     assert [gate["name"] for gate in report["full"]] == [*["toy"] * 3, *["second"] * 3]
@@ -81,9 +97,12 @@ def test_the_file_of_thresholds() -> None:
     shipped = json.loads(THRESHOLDS.read_text())
     names = ("prefix", "sequences", "nodes", "partial_blocks", "threshold", "accepted_length")
     assert [tuple(gate[name] for name in names) for gate in shipped["full"]] == [
-        (32768, 1, 16, 0, 2.0, 3), (32768, 1, 4, 0, 1.5, 2.2), (16384, 4, 16, 0, 1.5, 3), (16384, 4, 4, 0, 1.0, 2.2),
+        (32768, 1, 16, 0, 2.0, 3),
+        (32768, 1, 4, 0, 1.5, 2.2),
+        (16384, 4, 16, 0, 1.5, 3),
+        (16384, 4, 4, 0, 1.0, 2.2),
         (128000, 1, 60, 64, 1.5, 3),
-    ]  # fmt: skip
+    ]
     micro = shipped["micro"]
     for device, reference in micro["references"].items():
         assert set(reference_of(shipped, device)) == set(micro["tolerances"])
@@ -107,9 +126,11 @@ def test_what_was_measured_agrees_with_the_file_of_thresholds(place: int) -> Non
 
 
 def test_a_run_end_to_end(
-    random_model: decoding.RandomModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    random_model: decoding.RandomModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """References are recorded, then met; with references of nothing every round is red."""
     monkeypatch.setattr(command, "TOP_K", 4)
     monkeypatch.setattr(command, "_TIMES", dict.fromkeys(command._TIMES, 1))

@@ -34,9 +34,20 @@ def test_variants(
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)
     args = arguments(
-        "--runs", "1", "--new-tokens", "6", "--depths", "1", "2", "--total-tokens", "8", "--top-k", "3",
-        "--target-backend", "fused",
-    )  # fmt: skip
+        "--runs",
+        "1",
+        "--new-tokens",
+        "6",
+        "--depths",
+        "1",
+        "2",
+        "--total-tokens",
+        "8",
+        "--top-k",
+        "3",
+        "--target-backend",
+        "fused",
+    )
     verify, prompts, rows = upstream_stand_in.tree_decoding, [prompt(model), prompt(model, 5)], []
     for tree in args.trees:
         rows += safeailab.run(model, tree, prompts, args)
@@ -67,9 +78,7 @@ def test_parts_of_the_kernels_draft_by_its_stamps(monkeypatch: pytest.MonkeyPatc
     stamps = torch.tensor([20, *range(3, 13), 0]) * 1_000_000
     barrier = torch.cat((torch.zeros(safeailab.FIRST_STAMP, dtype=torch.int32), stamps.view(torch.int32)))
     split = dict.fromkeys(("fc", "qkv", "o", "down"), 1)
-    bufs = SimpleNamespace(
-        params=SimpleNamespace(layout=SimpleNamespace(split=split)), workspace={"barrier": barrier}
-    )  # fmt: skip
+    bufs = SimpleNamespace(params=SimpleNamespace(layout=SimpleNamespace(split=split)), workspace={"barrier": barrier})
     layer = SimpleNamespace(bufs=bufs, kind="eagle3", tree=TreeConfig(0, 2, 3))
     assert safeailab.stamped_parts(layer) == {}
     monkeypatch.setattr(safeailab, "STAMPS", SimpleNamespace(value=True))

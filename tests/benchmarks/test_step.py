@@ -33,9 +33,15 @@ def test_rows(random_model: RandomModel, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(row["nodes"], row["prompt"]) for row in prompts] == [(8, 20), (1, 20)]
     assert all(row["first_token_ms"] > 0 for row in prompts)
     assert [(row["nodes"], row["prefix"], row["sampled"]) for row in rows] == [
-        (8, 20, True), (8, 20, False), (8, 40, False), (4, 20, False), (4, 40, False),
-        (1, 20, True), (1, 20, False), (1, 40, False),
-    ]  # fmt: skip
+        (8, 20, True),
+        (8, 20, False),
+        (8, 40, False),
+        (4, 20, False),
+        (4, 40, False),
+        (1, 20, True),
+        (1, 20, False),
+        (1, 40, False),
+    ]
     for row in rows:
         least_bytes = random_model.weight_bytes + random_model.kv_bytes(row["prefix"])
         assert row["floor_ms"] == pytest.approx(least_bytes / 1e9 * 1e3)

@@ -26,13 +26,17 @@ def steps(count: int = 4) -> list[dict[str, Any]]:
     found = []
     for ts in range(0, count * 100, 100):
         found += [
-            event("user_annotation", trace.STEP, ts, 5), event("cuda_runtime", "cudaGraphLaunch", ts + 1),
-            event("kernel", "draft_kernel", ts + 10, 20), event("kernel", "_tree_rows_kernel", ts + 30, 2),
-            event("kernel", "qkv_product_kernel", ts + 35, 10), event("kernel", "main_kernel", ts + 43, 5),
-            event("kernel", "void at::native::copy", ts + 50, 1), event("cuda_runtime", "cudaMemcpyAsync", ts + 3),
+            event("user_annotation", trace.STEP, ts, 5),
+            event("cuda_runtime", "cudaGraphLaunch", ts + 1),
+            event("kernel", "draft_kernel", ts + 10, 20),
+            event("kernel", "_tree_rows_kernel", ts + 30, 2),
+            event("kernel", "qkv_product_kernel", ts + 35, 10),
+            event("kernel", "main_kernel", ts + 43, 5),
+            event("kernel", "void at::native::copy", ts + 50, 1),
+            event("cuda_runtime", "cudaMemcpyAsync", ts + 3),
             event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", ts + 60),
             event("cuda_runtime", "cudaEventSynchronize", ts + 6),
-        ]  # fmt: skip
+        ]
     return found
 
 
@@ -40,8 +44,13 @@ def test_times_of_a_step() -> None:
     times = trace.times_of(trace.last_step(steps()))
     # Attention begins 2 us before qkv ends, and counts from there; nothing runs from 32 to 35, 48 to 50, and 51 on.
     assert times == {
-        "draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5,
-    }  # fmt: skip
+        "draft": 20,
+        "rows and masks": 2,
+        "QKV": 10,
+        "attention": 3,
+        "other": 1,
+        "nothing": 5,
+    }
 
 
 def test_barriers_of_a_draft() -> None:
@@ -55,9 +64,17 @@ def test_parts_of_a_draft() -> None:
     stamps = [20_000, *range(1_000, 19_000, 1_000), 0, 0]
     spans = trace.draft_spans(ALONE, 1, stamps, event("kernel", "draft_kernel", 100, 30))
     assert trace.times_of(spans) == {
-        "draft: inputs": 11, "draft: fc": 2, "draft: QKV": 2, "draft: attention": 4, "draft: output": 2,
-        "draft: MLP": 4, "draft: LM head, top-k": 2, "draft: choose nodes": 1, "draft: tree": 2, "nothing": 0,
-    }  # fmt: skip
+        "draft: inputs": 11,
+        "draft: fc": 2,
+        "draft: QKV": 2,
+        "draft: attention": 4,
+        "draft: output": 2,
+        "draft: MLP": 4,
+        "draft: LM head, top-k": 2,
+        "draft: choose nodes": 1,
+        "draft: tree": 2,
+        "nothing": 0,
+    }
     assert (spans[0]["ts"], spans[-1]["ts"]) == (100, 128)
 
 
@@ -97,8 +114,9 @@ def test_what_should_not_be_is_named(more: dict[str, Any], words: str) -> None:
 def test_allocations_and_too_many_waits() -> None:
     waits = [event("cuda_runtime", "cudaEventSynchronize", 250 + i) for i in range(4)]
     assert trace.faults_of([*steps(), *waits], 3) == [
-        "the host waits 6 times for 4 records", "the allocator hands out 3 blocks",
-    ]  # fmt: skip
+        "the host waits 6 times for 4 records",
+        "the allocator hands out 3 blocks",
+    ]
 
 
 def test_every_kernel_of_a_step_has_a_part() -> None:

@@ -70,9 +70,19 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     # Counts from a file give the same artifact.
     count_tokens([parse_source("chat=chats.jsonl")], load_tokenizer(tokens)).save("kept.safetensors")
     code, _, err = run(
-        convert_command, head, "--draft-vocab", "300", "--target", target, "--tokenizer", tokens,
-        "--counts", "kept.safetensors", "--out", "b",
-    )  # fmt: skip
+        convert_command,
+        head,
+        "--draft-vocab",
+        "300",
+        "--target",
+        target,
+        "--tokenizer",
+        tokens,
+        "--counts",
+        "kept.safetensors",
+        "--out",
+        "b",
+    )
     assert code == 0, err
     first, second = tmp_path / "out" / "head-v300", tmp_path / "b"
     for path in first.iterdir():

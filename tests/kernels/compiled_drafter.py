@@ -41,16 +41,29 @@ LLAMA_8B, SMOLLM2 = (
     draft_config(MODELS[name], 32000, TreeConfig(5, 10, 60), 1, 8192) for name in ("llama-3.1-8b", "smollm2-135m")
 )
 OPTIONS: dict[str, Any] = {
-    "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": "gelu", "norm_before_residual": True,
-    "norm_output": True, "tap_norms": 3, "sliding_window": 512, "has_head_norms": True,
-}  # fmt: skip
+    "has_qkv_bias": True,
+    "has_o_bias": True,
+    "has_mlp_bias": True,
+    "activation": "gelu",
+    "norm_before_residual": True,
+    "norm_output": True,
+    "tap_norms": 3,
+    "sliding_window": 512,
+    "has_head_norms": True,
+}
 """Everything that an EAGLE-3 head may have besides."""
 
 
 POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.float8_e4m3fn: "*fp8e4nv", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-}  # fmt: skip
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
 
 
 def signature(cfg: DrafterConfig) -> dict[str, Any]:

@@ -74,10 +74,13 @@ class Compiler:
         report, sass = assembler_report(compiled.asm["ptx"], self.chip, always_lists=self.chip.capability == 90)
         name = f"{kernel.__name__} {self.variant}".strip()
         self.reports[name] = {
-            "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report,
+            "shared_bytes": compiled.metadata.shared,
+            "num_warps": compiled.metadata.num_warps,
+            **report,
             "spills_among_products": sum(spills_among_products(sass)),
-            "overwritten_operands": overwritten_operands(sass), "mixed_halves": mixed_halves(compiled.asm["ptx"]),
-        }  # fmt: skip
+            "overwritten_operands": overwritten_operands(sass),
+            "mixed_halves": mixed_halves(compiled.asm["ptx"]),
+        }
 
     @staticmethod
     def _places(index: int, value: Any) -> list[tuple[tuple[int, ...], Any]]:
@@ -112,9 +115,18 @@ def run_all(compiler: Compiler) -> None:
     tree_rows.tree_rows(trees, forward)
     norms = (qkv[0, :HEAD_DIM], qkv[0, :HEAD_DIM])
     pair_rows.rotate_append(
-        qkv, qkv[0], norms, 1e-6, table, table, forward.positions, forward.attention.slots, forward.kv_rows, keys[0],
+        qkv,
+        qkv[0],
+        norms,
+        1e-6,
+        table,
+        table,
+        forward.positions,
+        forward.attention.slots,
+        forward.kv_rows,
         keys[0],
-    )  # fmt: skip
+        keys[0],
+    )
     box, chunk = PromptBox.allocate(1024, "cpu"), ChunkRows.allocate(CHUNK, state.lengths)
     prompt_chunks.begin_prompt(box, state)
     prompt_chunks.chunk_rows(box, chunk)

@@ -47,10 +47,15 @@ class Drafted:
 
 
 def draft(
-    head: HeadWeights, tree: tuple[int, int, int], prefixes: list[int], num_new: list[int],
-    active: list[int] | None = None, weight_dtype: torch.dtype | None = None, separate_taps: bool = False,
+    head: HeadWeights,
+    tree: tuple[int, int, int],
+    prefixes: list[int],
+    num_new: list[int],
+    active: list[int] | None = None,
+    weight_dtype: torch.dtype | None = None,
+    separate_taps: bool = False,
     texts: dict[int, list[int]] | None = None,
-) -> Drafted:  # fmt: skip
+) -> Drafted:
     cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype)
     for slot, token_ids in (texts or {}).items():
         set_tail(cfg, weights, bufs, slot, token_ids)
@@ -83,15 +88,23 @@ def replay_tails(
     found = []
     for place, slot in enumerate(step.active):
         own = replay(
-            exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg), bufs.tree, replace(step, active=(slot,)),
+            exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg),
+            bufs.tree,
+            replace(step, active=(slot,)),
             Candidates(*(field[place : place + 1] for field in (drafted.tokens, drafted.scores, drafted.parents))),
-            result, bufs.keys, bufs.values, atol=log_prob_atol(cfg),
-        )  # fmt: skip
+            result,
+            bufs.keys,
+            bufs.values,
+            atol=log_prob_atol(cfg),
+        )
         found.append(replace(own, faults=tuple(f"slot {slot}: {fault}" for fault in own.faults)))
     return Agreement(
-        max(one.max_error for one in found), max(one.rms_error for one in found),
-        max(one.cache_error for one in found), log_prob_atol(cfg), tuple(f for one in found for f in one.faults),
-    )  # fmt: skip
+        max(one.max_error for one in found),
+        max(one.rms_error for one in found),
+        max(one.cache_error for one in found),
+        log_prob_atol(cfg),
+        tuple(f for one in found for f in one.faults),
+    )
 
 
 def assert_agrees(drafted: Drafted) -> None:

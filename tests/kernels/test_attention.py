@@ -93,9 +93,16 @@ def one_chunk(device: str, length: int, count: int, nodes: int) -> ChunkRows:
 
 
 def check(
-    rows: ForwardRows, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None,
-    ends: list[int], softcap: float | None = None, sinks: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    rows: ForwardRows,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    ends: list[int],
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """Kernel and twin agree, whatever lies beyond the rows in use."""
     device = rows.tokens.device
     width = (heads + 2 * kv_heads) * head_dim
@@ -139,8 +146,13 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
     _splits_kernel[(1,)](out, COUNT=count)
     split, start, stop = out.cpu()
     assert sorted(set(start.tolist())) == [
-        *range(0, 512, 128), 512, 768, *range(1024, 4096, 512), *range(4096, 32768, 1024), *range(32768, count, 4096)
-    ]  # fmt: skip
+        *range(0, 512, 128),
+        512,
+        768,
+        *range(1024, 4096, 512),
+        *range(4096, 32768, 1024),
+        *range(32768, count, 4096),
+    ]
     key = torch.arange(count)
     assert bool(((start <= key) & (key < stop)).all())
     assert split.tolist() == [num_splits(each + 1) - 1 for each in range(count)]

@@ -119,8 +119,11 @@ def test_weights() -> None:
     assert int(weights[0]) == ONE.value
     assert int(weights[-1]) == 0
     assert score_distance_ref(torch.tensor([1.0, 2.0, -300.0, float("-inf")])).tolist() == [
-        1 << 24, 0, FAR.value, FAR.value,
-    ]  # fmt: skip
+        1 << 24,
+        0,
+        FAR.value,
+        FAR.value,
+    ]
 
 
 def extreme_rows(vocab: int = 40) -> torch.Tensor:

@@ -31,7 +31,11 @@ CASES = {
     "more new tokens than rows": ({}, (1, 3, 10), [4, 30, 1, 12, 5], [16, 2, 1, 5, 9], [3, 0, 4]),
     "full attention": ({"heads": 3, "kv_heads": 3, "head_dim": 16, "hidden": 48}, (1, 2, 5), [6], [4], None),
     "one kv head, qkv bias": (
-        {"heads": 6, "kv_heads": 1, "head_dim": 40, "hidden": 48, "qkv_bias": True}, (1, 2, 5), [6], [4], None,
+        {"heads": 6, "kv_heads": 1, "head_dim": 40, "hidden": 48, "qkv_bias": True},
+        (1, 2, 5),
+        [6],
+        [4],
+        None,
     ),
     "head_dim 20": ({"head_dim": 20, "draft_vocab": 37}, (2, 3, 9), [5], [4], None),
     "head_dim 96": ({"head_dim": 96, "heads": 2, "kv_heads": 1}, (1, 2, 5), [5], [1], None),
@@ -39,11 +43,17 @@ CASES = {
     "deepest": ({}, (10, 16, 100), [50], [2], None),
     "empty prefix, wider target": ({"target_hidden": 80}, (1, 2, 5), [0], [2], None),
     "long prefix": ({}, (1, 2, 6), [200], [2], None),
-}  # fmt: skip
+}
 ODD_CASES = {
-    "one level", "slots, order and gaps", "full attention", "head_dim 20", "head_dim 96", "chain", "deepest",
+    "one level",
+    "slots, order and gaps",
+    "full attention",
+    "head_dim 20",
+    "head_dim 96",
+    "chain",
+    "deepest",
     "long prefix",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if name in ODD_CASES else name for name in CASES])
@@ -58,11 +68,9 @@ def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     ("bound", "trees"),
     [
         ((2, 3, 12), [(1, 3, 9), (2, 3, 2), (0, 3, 4), (2, 3, 12)]),
-        pytest.param(
-            (3, 3, 20), [(3, 3, 19), (1, 3, 12), (2, 3, 2), (0, 3, 4), (2, 3, 17), (3, 3, 20)], marks=SLOW
-        ),
+        pytest.param((3, 3, 20), [(3, 3, 19), (1, 3, 12), (2, 3, 2), (0, 3, 4), (2, 3, 17), (3, 3, 20)], marks=SLOW),
     ],
-)  # fmt: skip
+)
 def test_smaller_trees_from_one_compiled_bound(
     bound: tuple[int, int, int], trees: list[tuple[int, int, int]], device: str
 ) -> None:

@@ -24,9 +24,15 @@ from support.drafting import with_follow, with_options
 
 pytestmark = pytest.mark.gpu
 MEDIUM = {
-    "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64, "target_vocab": 4000,
-    "draft_vocab": 3001, "device": "cuda",
-}  # fmt: skip
+    "hidden": 512,
+    "intermediate": 1536,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "target_vocab": 4000,
+    "draft_vocab": 3001,
+    "device": "cuda",
+}
 
 
 NEEDS_FP8 = pytest.mark.skipif(
@@ -101,9 +107,11 @@ WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
     ids=["llama-3.1-8b", "llama-3.1-8b, each tap normed", "llama-3.1-8b, all taps normed", "16,384 wide"],
 )
 def test_real_dimensions(
-    dims: Dims, options: dict[str, Any], weight_dtype: torch.dtype | None,
+    dims: Dims,
+    options: dict[str, Any],
+    weight_dtype: torch.dtype | None,
     record_property: Callable[[str, object], None],
-) -> None:  # fmt: skip
+) -> None:
     head = with_options(random_head(dims, torch.device("cuda")).of_rows(slice(32000)), **options)
     cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), 1, 4096 + 16, weight_dtype)
     weights = Weights.pack(head, cfg)
@@ -138,9 +146,15 @@ def test_graph_replays_take_new_inputs() -> None:
         check_finished(bufs)
         assert_equal_trees(tree_of(bufs), launched)
         agreement = replay(
-            exact_head(head, plain.cfg), plain.cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
-            bufs.values, atol=log_prob_atol(plain.cfg),
-        )  # fmt: skip
+            exact_head(head, plain.cfg),
+            plain.cfg.tree,
+            step,
+            candidates_of(bufs),
+            tree_of(bufs),
+            bufs.keys,
+            bufs.values,
+            atol=log_prob_atol(plain.cfg),
+        )
         assert agreement.agrees, str(agreement)
 
 

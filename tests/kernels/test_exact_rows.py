@@ -175,18 +175,32 @@ def test_small(device: str, kind: str) -> None:
     [
         ("llama", torch.bfloat16, 700, LARGE),
         ("llama", torch.bfloat16, 700, LARGE | {"is_fp8": True}),
-        ("qwen2", torch.bfloat16, 300, {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
-                                        "is_fp8": True}),
+        (
+            "qwen2",
+            torch.bfloat16,
+            300,
+            {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "is_fp8": True},
+        ),
         ("llama", torch.float16, 300, LARGE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-        ("llama", torch.bfloat16, 700, {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-                                        "num_key_value_heads": 3, "num_hidden_layers": 4}),
+        (
+            "llama",
+            torch.bfloat16,
+            700,
+            {
+                "hidden_size": 576,
+                "intermediate_size": 1536,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+                "num_hidden_layers": 4,
+            },
+        ),
         ("llama", torch.bfloat16, 300, {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}),
         ("llama", torch.float32, 300, {"hidden_size": 256, "num_key_value_heads": 4}),
         ("qwen2", torch.bfloat16, 300, {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}),
         ("qwen3", torch.bfloat16, 300, {"hidden_size": 1024, "num_attention_heads": 8}),
         ("mistral", torch.float16, 300, {"hidden_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}),
     ],
-)  # fmt: skip
+)
 @torch.inference_mode()
 def test_every_cut(device: str, kind: str, dtype: torch.dtype, length: int, sizes: dict[str, Any]) -> None:
     text = decode(kind, dtype, device, length, **sizes)

@@ -59,12 +59,20 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
 
 @pytest.mark.parametrize(
     ("active", "tokens", "prefix", "words"),
-    [([0, 1], [[1]], [0, 0], "2 slots, 1"), ([0], [[-1]], [0], "token id -1"),
-     ([0], [[2, HEAD.embedding.shape[0]]], [0], "token id 300"), ([0], [[1.5]], [0], "integers"),
-     ([0], [1], [0], "integers"), ([0, 1], [[1], [1] * 17], [0, 0], "got 17"), ([0], [[]], [0], "got 0"),
-     ([2, 2], [[1]] * 2, [0, 0], "[2, 2]"), ([3], [[1]], [0], "below 3"), ([-1], [[1]], [0], "[-1]"),
-     ([1], [[1, 2]], [ROOM - 1], "KV cache")],
-)  # fmt: skip
+    [
+        ([0, 1], [[1]], [0, 0], "2 slots, 1"),
+        ([0], [[-1]], [0], "token id -1"),
+        ([0], [[2, HEAD.embedding.shape[0]]], [0], "token id 300"),
+        ([0], [[1.5]], [0], "integers"),
+        ([0], [1], [0], "integers"),
+        ([0, 1], [[1], [1] * 17], [0, 0], "got 17"),
+        ([0], [[]], [0], "got 0"),
+        ([2, 2], [[1]] * 2, [0, 0], "[2, 2]"),
+        ([3], [[1]], [0], "below 3"),
+        ([-1], [[1]], [0], "[-1]"),
+        ([1], [[1, 2]], [ROOM - 1], "KV cache"),
+    ],
+)
 def test_steps_that_do_not_fit(bufs: Buffers, active: list[int], tokens: Any, prefix: list[int], words: str) -> None:
     before = bufs.new_tokens.clone(), bufs.prefix.clone()
     with raises_with(UsageError, words):
@@ -75,12 +83,37 @@ def test_steps_that_do_not_fit(bufs: Buffers, active: list[int], tokens: Any, pr
 
 @pytest.mark.parametrize(
     "features",
-    [FEATURES[0, 0], None, FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(), (), FEATURES[:1], FEATURES[..., :-1],
-     FEATURES.repeat(1, 65, 1), FEATURES.transpose(1, 2).contiguous().transpose(1, 2), FEATURES.chunk(3, -1)[:2],
-     (*FEATURES.chunk(3, -1)[:2], FEATURES[..., :64].half()), FEATURES[:, :2]],
-    ids=["one row", "none", "no tokens", "another device", "another type", "no taps", "one slot", "narrower",
-         "too many tokens", "strided", "two taps", "taps of two types", "fewer than new tokens"],
-)  # fmt: skip
+    [
+        FEATURES[0, 0],
+        None,
+        FEATURES[:, :0],
+        FEATURES.to("meta"),
+        FEATURES.half(),
+        (),
+        FEATURES[:1],
+        FEATURES[..., :-1],
+        FEATURES.repeat(1, 65, 1),
+        FEATURES.transpose(1, 2).contiguous().transpose(1, 2),
+        FEATURES.chunk(3, -1)[:2],
+        (*FEATURES.chunk(3, -1)[:2], FEATURES[..., :64].half()),
+        FEATURES[:, :2],
+    ],
+    ids=[
+        "one row",
+        "none",
+        "no tokens",
+        "another device",
+        "another type",
+        "no taps",
+        "one slot",
+        "narrower",
+        "too many tokens",
+        "strided",
+        "two taps",
+        "taps of two types",
+        "fewer than new tokens",
+    ],
+)
 def test_features_of_other_forms(bufs: Buffers, features: Any) -> None:
     bufs.set_step([1], [[1, 2, 3]], [0])
     with raises(UsageError):
@@ -102,9 +135,13 @@ def test_three_taps_of_a_head_that_norms_two() -> None:
 
 @pytest.mark.parametrize(
     ("name", "tensor"),
-    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64)), ("values", torch.zeros(3, 1, 44, 16)),
-     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3)), ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"))],
-)  # fmt: skip
+    [
+        ("new_tokens", torch.zeros(3, 16, dtype=torch.int64)),
+        ("values", torch.zeros(3, 1, 44, 16)),
+        ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3)),
+        ("prefix", torch.zeros(3, dtype=torch.int32, device="meta")),
+    ],
+)
 def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor) -> None:
     with raises_with(UsageError, name):
         draft(replace(bufs, **{name: tensor}))
@@ -112,16 +149,26 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor) -> Non
 
 @pytest.mark.parametrize(
     ("field", "changed"),
-    [("hidden", {"hidden": 64.0}), ("hidden", {"hidden": "64"}), ("num_slots", {"num_slots": True}),
-     ("feature_width", {"feature_width": 0}), ("target_vocab", {"target_vocab": 0}),
-     ("draft_vocab", {"draft_vocab": 301}), ("num_kv_heads", {"num_kv_heads": 0}),
-     ("norm_eps", {"norm_eps": float("nan")}), ("norm_eps", {"norm_eps": -1.0}),
-     ("weight_dtype", {"weight_dtype": "fp8"}), ("sliding_window", {"sliding_window": 0}),
-     ("tap_norms", {"tap_norms": 5}), ("tap_norms", {"tap_norms": 1, "has_fc": False, "feature_width": 64}),
-     # Without fc, features are as wide as the head.
-     ("feature_width", {"has_fc": False}), ("feature_width", {"kind": "eagle"})],
+    [
+        ("hidden", {"hidden": 64.0}),
+        ("hidden", {"hidden": "64"}),
+        ("num_slots", {"num_slots": True}),
+        ("feature_width", {"feature_width": 0}),
+        ("target_vocab", {"target_vocab": 0}),
+        ("draft_vocab", {"draft_vocab": 301}),
+        ("num_kv_heads", {"num_kv_heads": 0}),
+        ("norm_eps", {"norm_eps": float("nan")}),
+        ("norm_eps", {"norm_eps": -1.0}),
+        ("weight_dtype", {"weight_dtype": "fp8"}),
+        ("sliding_window", {"sliding_window": 0}),
+        ("tap_norms", {"tap_norms": 5}),
+        ("tap_norms", {"tap_norms": 1, "has_fc": False, "feature_width": 64}),
+        # Without fc, features are as wide as the head.
+        ("feature_width", {"has_fc": False}),
+        ("feature_width", {"kind": "eagle"}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_configurations_out_of_range(field: str, changed: dict[str, Any]) -> None:
     with raises(UsageError):
         replace(CFG, **changed)
@@ -142,16 +189,19 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
 
 @pytest.mark.parametrize(
     ("name", "changed"),
-    [("embedding", {"embedding": torch.zeros(300, 32)}), ("lm_head", {"lm_head": torch.zeros(120, 32)}),
-     ("draft_to_target", {"draft_to_target": torch.arange(119)}),
-     ("draft_to_target", {"draft_to_target": torch.arange(120, device="meta")}),
-     ("norm.weight", {"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}}),
-     ("mlp.up_proj.weight", {"tensors": {**HEAD.tensors, "mlp.up_proj.weight": HEAD.lm_head}}),
-     ("fc.weight", {"tensors": {name: each for name, each in HEAD.tensors.items() if name != "fc.weight"}}),
-     ("self_attn.q_proj.weight", {"num_heads": HEAD.num_heads + HEAD.num_kv_heads}),
-     ("follow", {"follow": with_follow(random_head(dtype=torch.float16), 60).follow}),
-     ("follow", {"follow": with_follow(random_head(hidden=48, heads=3, kv_heads=3), 60).follow})],
-)  # fmt: skip
+    [
+        ("embedding", {"embedding": torch.zeros(300, 32)}),
+        ("lm_head", {"lm_head": torch.zeros(120, 32)}),
+        ("draft_to_target", {"draft_to_target": torch.arange(119)}),
+        ("draft_to_target", {"draft_to_target": torch.arange(120, device="meta")}),
+        ("norm.weight", {"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}}),
+        ("mlp.up_proj.weight", {"tensors": {**HEAD.tensors, "mlp.up_proj.weight": HEAD.lm_head}}),
+        ("fc.weight", {"tensors": {name: each for name, each in HEAD.tensors.items() if name != "fc.weight"}}),
+        ("self_attn.q_proj.weight", {"num_heads": HEAD.num_heads + HEAD.num_kv_heads}),
+        ("follow", {"follow": with_follow(random_head(dtype=torch.float16), 60).follow}),
+        ("follow", {"follow": with_follow(random_head(hidden=48, heads=3, kv_heads=3), 60).follow}),
+    ],
+)
 def test_heads_whose_tensors_do_not_fit(name: str, changed: dict[str, Any]) -> None:
     with raises_with(UsageError, name):
         replace(HEAD, **changed)
@@ -159,11 +209,17 @@ def test_heads_whose_tensors_do_not_fit(name: str, changed: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("changed", "head", "field"),
-    [({"total_tokens": 12}, {}, "total_tokens"), ({"max_positions": 500}, {}, "max_positions"),
-     ({"intermediate": 64}, {}, "intermediate"), ({"has_qkv_bias": True}, {}, "has_qkv_bias"),
-     ({"target_vocab": 299}, {}, "target_vocab"), ({}, {"dtype": torch.float16}, "dtype"),
-     ({}, {"hidden": 32}, "hidden"), ({}, {"kind": "eagle"}, "kind")],
-)  # fmt: skip
+    [
+        ({"total_tokens": 12}, {}, "total_tokens"),
+        ({"max_positions": 500}, {}, "max_positions"),
+        ({"intermediate": 64}, {}, "intermediate"),
+        ({"has_qkv_bias": True}, {}, "has_qkv_bias"),
+        ({"target_vocab": 299}, {}, "target_vocab"),
+        ({}, {"dtype": torch.float16}, "dtype"),
+        ({}, {"hidden": 32}, "hidden"),
+        ({}, {"kind": "eagle"}, "kind"),
+    ],
+)
 def test_parts_of_another_configuration(
     bufs: Buffers, changed: dict[str, Any], head: dict[str, Any], field: str
 ) -> None:
@@ -176,13 +232,17 @@ def test_parts_of_another_configuration(
 
 @pytest.mark.parametrize(
     ("features", "tokens", "slot", "words"),
-    [(FEATURES[0, :2], [5, 1], 3, "Slot 3"), (FEATURES[0, :2], [5, 1], -1, "Slot -1"),
-     (torch.zeros(ROOM + 1, HEAD.feature_width), [0] * (ROOM + 1), 0, "KV cache"),
-     (FEATURES[0, :2], [5], 0, "(2, 192) and torch.int64 (1,)"),
-     (FEATURES[0, :2, :9], [5, 1], 0, "(2, 9) and torch.int64 (2,)"),
-     (FEATURES[0, :2], [5, -1], 0, "-1"), (FEATURES[0, :2], [5, 300], 0, "300"),
-     (FEATURES[0, :2], [5.0, 1.0], 0, "float32")],
-)  # fmt: skip
+    [
+        (FEATURES[0, :2], [5, 1], 3, "Slot 3"),
+        (FEATURES[0, :2], [5, 1], -1, "Slot -1"),
+        (torch.zeros(ROOM + 1, HEAD.feature_width), [0] * (ROOM + 1), 0, "KV cache"),
+        (FEATURES[0, :2], [5], 0, "(2, 192) and torch.int64 (1,)"),
+        (FEATURES[0, :2, :9], [5, 1], 0, "(2, 9) and torch.int64 (2,)"),
+        (FEATURES[0, :2], [5, -1], 0, "-1"),
+        (FEATURES[0, :2], [5, 300], 0, "300"),
+        (FEATURES[0, :2], [5.0, 1.0], 0, "float32"),
+    ],
+)
 def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: list[Any], slot: int, words: str) -> None:
     before = bufs.keys.clone()
     with raises_with(UsageError, words):
@@ -252,12 +312,25 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hidden", 16_400), ("head_dim", 258), ("draft_vocab", 2), ("draft_vocab", 262_145), ("depth", 11),
-        ("num_slots", 0), ("num_slots", 17), ("max_positions", 131_072 + 257),
-        ("hidden", 72), ("intermediate", 40), ("num_heads", 3), ("head_dim", 15), ("kind", "medusa"),
-        ("dtype", torch.float64), ("weight_dtype", torch.int8), ("top_k", 17), ("total_tokens", 129),
+        ("hidden", 16_400),
+        ("head_dim", 258),
+        ("draft_vocab", 2),
+        ("draft_vocab", 262_145),
+        ("depth", 11),
+        ("num_slots", 0),
+        ("num_slots", 17),
+        ("max_positions", 131_072 + 257),
+        ("hidden", 72),
+        ("intermediate", 40),
+        ("num_heads", 3),
+        ("head_dim", 15),
+        ("kind", "medusa"),
+        ("dtype", torch.float64),
+        ("weight_dtype", torch.int8),
+        ("top_k", 17),
+        ("total_tokens", 129),
     ],
-)  # fmt: skip
+)
 def test_dimensions(step: Problem, field: str, value: object) -> None:
     with raises(UsageError):
         others = {"dtype": {"weight_dtype": value}, "total_tokens": {"top_k": 10}}.get(field, {})

@@ -138,9 +138,12 @@ def test_the_key_holds_what_speed_depends_on() -> None:
     base = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
     chip = KNOWN_CHIPS[90]
     others = [
-        replace(base, draft_vocab=16000), replace(base, weight_dtype=torch.float8_e4m3fn), replace(base, num_slots=2),
-        replace(base, intermediate=2048), replace(base, dtype=torch.float16, weight_dtype=torch.float16),
-    ]  # fmt: skip
+        replace(base, draft_vocab=16000),
+        replace(base, weight_dtype=torch.float8_e4m3fn),
+        replace(base, num_slots=2),
+        replace(base, intermediate=2048),
+        replace(base, dtype=torch.float16, weight_dtype=torch.float16),
+    ]
     keys = {cache_key(cfg, chip) for cfg in (base, *others)} | {cache_key(base, KNOWN_CHIPS[80])}
     assert len(keys) == 7
     assert cache_key(replace(base, max_positions=9000), chip) == cache_key(base, chip)
@@ -188,6 +191,7 @@ def test_documented_shapes_are_tuned(name: str, monkeypatch: pytest.MonkeyPatch)
     chip, tree = replace(KNOWN_CHIPS[90], name=name), TreeConfig(5, 10, 60)
     keys = [
         cache_key(draft_config(MODELS[model], rows, tree, slots, 512), chip)
-        for model, rows in documented.items() for slots in (1, 2, 4, 8, 16)
-    ]  # fmt: skip
+        for model, rows in documented.items()
+        for slots in (1, 2, 4, 8, 16)
+    ]
     assert [key for key in keys if key not in open_tuned_cache().launches] == []

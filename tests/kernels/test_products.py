@@ -14,27 +14,39 @@ from kernels.tolerances import OP_ATOL
 from torch import Tensor
 
 SIXTEEN = [
-    ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(128, 64, 64, 8, 3, ahead=256),
-    ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(64, 64, 32, 4, 2, walks=True),
-    ProductTiles(128, 64, 16, 4, 3), ProductTiles(64, 128, 16, 4, 3, shares=True),
-    ProductTiles(128, 64, 64, 4, 3, shares=True), ProductTiles(128, 64, 128, 8, 3, shares=True, bulk=True),
+    ProductTiles(64, 64, 16, 4, 4),
+    ProductTiles(64, 128, 32, 4, 1),
+    ProductTiles(128, 64, 64, 8, 3, ahead=256),
+    ProductTiles(128, 64, 128, 8, 3, walks=True),
+    ProductTiles(64, 64, 32, 4, 2, walks=True),
+    ProductTiles(128, 64, 16, 4, 3),
+    ProductTiles(64, 128, 16, 4, 3, shares=True),
+    ProductTiles(128, 64, 64, 4, 3, shares=True),
+    ProductTiles(128, 64, 128, 8, 3, shares=True, bulk=True),
     ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
-]  # fmt: skip
+]
 WALKING, BULK = SIXTEEN[4], SIXTEEN[-1]
 THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, walks=True)]
 
 
 FP8 = [
-    ProductTiles(64, 128, 16, 4, 4), ProductTiles(64, 128, 16, 4, 4, ahead=256, shares=True),
-    ProductTiles(128, 128, 32, 4, 3, shares=True), ProductTiles(128, 128, 64, 8, 3, ahead=256),
-    ProductTiles(64, 128, 32, 4, 3, walks=True), ProductTiles(128, 128, 64, 8, 3, walks=True),
-]  # fmt: skip
+    ProductTiles(64, 128, 16, 4, 4),
+    ProductTiles(64, 128, 16, 4, 4, ahead=256, shares=True),
+    ProductTiles(128, 128, 32, 4, 3, shares=True),
+    ProductTiles(128, 128, 64, 8, 3, ahead=256),
+    ProductTiles(64, 128, 32, 4, 3, walks=True),
+    ProductTiles(128, 128, 64, 8, 3, walks=True),
+]
 # A step of products with scales of columns has 128 of them.
 FP8_BY_ROW = [
-    *FP8, ProductTiles(128, 64, 64, 4, 4, shares=True), ProductTiles(64, 256, 16, 4, 3, shares=True),
-    ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(128, 64, 64, 4, 4, shares=True, bulk=True),
-    ProductTiles(64, 128, 16, 4, 4, bulk=True), ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
-]  # fmt: skip
+    *FP8,
+    ProductTiles(128, 64, 64, 4, 4, shares=True),
+    ProductTiles(64, 256, 16, 4, 3, shares=True),
+    ProductTiles(128, 64, 128, 8, 3, walks=True),
+    ProductTiles(128, 64, 64, 4, 4, shares=True, bulk=True),
+    ProductTiles(64, 128, 16, 4, 4, bulk=True),
+    ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
+]
 
 
 class Layer(NamedTuple):
@@ -64,10 +76,16 @@ def layer_of(
     widths = (num_heads + 2 * kv_heads) * head_dim, num_heads * head_dim
     gains = (torch.rand(2, head_dim, device=device).to(dtype) + 0.5).unbind() if has_extras else None
     return Layer(
-        Norm.of((torch.rand(hidden, device=device) * 3).to(dtype), 1e-5), draw(widths[0], hidden),
-        draw(hidden, widths[1]), draw(2 * middle, hidden), draw(hidden, middle), draw(150, hidden),
-        draw(1, max(*widths, 2 * middle, hidden))[0] if has_extras else None, gains, heads,
-    )  # fmt: skip
+        Norm.of((torch.rand(hidden, device=device) * 3).to(dtype), 1e-5),
+        draw(widths[0], hidden),
+        draw(hidden, widths[1]),
+        draw(2 * middle, hidden),
+        draw(hidden, middle),
+        draw(150, hidden),
+        draw(1, max(*widths, 2 * middle, hidden))[0] if has_extras else None,
+        gains,
+        heads,
+    )
 
 
 def quantise_blocks(weight: Tensor) -> Fp8Weight:
@@ -132,17 +150,28 @@ def run_layer(
     call("norm_rows", normed, layer.norm, features)
     call("head_product", normed, layer.norm, layer.head, logits, **chosen)
     found = {
-        "query": out.query, "keys": keys[1].transpose(0, 1)[:rows], "values": values[1].transpose(0, 1)[:rows],
-        "tap": tap, "gated": gated, "residual": normed.residual, "scaled": normed.scaled, "squares": normed.squares,
-        "features": features, "logits": logits,
-    }  # fmt: skip
+        "query": out.query,
+        "keys": keys[1].transpose(0, 1)[:rows],
+        "values": values[1].transpose(0, 1)[:rows],
+        "tap": tap,
+        "gated": gated,
+        "residual": normed.residual,
+        "scaled": normed.scaled,
+        "squares": normed.squares,
+        "features": features,
+        "logits": logits,
+    }
     return {name: value.flatten(1) for name, value in found.items()}
 
 
 CASES = [
-    (96, (3, 1, 32), 80, True), (576, (9, 3, 64), 1536, False), (512, (2, 2, 256), 48, True),
-    (256, (4, 4, 80), 200, True), (192, (4, 2, 16), 72, False), (4096, (32, 8, 128), 14336, False),
-]  # fmt: skip
+    (96, (3, 1, 32), 80, True),
+    (576, (9, 3, 64), 1536, False),
+    (512, (2, 2, 256), 48, True),
+    (256, (4, 4, 80), 200, True),
+    (192, (4, 2, 16), 72, False),
+    (4096, (32, 8, 128), 14336, False),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -189,8 +218,9 @@ def test_every_fp8_number_is_widened_exactly(device: str, dtype: torch.dtype) ->
         matrix = torch.zeros(256, 128, device=device)
         matrix[:, column] = values.flatten()
         norm = Norm(torch.ones(256, dtype=dtype, device=device), 1e-5, 1.0)
-        rows = NormedRows(*(torch.zeros(1, 256, dtype=dtype, device=device) for _ in range(2)),
-                          torch.zeros(1, 4, device=device))  # fmt: skip
+        rows = NormedRows(
+            *(torch.zeros(1, 256, dtype=dtype, device=device) for _ in range(2)), torch.zeros(1, 4, device=device)
+        )
         weight = Fp8Weight.of(matrix.to(torch.float8_e4m3fn), torch.full((256, 1), 0.25, device=device))
         x = torch.zeros(1, 128, dtype=dtype, device=device)
         x[0, column] = products.lift_of(weight, dtype)
@@ -241,16 +271,23 @@ def test_a_residual_times_a_gain_fits_half_precision(device: str) -> None:
 @pytest.mark.parametrize(
     ("hidden", "heads", "middle", "has_extras", "dtype", "how"),
     [
-        *((*case, torch.bfloat16, None) for case in CASES), (*CASES[2], torch.float16, None),
-        (*CASES[0], torch.float32, None), (*CASES[2], torch.float32, None),
+        *((*case, torch.bfloat16, None) for case in CASES),
+        (*CASES[2], torch.float16, None),
+        (*CASES[0], torch.float32, None),
+        (*CASES[2], torch.float32, None),
         *((*case, torch.bfloat16, how) for case in (*CASES[:4], CASES[5]) for how in QUANTISE if case[2] % 16 == 0),
         (*CASES[5], torch.float16, "by row"),
     ],
-)  # fmt: skip
+)
 def test_a_row_has_its_bits_in_every_tile(
-    device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool, dtype: torch.dtype,
+    device: str,
+    hidden: int,
+    heads: tuple[int, int, int],
+    middle: int,
+    has_extras: bool,
+    dtype: torch.dtype,
     how: str | None,
-) -> None:  # fmt: skip
+) -> None:
     layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
     all_tiles = THIRTY_TWO if dtype == torch.float32 else SIXTEEN
     if how is not None:

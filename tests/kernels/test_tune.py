@@ -95,18 +95,25 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
     two, four = (replace(CFG, num_slots=count) for count in (2, 4))
     launched = [
-        (two, CHIP, 1), (four, CHIP, 11), (CFG, CHIP, 2), (replace(four, depth=1), CHIP, 6), (small, CHIP, 90),
+        (two, CHIP, 1),
+        (four, CHIP, 11),
+        (CFG, CHIP, 2),
+        (replace(four, depth=1), CHIP, 6),
+        (small, CHIP, 90),
         (CFG, KNOWN_CHIPS[100], 500),
-    ]  # fmt: skip
+    ]
     counts: Launches = Counter({((chip, cfg), False): launches for cfg, chip, launches in launched})
     monkeypatch.setattr(tuned_cache, "ALL_LAUNCHES", counts)
     TunedCache(tmp_path / "none.json").find(replace(CFG, draft_vocab=4096), CHIP)
     tuned_cache.record_launches()
     found = tune.recorded_configurations(path, CHIP)
     assert [(dims, cfg.num_slots, cfg.draft_vocab) for dims, cfg in found] == [
-        (Dims.of(small), 2, 4096), (Dims.of(CFG), 4, 32000), (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 2, 32000),
+        (Dims.of(small), 2, 4096),
+        (Dims.of(CFG), 4, 32000),
+        (Dims.of(CFG), 1, 32000),
+        (Dims.of(CFG), 2, 32000),
         (Dims.of(CFG), 1, 4096),
-    ]  # fmt: skip
+    ]
     for recorded, (_, cfg) in zip((small, four), found, strict=False):
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree

@@ -13,8 +13,10 @@ from support.tiny_models import tiny_target
 
 CODE = "import pathlib\npathlib.Path({mark!r}).touch()\n"
 MAP = {
-    "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel", "AutoTokenizer": ["own.OwnTokenizer", None],
-}  # fmt: skip
+    "AutoConfig": "own.OwnConfig",
+    "AutoModelForCausalLM": "own.OwnModel",
+    "AutoTokenizer": ["own.OwnTokenizer", None],
+}
 
 
 def with_code(folder: Path, mark: Path, **changes) -> Path:

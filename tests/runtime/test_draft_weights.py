@@ -37,9 +37,13 @@ def test_what_can_be_stored(sm_89: None) -> None:
 
 def test_what_cannot(sm_89: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for draft_weights, drafter, dtype in (
-        ("int4", "auto", None), ("bf16", "auto", torch.float16), ("bf16", "auto", torch.float32),
-        ("fp8", "triton", torch.float32), ("fp8", "reference", None), ("fp8", draft_ref, None),
-    ):  # fmt: skip
+        ("int4", "auto", None),
+        ("bf16", "auto", torch.float16),
+        ("bf16", "auto", torch.float32),
+        ("fp8", "triton", torch.float32),
+        ("fp8", "reference", None),
+        ("fp8", draft_ref, None),
+    ):
         with raises(UsageError, option="draft_weights"):
             check_draft_weights(draft_weights, drafter, GPU, dtype)
     with raises(DrafterError, option="draft_weights"):

@@ -48,10 +48,15 @@ def test_more_new_tokens_than_the_context_or_the_memory_holds(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [([], ["No prompt"]), ([[3, 4], []], ["Prompt 1 is empty"]), ([3, 99], ["Prompt 0", "id 99"]),
-     ([3] * 290, ["290", "256"]), ([3] * 256, ["256"])],
+    [
+        ([], ["No prompt"]),
+        ([[3, 4], []], ["Prompt 1 is empty"]),
+        ([3, 99], ["Prompt 0", "id 99"]),
+        ([3] * 290, ["290", "256"]),
+        ([3] * 256, ["256"]),
+    ],
     ids=["nothing", "empty", "id", "longer", "full"],
-)  # fmt: skip
+)
 def test_prompts_that_cannot_begin(tmp_path: Path, prompt: Any, words: list[str]) -> None:
     with raises_with(PromptError, *words):
         build(tmp_path).generate(prompt, max_new_tokens=4, temperature=1.0, num_return_sequences=2)

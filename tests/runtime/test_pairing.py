@@ -23,27 +23,36 @@ from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
 
 TWO_NORMS = {
-    "fc_norm": True, "norm_before_fc": True,
-    "extra": {"input_norm.weight": torch.ones(3 * HIDDEN),
-              **{f"fc_norm.{tap}.weight": torch.ones(HIDDEN) for tap in range(3)}},
-}  # fmt: skip
+    "fc_norm": True,
+    "norm_before_fc": True,
+    "extra": {
+        "input_norm.weight": torch.ones(3 * HIDDEN),
+        **{f"fc_norm.{tap}.weight": torch.ones(HIDDEN) for tap in range(3)},
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("head", "options", "kind", "words"),
-    [({"hidden": 16}, {}, PairingError, ("hidden size", "16", "32")),
-     ({"vocab": 20}, {}, PairingError, ("vocab_size", "20", "24")),
-     ({"hidden_act": "geglu"}, {}, EagleSlimError, ("activation", "geglu")),
-     (TWO_NORMS, {}, EagleSlimError, ("input_norm",)),
-     ({}, {"drafter": "quick"}, EagleSlimError, ("drafter", "quick")),
-     ({}, {"drafter": "triton"}, EagleSlimError, ("drafter", "cpu")),
-     ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, EagleSlimError, ("top_k", "5"))],
+    [
+        ({"hidden": 16}, {}, PairingError, ("hidden size", "16", "32")),
+        ({"vocab": 20}, {}, PairingError, ("vocab_size", "20", "24")),
+        ({"hidden_act": "geglu"}, {}, EagleSlimError, ("activation", "geglu")),
+        (TWO_NORMS, {}, EagleSlimError, ("input_norm",)),
+        ({}, {"drafter": "quick"}, EagleSlimError, ("drafter", "quick")),
+        ({}, {"drafter": "triton"}, EagleSlimError, ("drafter", "cpu")),
+        ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, EagleSlimError, ("top_k", "5")),
+    ],
     ids=["hidden", "vocabulary", "activation", "two norms", "no such drafter", "no GPU", "top_k"],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_refused_before_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: dict[str, Any], options: dict[str, Any],
-    kind: type[EagleSlimError], words: tuple[str, ...],
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    head: dict[str, Any],
+    options: dict[str, Any],
+    kind: type[EagleSlimError],
+    words: tuple[str, ...],
+) -> None:
     monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
     folder = tmp_path / "target"
     tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
@@ -106,10 +115,13 @@ def test_a_target_spread_over_devices_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{"rope_scaling": {"rope_type": "dynamic"}}, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-     {"rope_scaling": {"rope_type": "xdrope"}}],
+    [
+        {"rope_scaling": {"rope_type": "dynamic"}},
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "xdrope"}},
+    ],
     ids=["dynamic", "longrope", "unknown"],
-)  # fmt: skip
+)
 def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str, Any]) -> None:
     with raises(UnsupportedModelError):
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))

@@ -173,13 +173,17 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--draft-vocab", "some"], 2, "8192 or full"), (["--drafter", "triton", "--device", "cpu"], 1, "GPU"),
-        (["--device", "gpu"], 2, "cannot be computed on"), (["--device", "cuda:64"], 2, "cannot be computed on"),
-        (["--device", "meta"], 2, "cannot be computed on"), (["--raw", "--system", "y"], 2, "Give one of them"),
-        (["--prompt", ""], 2, "There is no prompt"), (["--draft-vocab", "341"], 2, "draft_vocab = 341"),
+        (["--draft-vocab", "some"], 2, "8192 or full"),
+        (["--drafter", "triton", "--device", "cpu"], 1, "GPU"),
+        (["--device", "gpu"], 2, "cannot be computed on"),
+        (["--device", "cuda:64"], 2, "cannot be computed on"),
+        (["--device", "meta"], 2, "cannot be computed on"),
+        (["--raw", "--system", "y"], 2, "Give one of them"),
+        (["--prompt", ""], 2, "There is no prompt"),
+        (["--draft-vocab", "341"], 2, "draft_vocab = 341"),
         (["--total-tokens", "999"], 2, "top_k = 4 give only"),
     ],
-)  # fmt: skip
+)
 def test_mistakes(generate: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, message: str) -> None:
     monkeypatch.setattr("eagle_slim.runtime.drafter.drafter.is_interpreted", lambda: False)
     got, out, err = generate("--prompt", "x", *args)
@@ -379,9 +383,13 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--sizes", "full,x"], "the form full,16384,4096"), (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
-     (["--batch", "1,x"], "1,4,16"), (["--follow", "prompt,text"], "prompt,none")],
-)  # fmt: skip
+    [
+        (["--sizes", "full,x"], "the form full,16384,4096"),
+        (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
+        (["--batch", "1,x"], "1,4,16"),
+        (["--follow", "prompt,text"], "prompt,none"),
+    ],
+)
 def test_compare_mistakes(compare: Run, args: list[str], message: str) -> None:
     code, out, err = compare(*args)
     assert (code, out) == (2, "")

@@ -121,9 +121,13 @@ def test_layout_of_a_batch_treats_sequences_apart() -> None:
 
 @pytest.mark.parametrize(
     ("tree", "words"),
-    [((2, 2, 12), ("total_tokens", "11", "12")), ((-1, 2, 3), ("depth", "-1")), ((2, 0, 3), ("top_k", "0")),
-     ((2, 2, 1), ("total_tokens", "1"))],
-)  # fmt: skip
+    [
+        ((2, 2, 12), ("total_tokens", "11", "12")),
+        ((-1, 2, 3), ("depth", "-1")),
+        ((2, 0, 3), ("top_k", "0")),
+        ((2, 2, 1), ("total_tokens", "1")),
+    ],
+)
 def test_impossible_trees_are_refused(tree: tuple[int, int, int], words: tuple[str, ...]) -> None:
     with raises_with(UsageError, *words):
         TreeConfig(*tree)

@@ -23,11 +23,21 @@ BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def random_head(
-    kind: str = "eagle3", hidden: int = 64, intermediate: int = 96, heads: int = 4, kv_heads: int = 2,
-    head_dim: int = 16, target_vocab: int = 300, draft_vocab: int = 120, target_hidden: int = 0, qkv_bias: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    kind: str = "eagle3",
+    hidden: int = 64,
+    intermediate: int = 96,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    target_vocab: int = 300,
+    draft_vocab: int = 120,
+    target_hidden: int = 0,
+    qkv_bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
     rope_scaling: dict[str, object] | None = None,
-) -> HeadWeights:  # fmt: skip
+) -> HeadWeights:
     """Build a head of random weights over random ids, whose activations stay of order one."""
     dims = Dims(hidden, intermediate, heads, kv_heads, head_dim, target_vocab, kind, 3 * target_hidden)
     whole = problem_head(dims, torch.device(device), dtype, seed)
@@ -47,9 +57,13 @@ def random_head(
 
 
 def with_options(
-    head: HeadWeights, tap_norms: int = 0, o_bias: bool = False, mlp_bias: bool = False, head_norms: bool = False,
+    head: HeadWeights,
+    tap_norms: int = 0,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norms: bool = False,
     **fields: Any,
-) -> HeadWeights:  # fmt: skip
+) -> HeadWeights:
     """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`.
 
     ``head_norms``: RMSNorms over each head of q and of k.
@@ -83,9 +97,13 @@ def with_follow(head: HeadWeights, most: int) -> HeadWeights:
 
 
 def problem(
-    head: HeadWeights, tree: TreeConfig, prefixes: list[int], num_new: list[int], active: list[int] | None = None,
+    head: HeadWeights,
+    tree: TreeConfig,
+    prefixes: list[int],
+    num_new: list[int],
+    active: list[int] | None = None,
     weight_dtype: torch.dtype | None = None,
-) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:  # fmt: skip
+) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device

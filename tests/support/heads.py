@@ -53,9 +53,13 @@ def write_target(
         eos_token="<|im_end|>",
     )
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "tie_word_embeddings": tied,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": tied,
+    }
     write_json(folder / "config.json", config)
     tensors = {"model.embed_tokens.weight": random((VOCAB, hidden), 101, dtype)}
     if not tied:

@@ -49,7 +49,15 @@ def headless_browser(profile: Path) -> list[str]:
     found = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     chromium = next(filter(None, found), None) or skip_or_fail("needs chromium: apt-get install chromium")
     return [
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic",
-        "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
         f"--user-data-dir={profile}",
-    ]  # fmt: skip
+    ]

@@ -19,10 +19,17 @@ NEAR_TIE = 1e-4
 """Logits closer than this may change places where another processor rounds them; float32 errs by about 1e-6."""
 
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
@@ -55,10 +62,18 @@ def widen(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def write_head(
-    folder: Path, kind: str = "eagle3", seed: int = 1, draft_ids: list[int] | None = None, own_lm_head: bool = False,
-    taps: int = 3, attention_bias: bool = False, vocab: int = VOCAB, hidden: int = HIDDEN,
-    extra: dict[str, Tensor] | None = None, **config: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    kind: str = "eagle3",
+    seed: int = 1,
+    draft_ids: list[int] | None = None,
+    own_lm_head: bool = False,
+    taps: int = 3,
+    attention_bias: bool = False,
+    vocab: int = VOCAB,
+    hidden: int = HIDDEN,
+    extra: dict[str, Tensor] | None = None,
+    **config: Any,
+) -> Path:
     """Write a random head as its authors would: ``draft_ids`` gives it an LM head and a map, in that order."""
     heads, kv_heads, head_dim, middle = 4, 2, 8, 48
     width = 2 * hidden if kind == "eagle3" else hidden
@@ -120,9 +135,15 @@ def plain_greedy(model: nn.Module, prompt: list[int], max_new_tokens: int, eos: 
     """What transformers' own generate gives: new tokens only, each of them chosen clearly."""
     ids = torch.tensor([prompt])
     output = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos,
-        pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     largest = torch.cat(output.logits).topk(2).values
     assert -largest.diff().max() > NEAR_TIE, "a near-tie: another seed would make a better test"
     return output.sequences[0, len(prompt) :].tolist()

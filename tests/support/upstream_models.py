@@ -72,10 +72,18 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: d
     base, head = folder / "base", folder / "head"
     write_folder(base, tokenizer, tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>")
     sizes = {
-        "vocab_size": vocab, "hidden_size": _HIDDEN, "intermediate_size": 48, "num_hidden_layers": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-        "num_local_experts": 2, "num_experts_per_tok": 1, "rope_scaling": rope,
-    }  # fmt: skip
+        "vocab_size": vocab,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rope_scaling": rope,
+    }
     target = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
     widen(target.named_parameters())
     target.save_pretrained(base)
@@ -85,10 +93,19 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: d
 
     rows = draft_vocab or vocab
     config = {
-        "model_type": "llama", "vocab_size": vocab, "hidden_size": _HIDDEN, "intermediate_size": 48,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0, "bias": True,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "bias": True,
+    }
     if kind == "eagle3":
         config["draft_vocab_size"] = rows
     head.mkdir()
@@ -105,9 +122,14 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: d
         state |= {"d2t": ids - torch.arange(rows), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)}
     torch.save(state, head / "pytorch_model.bin")
     model = EaModel.from_pretrained(
-        use_eagle3=kind == "eagle3", base_model_path=str(base), ea_model_path=str(head), total_token=8, depth=2,
-        top_k=3, torch_dtype=torch.float32,
-    ).eval()  # fmt: skip
+        use_eagle3=kind == "eagle3",
+        base_model_path=str(base),
+        ea_model_path=str(head),
+        total_token=8,
+        depth=2,
+        top_k=3,
+        torch_dtype=torch.float32,
+    ).eval()
     # A few tokens are likely in target and head alike, so that drafts are accepted.
     weight = torch.full((vocab, 1), 0.1)
     weight[LIKELY] = 1.0

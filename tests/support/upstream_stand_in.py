@@ -22,9 +22,14 @@ LIKELY = 8
 
 
 CONFIG = SimpleNamespace(
-    hidden_act="silu", rms_norm_eps=1e-5, hidden_size=HIDDEN, intermediate_size=MIDDLE, num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS, mlp_bias=False,
-)  # fmt: skip
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    hidden_size=HIDDEN,
+    intermediate_size=MIDDLE,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    mlp_bias=False,
+)
 
 
 class Rotary(nn.Module):
@@ -274,10 +279,19 @@ def evaluate_posterior(logits: Tensor, candidates: Tensor, logits_processor: Any
 
 
 def update_inference_inputs(
-    input_ids: Tensor, candidates: Tensor, best_candidate: Tensor, accept_length: int, retrieve_indices: Tensor,
-    logits_processor: Any, new_token: int, past_key_values_data_list: list[Tensor], current_length_data: Tensor,
-    model: Any, hidden_state_new: Tensor, sample_p: Tensor,
-) -> tuple[Any, ...]:  # fmt: skip
+    input_ids: Tensor,
+    candidates: Tensor,
+    best_candidate: Tensor,
+    accept_length: int,
+    retrieve_indices: Tensor,
+    logits_processor: Any,
+    new_token: int,
+    past_key_values_data_list: list[Tensor],
+    current_length_data: Tensor,
+    model: Any,
+    hidden_state_new: Tensor,
+    sample_p: Tensor,
+) -> tuple[Any, ...]:
     length, path = input_ids.shape[1], retrieve_indices[best_candidate, : accept_length + 1]
     input_ids = torch.cat((input_ids, candidates[best_candidate, : accept_length + 1][None]), 1)
     for data in past_key_values_data_list:
@@ -285,9 +299,11 @@ def update_inference_inputs(
     current_length_data.fill_(length + len(path))
     token = sample_p.argmax()[None] if logits_processor is None else torch.multinomial(sample_p, 1)
     tree = model.ea_layer.topK_genrate(
-        hidden_state_new[:, path], input_ids=torch.cat((input_ids, token[None]), 1), head=model.base_model.lm_head,
+        hidden_state_new[:, path],
+        input_ids=torch.cat((input_ids, token[None]), 1),
+        head=model.base_model.lm_head,
         logits_processor=logits_processor,
-    )  # fmt: skip
+    )
     return input_ids, *tree, new_token + len(path), None, token
 
 
@@ -337,9 +353,19 @@ class EaModel(nn.Module):
             candidates = torch.cat((tokens, torch.full((1, 1), -1)), 1)[0, paths]
             best, count, sample_p = evaluate_posterior(logits, candidates, processor)
             input_ids, tokens, paths, mask, positions, new_token, _, _ = update_inference_inputs(
-                input_ids, candidates, best, count, paths, processor, new_token, self.past_key_values_data,
-                self.current_length_data, self, hidden, sample_p,
-            )  # fmt: skip
+                input_ids,
+                candidates,
+                best,
+                count,
+                paths,
+                processor,
+                new_token,
+                self.past_key_values_data,
+                self.current_length_data,
+                self,
+                hidden,
+                sample_p,
+            )
             yield input_ids
 
     @torch.no_grad()
@@ -355,9 +381,19 @@ class EaModel(nn.Module):
             candidates = torch.cat((tokens, torch.full((1, 1), -1)), 1)[0, paths]
             best, count, sample_p = evaluate_posterior(logits, candidates, processor)
             input_ids, tokens, paths, mask, positions, new_token, _, _ = update_inference_inputs(
-                input_ids, candidates, best, count, paths, processor, new_token, self.past_key_values_data,
-                self.current_length_data, self, hidden, sample_p,
-            )  # fmt: skip
+                input_ids,
+                candidates,
+                best,
+                count,
+                paths,
+                processor,
+                new_token,
+                self.past_key_values_data,
+                self.current_length_data,
+                self,
+                hidden,
+                sample_p,
+            )
             passes += 1
         return (input_ids, new_token, passes) if log else input_ids
 

@@ -129,13 +129,19 @@ AS_JSON = '<call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.ar
 SPELLED = '<call>{"name": "get", "arguments": {"city": "Paris"}}</call>'
 CALLING = {
     "objects written as JSON": (AS_JSON, SPELLED),
-    "keys and values": ("<call>{% for k, v in c.function.arguments.items() %}{{ c.function.name }} {{ k }}={{ v }}"
-                        "{% endfor %}</call>", "<call>get city=Paris</call>"),
-    "JSON text": ("<call>{{ c.function.name + ' ' + c.function.arguments }}</call>",
-                  '<call>get {"city": "Paris"}</call>'),
-    "closed by a special token": ("<channel>{{ c.function.name }} {{ c.function.arguments | tojson }}<fin>",
-                                  '<channel>get {"city": "Paris"}<fin>'),
-}  # fmt: skip
+    "keys and values": (
+        "<call>{% for k, v in c.function.arguments.items() %}{{ c.function.name }} {{ k }}={{ v }}{% endfor %}</call>",
+        "<call>get city=Paris</call>",
+    ),
+    "JSON text": (
+        "<call>{{ c.function.name + ' ' + c.function.arguments }}</call>",
+        '<call>get {"city": "Paris"}</call>',
+    ),
+    "closed by a special token": (
+        "<channel>{{ c.function.name }} {{ c.function.arguments | tojson }}<fin>",
+        '<channel>get {"city": "Paris"}<fin>',
+    ),
+}
 
 
 @pytest.mark.parametrize(("spelling", "expected"), CALLING.values(), ids=CALLING)
@@ -231,8 +237,8 @@ def test_words_that_the_template_drops_are_counted_by_themselves() -> None:
 REFUSING = {
     "a system message": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
     "roles that do not alternate": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-                                   "{{ raise_exception('alternate') }}{% endif %}{% endfor %}",
-}  # fmt: skip
+    "{{ raise_exception('alternate') }}{% endif %}{% endfor %}",
+}
 
 
 @pytest.mark.parametrize("refusal", REFUSING.values(), ids=REFUSING)

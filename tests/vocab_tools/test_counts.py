@@ -39,8 +39,9 @@ def test_generated_ids_are_added_as_a_source_of_their_own() -> None:
     corpus = TokenCounts((source([50, 40, 0, 1], name="chat"),), "h")
     once = corpus.add([3, 3, 0]).add(iter([2]))
     assert [(each.name, each.counts.tolist()) for each in once.sources] == [
-        ("chat", [50, 40, 0, 1]), ("generated", [1, 0, 1, 2]),
-    ]  # fmt: skip
+        ("chat", [50, 40, 0, 1]),
+        ("generated", [1, 0, 1, 2]),
+    ]
     assert once.tokenizer_hash == "h"
     assert corpus.add([1], "code").sources[1].name == "code"
     for wrong in ([4], [-1]):

@@ -101,8 +101,9 @@ def test_folders_and_globs(files: Path) -> None:
     assert values(files / "[ab].*") == TEXTS * 2
     assert values(files / "**" / "*.jsonl") == [*TEXTS, "deep"]
     assert [file.name for file in open_source(CorpusSource(str(files / "**" / "*.jsonl"))).files] == [
-        "a.jsonl", "sub/z.jsonl",
-    ]  # fmt: skip
+        "a.jsonl",
+        "sub/z.jsonl",
+    ]
     (files / "docs").mkdir()
     (files / "docs" / "notes.md").write_text("not a corpus")
     for nothing in ("docs", "*.nothing", "missing.jsonl", "notes.md"):

@@ -469,18 +469,23 @@ def attend(
             slot = of_sequence(rows.slot, rows.seq, a).to(tl.int64)
             row = (a * ROWS).to(tl.int64)
             attend_unit(
-                qkv_ptr + a.to(tl.int64) * SHAPE.qkv_size, norm_ptr, cache_at(cache, slot, unit.kv_head), rope,
-                chain_at(chain_ptr, level, row, SHAPE.slots), parts_at(parts, (group * most).to(tl.int64), SHAPE),
-                Unit(unit.kv_head, unit.head_group, part, num_parts), prefix,
-                of_sequence(rows.num_new, rows.seq, a), level, SHAPE,
+                qkv_ptr + a.to(tl.int64) * SHAPE.qkv_size,
+                norm_ptr,
+                cache_at(cache, slot, unit.kv_head),
+                rope,
+                chain_at(chain_ptr, level, row, SHAPE.slots),
+                parts_at(parts, (group * most).to(tl.int64), SHAPE),
+                Unit(unit.kv_head, unit.head_group, part, num_parts),
+                prefix,
+                of_sequence(rows.num_new, rows.seq, a),
+                level,
+                SHAPE,
                 PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_parts,
-            )  # fmt: skip
+            )
 
 
 @triton.jit
-def merge_heads(
-    parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
-):  # fmt: skip
+def merge_heads(parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
     """Merge the parts of `attend`, some queries at a time, into the operand of the output projection."""
     HEADS: tl.constexpr = SHAPE.heads
     QUERIES: tl.constexpr = SHAPE.queries
@@ -495,9 +500,16 @@ def merge_heads(
         prefix = tl.max(tl.where(rows.seq[None, :] == a[:, None], rows.prefix[None, :], 0), axis=1)
         group, row = query_place(a, node, head, SHAPE)
         merge_parts(
-            parts, (group * most).to(tl.int64), row, parts_of(prefix, most, SHAPE), mask,
-            out_ptr, node * SHAPE.stride + a, head, SHAPE,
-        )  # fmt: skip
+            parts,
+            (group * most).to(tl.int64),
+            row,
+            parts_of(prefix, most, SHAPE),
+            mask,
+            out_ptr,
+            node * SHAPE.stride + a,
+            head,
+            SHAPE,
+        )
 
 
 def heads_per_attention_unit(group: int, head_dim: int) -> int:

@@ -259,9 +259,15 @@ def stream_topk(
         tile_rows = OWNED if OWNED <= STORED else tl.minimum(OWNED - tile_start, STORED)
         acc = stream_matmul(
             Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
-            head.weight + tile_start * HIDDEN + (n0 - tile_start) * CHUNK, left,
-            tile_rows * CHUNK, 0, HIDDEN // CHUNK + zero, False, CHUNK, TILE,
-        )  # fmt: skip
+            head.weight + tile_start * HIDDEN + (n0 - tile_start) * CHUNK,
+            left,
+            tile_rows * CHUNK,
+            0,
+            HIDDEN // CHUNK + zero,
+            False,
+            CHUNK,
+            TILE,
+        )
         if HEAD.scaled:
             acc *= tl.load(head.scale + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
@@ -317,9 +323,16 @@ def stream_tails(
             x_row = row.to(tl.int64) * HIDDEN
             mask_m = offs_node < nodes.rows
             acc = stream_matmul(
-                Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN), tails.weight + place * HIDDEN, left,
-                UNIT * CHUNK, 0, HIDDEN // CHUNK + zero, False, CHUNK, TILE,
-            )  # fmt: skip
+                Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
+                tails.weight + place * HIDDEN,
+                left,
+                UNIT * CHUNK,
+                0,
+                HIDDEN // CHUNK + zero,
+                False,
+                CHUNK,
+                TILE,
+            )
             if TAIL.scaled:
                 acc *= tl.load(tails.scale + place + offs_n, mask=offs_n < left, other=0.0)[:, None]
             own = offs_m[None, :] == row[:, None]
@@ -330,9 +343,18 @@ def stream_tails(
             tl.debug_barrier()
             # The base came first: there is something to fold into.
             update_best(
-                scratch_ptr, tails.ids + place, left, lists_at(lists, group, SELECT), 0, Nodes(1, nodes.rows), 1,
-                SELECT, True, BLOCK_N, True,
-            )  # fmt: skip
+                scratch_ptr,
+                tails.ids + place,
+                left,
+                lists_at(lists, group, SELECT),
+                0,
+                Nodes(1, nodes.rows),
+                1,
+                SELECT,
+                True,
+                BLOCK_N,
+                True,
+            )
             tl.debug_barrier()
 
 

@@ -36,9 +36,19 @@ def add_norm_ref(
 
 @triton.jit
 def _add_norm_kernel(
-    residual_ptr, delta_ptr, weight_ptr, out_ptr, stride_out, tap_ptr, stride_tap, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr,
-):  # fmt: skip
+    residual_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    stride_out,
+    tap_ptr,
+    stride_tap,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    TAP: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -62,11 +72,20 @@ def add_norm(
     rows, hidden = residual.shape
     block = triton.next_power_of_2(hidden)
     _add_norm_kernel[(rows,)](
-        residual, residual if delta is None else delta, weight, out, out.stride(0),
-        residual if tap is None else tap, 0 if tap is None else tap.stride(0), eps,
-        HIDDEN=hidden, BLOCK=block, ADD=delta is not None, TAP=tap is not None,
+        residual,
+        residual if delta is None else delta,
+        weight,
+        out,
+        out.stride(0),
+        residual if tap is None else tap,
+        0 if tap is None else tap.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADD=delta is not None,
+        TAP=tap is not None,
         num_warps=min(8, max(1, block // _NORM_ELEMENTS_PER_WARP)),
-    )  # fmt: skip
+    )
 
 
 def rotate_append_ref(
@@ -128,10 +147,25 @@ class CacheRows(NamedTuple):
 
 @triton.jit
 def _rotate_append_kernel(
-    qkv_ptr, bias_ptr, norm_q_ptr, norm_k_ptr, eps, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_row_ptr, cache,
-    NODES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    bias_ptr,
+    norm_q_ptr,
+    norm_k_ptr,
+    eps,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    kv_row_ptr,
+    cache,
+    NODES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -196,8 +230,23 @@ def rotate_append(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     norm_q, norm_k = (qkv, qkv) if norms is None else norms
     _rotate_append_kernel[(rows, heads + 2 * kv_heads)](
-        qkv, qkv if bias is None else bias, norm_q, norm_k, eps, cos, sin, positions, slots, kv_rows,
+        qkv,
+        qkv if bias is None else bias,
+        norm_q,
+        norm_k,
+        eps,
+        cos,
+        sin,
+        positions,
+        slots,
+        kv_rows,
         CacheRows(keys, values, keys.stride(0), keys.stride(1)),
-        NODES=rows // len(slots), HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        BLOCK=triton.next_power_of_2(head_dim // 2), BIAS=bias is not None, NORM=norms is not None, num_warps=1,
-    )  # fmt: skip
+        NODES=rows // len(slots),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        BIAS=bias is not None,
+        NORM=norms is not None,
+        num_warps=1,
+    )

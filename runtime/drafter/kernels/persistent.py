@@ -224,9 +224,15 @@ def next_phase(barrier_ptr, round, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def norm_features(
-    hidden_ptr, x_ptr, factor_ptr, norm_ptr, step, num_active,
-    SHAPE: tl.constexpr, GRID: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    x_ptr,
+    factor_ptr,
+    norm_ptr,
+    step,
+    num_active,
+    SHAPE: tl.constexpr,
+    GRID: tl.constexpr,
+):
     """Normalise the new tokens' features, row by row."""
     for index in tl.range(tl.program_id(0), num_active * ROWS, GRID.programs, disable_licm=True):
         unit = index + num_active * 0
@@ -245,9 +251,19 @@ def select(index, at_0, at_1, at_2, at_3):
 
 @triton.jit
 def read_new_tokens(
-    features, tap_offset_1, tap_offset_2, step, head, ws, x_in_ptr, num_active,
-    HEAD: tl.constexpr, PHASES: tl.constexpr, OPERANDS: tl.constexpr, GRID: tl.constexpr,
-):  # fmt: skip
+    features,
+    tap_offset_1,
+    tap_offset_2,
+    step,
+    head,
+    ws,
+    x_in_ptr,
+    num_active,
+    HEAD: tl.constexpr,
+    PHASES: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    GRID: tl.constexpr,
+):
     """Extend: features and embeddings of the new tokens become operands."""
     FEATURES: tl.constexpr = GRID.features
     HIDDEN: tl.constexpr = HEAD.hidden
@@ -276,15 +292,20 @@ def read_new_tokens(
                 tl.store(ws.hidden + row.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
             else:
                 write_taps(
-                    taps_ptr, tap_offset_1, tap_offset_2, ws.x + OPERANDS.fc, row, ws.factor + FEATURES + row,
-                    head.norm_taps, TAPS, HEAD.scaled,
-                )  # fmt: skip
+                    taps_ptr,
+                    tap_offset_1,
+                    tap_offset_2,
+                    ws.x + OPERANDS.fc,
+                    row,
+                    ws.factor + FEATURES + row,
+                    head.norm_taps,
+                    TAPS,
+                    HEAD.scaled,
+                )
 
 
 @triton.jit
-def record_children(
-    ws, rank, score, token, parent, a, node, first_candidate, SELECT: tl.constexpr, TREE: tl.constexpr
-):  # fmt: skip
+def record_children(ws, rank, score, token, parent, a, node, first_candidate, SELECT: tl.constexpr, TREE: tl.constexpr):
     """Write a node's children as candidates of the tree, and as keys to choose the next frontier from."""
     TOP_K: tl.constexpr = SELECT.top_k
     MAX_K: tl.constexpr = SELECT.max_k
@@ -312,9 +333,20 @@ def write_feature(head, ws, x_in_ptr, row, HEAD: tl.constexpr, ROW: tl.constexpr
 
 @triton.jit
 def pick(
-    step, head, ws, out, x_in_ptr, num_active, num_nodes, level, depth, size,
-    HEAD: tl.constexpr, PHASES: tl.constexpr, GRID: tl.constexpr,
-):  # fmt: skip
+    step,
+    head,
+    ws,
+    out,
+    x_in_ptr,
+    num_active,
+    num_nodes,
+    level,
+    depth,
+    size,
+    HEAD: tl.constexpr,
+    PHASES: tl.constexpr,
+    GRID: tl.constexpr,
+):
     """Merge each node's children, score them, choose the next frontier or build the tree, and gather embeddings.
 
     Several programs merge the same node; the first records it, the others gather its children's embeddings. The
@@ -342,9 +374,11 @@ def pick(
         row = n * GRID.stride + a
         own = a * ROWS + n
         rank, value, token, lse = merge_best(
-            lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT), ws.owner + pid * MAX_K,
-            tl.minimum(head.draft_vocab, GRID.programs), SELECT,
-        )  # fmt: skip
+            lists_at(Lists(ws.best_key, ws.best_max, ws.best_sum), row, SELECT),
+            ws.owner + pid * MAX_K,
+            tl.minimum(head.draft_vocab, GRID.programs),
+            SELECT,
+        )
         if copy == 0:
             base = tl.load(frontier.score + own, mask=level > 0, other=0.0)
             score = base + tl.minimum(value - lse, 0.0)
@@ -361,10 +395,15 @@ def pick(
                     build_tree(candidates_of(drafted, a, TREE), root, slot, out, size, TREE)
                 else:
                     choose_frontier(
-                        ws.child_key + a * ROWS * MAX_K, num_nodes, first_candidate, level,
-                        frontier_at(frontier, a * ROWS), chain_at(ws.chain, level, a * ROWS, GRID.slots),
-                        chain_at(ws.chain, level + 1, a * ROWS, GRID.slots), SELECT,
-                    )  # fmt: skip
+                        ws.child_key + a * ROWS * MAX_K,
+                        num_nodes,
+                        first_candidate,
+                        level,
+                        frontier_at(frontier, a * ROWS),
+                        chain_at(ws.chain, level, a * ROWS, GRID.slots),
+                        chain_at(ws.chain, level + 1, a * ROWS, GRID.slots),
+                        SELECT,
+                    )
         if ((copy > 0) | (copies == 1)) & (level < depth):
             first_job = tl.maximum(copy - 1, 0)
             stride = tl.maximum(copies - 1, 1)
@@ -373,9 +412,16 @@ def pick(
                     jobs = first + tl.arange(0, GATHER) * stride
                     child_token = tl.max(tl.where(rank[None, :] == jobs[:, None], token[None, :], 0), axis=1)
                     write_rows(
-                        head.embedding, child_token.to(tl.int64) * head.stride_embedding, jobs < TOP_K, x_in_ptr,
-                        ws.factor, a * GRID.embed_rows + n * TOP_K + jobs, head.norm_in, NORMED, ROW,
-                    )  # fmt: skip
+                        head.embedding,
+                        child_token.to(tl.int64) * head.stride_embedding,
+                        jobs < TOP_K,
+                        x_in_ptr,
+                        ws.factor,
+                        a * GRID.embed_rows + n * TOP_K + jobs,
+                        head.norm_in,
+                        NORMED,
+                        ROW,
+                    )
                 if first_job == TOP_K % stride:
                     write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
             else:
@@ -383,9 +429,14 @@ def pick(
                     if job < TOP_K:
                         child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
                         write_row(
-                            head.embedding + child_token * head.stride_embedding, x_in_ptr, ws.factor,
-                            a * GRID.embed_rows + n * TOP_K + job, head.norm_in, NORMED, ROW,
-                        )  # fmt: skip
+                            head.embedding + child_token * head.stride_embedding,
+                            x_in_ptr,
+                            ws.factor,
+                            a * GRID.embed_rows + n * TOP_K + job,
+                            head.norm_in,
+                            NORMED,
+                            ROW,
+                        )
                     else:
                         write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
 
@@ -506,9 +557,18 @@ def draft_kernel(
             else:
                 tl.debug_barrier()
             finish_rows(
-                raw_parts, mask_in, ones, my_scale, head.biases + HEAD.biases.fc, ws.hidden, fused,
-                SUM_HIDDEN, SCALED, HEAD.has_fc_bias, True,
-            )  # fmt: skip
+                raw_parts,
+                mask_in,
+                ones,
+                my_scale,
+                head.biases + HEAD.biases.fc,
+                ws.hidden,
+                fused,
+                SUM_HIDDEN,
+                SCALED,
+                HEAD.has_fc_bias,
+                True,
+            )
             round = next_phase(ws.barrier, round, PROGRAMS)
 
         first_pass = tl.where(extend, FC_PASS if HEAD.fc_in_loop else QKV_PASS, QKV_PASS)
@@ -529,9 +589,12 @@ def draft_kernel(
             # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
             pairs = which == (FC_PASS if FUSED else QKV_PASS)
             x_start = select(
-                which, OPERANDS.inputs if FUSED else OPERANDS.fc, OPERANDS.fc if FUSED else OPERANDS.inputs,
-                OPERANDS.attention, OPERANDS.mlp,
-            )  # fmt: skip
+                which,
+                OPERANDS.inputs if FUSED else OPERANDS.fc,
+                OPERANDS.fc if FUSED else OPERANDS.inputs,
+                OPERANDS.attention,
+                OPERANDS.mlp,
+            )
             row_size = select(which, HIDDEN if FUSED else FC_IN, HIDDEN, HEAD.attention, HEAD.intermediate)
             in_features = select(which, FC_IN, HEAD.qkv_in, HEAD.attention, HEAD.intermediate)
             split = select(which, STREAM.split.fc, STREAM.split.qkv, STREAM.split.o, STREAM.split.down)
@@ -558,27 +621,51 @@ def draft_kernel(
                     if SCALED:
                         row_factor = tl.load(ws.factor + FEATURES + first + offs_m, mask=mask_in, other=0.0)
                     finish_rows(
-                        parts, mask_in, row_factor, my_scale, head.biases + HEAD.biases.fc,
-                        ws.hidden + first * HIDDEN, NextOperand(fused.ptr + first * HIDDEN, fused_scale),
-                        SUM_HIDDEN, SCALED, HEAD.has_fc_bias, FUSED,
-                    )  # fmt: skip
+                        parts,
+                        mask_in,
+                        row_factor,
+                        my_scale,
+                        head.biases + HEAD.biases.fc,
+                        ws.hidden + first * HIDDEN,
+                        NextOperand(fused.ptr + first * HIDDEN, fused_scale),
+                        SUM_HIDDEN,
+                        SCALED,
+                        HEAD.has_fc_bias,
+                        FUSED,
+                    )
                     if not FUSED:  # noqa: SIM102 - this one is decided by the compiler
                         if is_last:
                             round = next_phase(ws.barrier, round, PROGRAMS)
-                            norm_features(
-                                ws.hidden, x_in_ptr, ws.factor, head.norm_hidden, step, num_active, ROW, GRID
-                            )  # fmt: skip
+                            norm_features(ws.hidden, x_in_ptr, ws.factor, head.norm_hidden, step, num_active, ROW, GRID)
             if which == QKV_PASS:
                 finish_rows(
-                    parts, mask_in, 1.0 / fused_scale, my_scale + STREAM.scales.qkv, head.biases + HEAD.biases.qkv,
-                    ws.qkv + first * SUM_QKV.features, fused, SUM_QKV, SCALED, HEAD.has_qkv_bias, False,
-                )  # fmt: skip
+                    parts,
+                    mask_in,
+                    1.0 / fused_scale,
+                    my_scale + STREAM.scales.qkv,
+                    head.biases + HEAD.biases.qkv,
+                    ws.qkv + first * SUM_QKV.features,
+                    fused,
+                    SUM_QKV,
+                    SCALED,
+                    HEAD.has_qkv_bias,
+                    False,
+                )
                 if is_last:
                     round = next_phase(ws.barrier, round, PROGRAMS)
                     attend(
-                        ws.qkv, head.norm_heads, cache, rope, ws.chain, unit_parts, rows, num_active, level,
-                        PROGRAMS, ATTENTION,
-                    )  # fmt: skip
+                        ws.qkv,
+                        head.norm_heads,
+                        cache,
+                        rope,
+                        ws.chain,
+                        unit_parts,
+                        rows,
+                        num_active,
+                        level,
+                        PROGRAMS,
+                        ATTENTION,
+                    )
                     round = next_phase(ws.barrier, round, PROGRAMS)
                     merge_heads(unit_parts, ws.x + OPERANDS.attention, rows, num_active, num_nodes, PROGRAMS, ATTENTION)
             elif which == O_PASS:
@@ -591,43 +678,88 @@ def draft_kernel(
                     x_scale = feature_factor
                 source = tl.where(extend, (row_new - 1) * STRIDE + seq, offs_m if FUSED else parent_row)
                 finish_residual(
-                    parts, mask_m, my_scale + STREAM.scales.o, head.biases + HEAD.biases.o,
-                    Residual(ws.hidden, source, feature_factor, head.norm_hidden), ws.middle, head.norm_post,
-                    NextOperand(ws.x + OPERANDS.post, x_scale), ws.squares_post,
-                    SUM_HIDDEN, SCALED, HEAD.has_o_bias, True, HEAD.norm_before_residual,
-                )  # fmt: skip
+                    parts,
+                    mask_m,
+                    my_scale + STREAM.scales.o,
+                    head.biases + HEAD.biases.o,
+                    Residual(ws.hidden, source, feature_factor, head.norm_hidden),
+                    ws.middle,
+                    head.norm_post,
+                    NextOperand(ws.x + OPERANDS.post, x_scale),
+                    ws.squares_post,
+                    SUM_HIDDEN,
+                    SCALED,
+                    HEAD.has_o_bias,
+                    True,
+                    HEAD.norm_before_residual,
+                )
                 round = next_phase(ws.barrier, round, PROGRAMS)
                 factor = norm_factor(ws.squares_post, mask_m, PROGRAMS, ROW) / x_scale
                 gated_mlp(
-                    ws.x + OPERANDS.post, factor, mask_m, my_stream + STREAM.offsets.mlp, my_scale + STREAM.scales.mlp,
-                    head.biases + HEAD.biases.mlp, ws.x + OPERANDS.mlp, MLP, MLP_TILE,
-                )  # fmt: skip
+                    ws.x + OPERANDS.post,
+                    factor,
+                    mask_m,
+                    my_stream + STREAM.offsets.mlp,
+                    my_scale + STREAM.scales.mlp,
+                    head.biases + HEAD.biases.mlp,
+                    ws.x + OPERANDS.mlp,
+                    MLP,
+                    MLP_TILE,
+                )
             elif which == DOWN_PASS:
                 finish_residual(
-                    parts, mask_m, my_scale + STREAM.scales.down, head.biases + HEAD.biases.down,
-                    Residual(ws.middle, offs_m, ones, head.norm_post), ws.hidden, head.norm_out,
-                    NextOperand(ws.x + OPERANDS.head, x_scale), ws.squares_out,
-                    SUM_HIDDEN, SCALED, HEAD.has_mlp_bias, not FUSED, False,
-                )  # fmt: skip
+                    parts,
+                    mask_m,
+                    my_scale + STREAM.scales.down,
+                    head.biases + HEAD.biases.down,
+                    Residual(ws.middle, offs_m, ones, head.norm_post),
+                    ws.hidden,
+                    head.norm_out,
+                    NextOperand(ws.x + OPERANDS.head, x_scale),
+                    ws.squares_out,
+                    SUM_HIDDEN,
+                    SCALED,
+                    HEAD.has_mlp_bias,
+                    not FUSED,
+                    False,
+                )
             round = next_phase(ws.barrier, round, PROGRAMS)
 
         factor = (1.0 if FUSED else norm_factor(ws.squares_out, mask_m, PROGRAMS, ROW)) / x_scale
         nodes = Nodes(num_active, num_nodes)
         my_scratch = ws.scratch + my_lists * LM_HEAD.tile.block_n
         my_head = HeadRows(
-            my_stream + STREAM.offsets.head, my_scale + STREAM.scales.head, head.row_ids + pid * STREAM.rows.head,
+            my_stream + STREAM.offsets.head,
+            my_scale + STREAM.scales.head,
+            head.row_ids + pid * STREAM.rows.head,
             my_vocab,
-        )  # fmt: skip
+        )
         stream_topk(
-            ws.x + OPERANDS.head, factor, own_row * HIDDEN, mask_m, nodes, my_head, my_scratch,
-            lists_at(lists, my_lists, SELECT), SELECT, LM_HEAD,
-        )  # fmt: skip
+            ws.x + OPERANDS.head,
+            factor,
+            own_row * HIDDEN,
+            mask_m,
+            nodes,
+            my_head,
+            my_scratch,
+            lists_at(lists, my_lists, SELECT),
+            SELECT,
+            LM_HEAD,
+        )
         if TAIL_UNITS > 0:
             stream_tails(
-                ws.x + OPERANDS.head, factor, step.active_slots, nodes, tails,
-                tl.minimum(head.draft_vocab, PROGRAMS), my_scratch,
-                lists_at(lists, my_lists, SELECT), SELECT, TAIL, TAIL_UNITS,
-            )  # fmt: skip
+                ws.x + OPERANDS.head,
+                factor,
+                step.active_slots,
+                nodes,
+                tails,
+                tl.minimum(head.draft_vocab, PROGRAMS),
+                my_scratch,
+                lists_at(lists, my_lists, SELECT),
+                SELECT,
+                TAIL,
+                TAIL_UNITS,
+            )
         round = next_phase(ws.barrier, round, PROGRAMS)
         pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, depth, size, HEAD, PHASES, GRID)
         if level < depth:

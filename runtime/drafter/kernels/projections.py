@@ -92,9 +92,16 @@ def stream_parts(
         unit_ptr = region_ptr + unit // PROGRAMS * part_chunks * group_rows * CHUNK
         for n0 in tl.range(0, group_rows, BLOCK_N, disable_licm=True):
             acc = stream_matmul(
-                x, unit_ptr + n0 * CHUNK, group_rows - n0, group_rows * CHUNK,
-                first_chunk, (part + 1) * num_chunks // split - first_chunk, True, CHUNK, TILE,
-            )  # fmt: skip
+                x,
+                unit_ptr + n0 * CHUNK,
+                group_rows - n0,
+                group_rows * CHUNK,
+                first_chunk,
+                (part + 1) * num_chunks // split - first_chunk,
+                True,
+                CHUNK,
+                TILE,
+            )
             row = unit * group_rows + n0 + offs_n
             mask = (n0 + offs_n < group_rows)[:, None] & x.mask[None, :]
             tl.store(parts.sums + row[:, None] * BLOCK_M + offs_m[None, :], acc, mask=mask)

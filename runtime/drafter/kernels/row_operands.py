@@ -110,7 +110,7 @@ def load_normed_tap(source_ptr, offset_1, offset_2, part, offs, norm_ptr, row_fa
 @triton.jit
 def write_taps(
     source_ptr, offset_1, offset_2, x_ptr, row, factor_ptr, norm_ptr, SHAPE: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
+):
     """Write one row of pieces as an operand; SCALED: divided by ``max|row| / 256``, which is stored at ``factor_ptr``.
 
     ``offset_1`` and ``offset_2``: where the second of three pieces and the third begin, in values from the first.

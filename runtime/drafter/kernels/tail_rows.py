@@ -35,10 +35,21 @@ def gather_rows_ref(follow: FollowRows, tails: Tails) -> None:
 
 @triton.jit
 def _gather_kernel(
-    rank_ptr, size_ptr, loaded_ptr, row_of_rank_ptr, source_ptr, stride_source, row_ptr, scale_ptr,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    rank_ptr,
+    size_ptr,
+    loaded_ptr,
+    row_of_rank_ptr,
+    source_ptr,
+    stride_source,
+    row_ptr,
+    scale_ptr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     place = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
     if place >= tl.load(size_ptr + slot):
@@ -72,7 +83,19 @@ def gather_rows(follow: FollowRows, tails: Tails) -> None:
     slots, width = tails.ranks.shape
     hidden = follow.rows.shape[1]
     _gather_kernel[(width, slots)](
-        tails.ranks, tails.sizes, tails.loaded, follow.row_of_rank, follow.rows, follow.rows.stride(0), tails.rows,
-        tails.scales, WIDTH=width, UNIT=UNIT_ROWS, HIDDEN=hidden, CHUNK=tails.rows.shape[-1],
-        BLOCK=triton.next_power_of_2(hidden), SCALED=tails.rows.dtype != follow.rows.dtype, num_warps=4,
-    )  # fmt: skip
+        tails.ranks,
+        tails.sizes,
+        tails.loaded,
+        follow.row_of_rank,
+        follow.rows,
+        follow.rows.stride(0),
+        tails.rows,
+        tails.scales,
+        WIDTH=width,
+        UNIT=UNIT_ROWS,
+        HIDDEN=hidden,
+        CHUNK=tails.rows.shape[-1],
+        BLOCK=triton.next_power_of_2(hidden),
+        SCALED=tails.rows.dtype != follow.rows.dtype,
+        num_warps=4,
+    )

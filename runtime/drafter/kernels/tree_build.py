@@ -180,6 +180,9 @@ def candidates_of(drafted, a, SHAPE: tl.constexpr):
     """The a-th sequence's part of `TreeCandidates` that hold all sequences."""
     row = a * SHAPE.candidates
     return TreeCandidates(
-        drafted.token + row, drafted.score + row, drafted.parent + row, drafted.node_of + row,
+        drafted.token + row,
+        drafted.score + row,
+        drafted.parent + row,
+        drafted.node_of + row,
         drafted.chosen + a * SHAPE.total,
-    )  # fmt: skip
+    )

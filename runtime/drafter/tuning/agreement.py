@@ -69,10 +69,14 @@ class Step:
         """Copy a step out of the buffers (waits for the device)."""
         joined = features if isinstance(features, Tensor) else torch.cat(features, -1)
         return cls(
-            joined.clone(), bufs.new_tokens[:, : joined.shape[1]].long(), tuple(bufs.num_new.tolist()),
-            tuple(bufs.prefix.tolist()), bufs.keys.clone(), bufs.values.clone(),
+            joined.clone(),
+            bufs.new_tokens[:, : joined.shape[1]].long(),
+            tuple(bufs.num_new.tolist()),
+            tuple(bufs.prefix.tolist()),
+            bufs.keys.clone(),
+            bufs.values.clone(),
             tuple(sorted(bufs.active_slots[: int(bufs.active_count)].tolist())),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -122,18 +126,27 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
         return rounded.float() * scale[:, None]
 
     return replace(
-        head, tensors={name: exact(name, tensor) for name, tensor in head.tensors.items()},
-        embedding=head.embedding.to(cfg.dtype).float(), lm_head=exact("lm_head", head.lm_head),
-        rotary=head.rotary.for_length(cfg.num_tokens), follow=None,
-    )  # fmt: skip
+        head,
+        tensors={name: exact(name, tensor) for name, tensor in head.tensors.items()},
+        embedding=head.embedding.to(cfg.dtype).float(),
+        lm_head=exact("lm_head", head.lm_head),
+        rotary=head.rotary.for_length(cfg.num_tokens),
+        follow=None,
+    )
 
 
 @torch.inference_mode()
 def replay(
-    head: HeadWeights, tree: TreeConfig, step: Step, drafted: Candidates, result: DraftTree | None,
-    keys: Tensor | None = None, values: Tensor | None = None, atol: float = LOG_PROB_ATOL[torch.float32],
+    head: HeadWeights,
+    tree: TreeConfig,
+    step: Step,
+    drafted: Candidates,
+    result: DraftTree | None,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    atol: float = LOG_PROB_ATOL[torch.float32],
     exact_ties: bool = True,
-) -> Agreement:  # fmt: skip
+) -> Agreement:
     """Replay a draft (module docstring).
 
     ``head`` in fp32 with exactly the rows drafted over (`exact_head`); ``drafted``, ``result`` the draft's candidates
@@ -227,9 +240,15 @@ def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, buf
     launch_drafter(cfg, features, weights, bufs)
     check_finished(bufs)
     return replay(
-        exact_head(weights.head, cfg), bufs.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
-        bufs.values, atol=log_prob_atol(cfg),
-    )  # fmt: skip
+        exact_head(weights.head, cfg),
+        bufs.tree,
+        step,
+        candidates_of(bufs),
+        tree_of(bufs),
+        bufs.keys,
+        bufs.values,
+        atol=log_prob_atol(cfg),
+    )
 
 
 def _hopeless(atol: float, fault: str) -> Agreement:

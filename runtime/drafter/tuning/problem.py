@@ -33,9 +33,15 @@ class Dims:
     def of(cls, cfg: DrafterConfig) -> Dims:
         """Return the dimensions of a configuration."""
         return cls(
-            cfg.hidden, cfg.intermediate, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.target_vocab, cfg.kind,
+            cfg.hidden,
+            cfg.intermediate,
+            cfg.num_heads,
+            cfg.num_kv_heads,
+            cfg.head_dim,
+            cfg.target_vocab,
+            cfg.kind,
             cfg.feature_width,
-        )  # fmt: skip
+        )
 
     @property
     def feature_width(self) -> int:
@@ -87,15 +93,29 @@ def random_head(
     if eagle3:
         tensors |= {"input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
     config = {
-        "hidden_size": hidden, "num_attention_heads": dims.heads, "num_key_value_heads": dims.kv_heads,
-        "head_dim": dims.head_dim, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": None,
-    }  # fmt: skip
+        "hidden_size": hidden,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    }
     return HeadWeights(
-        kind=dims.kind, tensors=tensors, embedding=matrix(dims.vocab, hidden, hidden**0.5),
-        lm_head=matrix(dims.vocab, hidden, lm_head_gain), draft_to_target=torch.arange(dims.vocab, device=device),
-        rotary=rotary_embedding(config, device), hidden=hidden, num_heads=dims.heads, num_kv_heads=dims.kv_heads,
-        head_dim=dims.head_dim, norm_eps=1e-5, activation="silu", feature_width=dims.feature_width,
-    )  # fmt: skip
+        kind=dims.kind,
+        tensors=tensors,
+        embedding=matrix(dims.vocab, hidden, hidden**0.5),
+        lm_head=matrix(dims.vocab, hidden, lm_head_gain),
+        draft_to_target=torch.arange(dims.vocab, device=device),
+        rotary=rotary_embedding(config, device),
+        hidden=hidden,
+        num_heads=dims.heads,
+        num_kv_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        norm_eps=1e-5,
+        activation="silu",
+        feature_width=dims.feature_width,
+    )
 
 
 def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) -> Tensor:
@@ -111,9 +131,14 @@ def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) ->
 
 
 def draft_config(
-    dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
-    dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None,
-) -> DrafterConfig:  # fmt: skip
+    dims: Dims,
+    draft_vocab: int,
+    tree: TreeConfig,
+    num_slots: int,
+    prefix: int,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+) -> DrafterConfig:
     """Return the configuration of a draft with `random_head`."""
     head = random_head(dims, torch.device("meta"), dtype).of_rows(slice(draft_vocab))
     return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)

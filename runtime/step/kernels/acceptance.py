@@ -74,9 +74,12 @@ class SlotState(NamedTuple):
         ``width``: places for the tokens of a step (`TreeConfig.new_tokens_width`).
         """
         shapes: dict[str, tuple[int, ...]] = {
-            "new_tokens": (slots, width), "active_count": (1,), "eos_ids": (slots, max(1, num_eos)),
-            "path": (slots, width), "record": (slots + 1, RECORD_HEAD + 2 * width),
-        }  # fmt: skip
+            "new_tokens": (slots, width),
+            "active_count": (1,),
+            "eos_ids": (slots, max(1, num_eos)),
+            "path": (slots, width),
+            "record": (slots + 1, RECORD_HEAD + 2 * width),
+        }
         own = [name for name in cls._fields if name not in shared]
         tensors = {name: torch.zeros(shapes.get(name, (slots,)), dtype=torch.int32, device=device) for name in own}
         state = cls(**shared, **tensors)
@@ -136,11 +139,22 @@ def walk_ref(
 
 @triton.jit
 def _walk_kernel(
-    choice_ptr, trees, state, error_ptr,
-    SLOTS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr, WIDTH: tl.constexpr,
-    ROOM: tl.constexpr, HEAD: tl.constexpr, EOS: tl.constexpr, PLACES: tl.constexpr, HAS_ERROR: tl.constexpr,
+    choice_ptr,
+    trees,
+    state,
+    error_ptr,
+    SLOTS: tl.constexpr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROOM: tl.constexpr,
+    HEAD: tl.constexpr,
+    EOS: tl.constexpr,
+    PLACES: tl.constexpr,
+    HAS_ERROR: tl.constexpr,
     APPEND: tl.constexpr,
-):  # fmt: skip
+):
     slot = tl.program_id(0)
     place = tl.load(state.active_inverse + slot)
     step = tl.arange(0, WIDTH)
@@ -208,11 +222,23 @@ def walk(
     """Run `walk_ref` as one launch, a program a slot."""
     places, nodes = choices.shape
     _walk_kernel[(len(state.lengths),)](
-        choices, trees, state, state.record if error is None else error, SLOTS=len(state.lengths),
-        HAS_ERROR=error is not None, NODES=nodes, BLOCK=max(2, triton.next_power_of_2(nodes)), LONGEST=longest,
-        WIDTH=state.path.shape[1], ROOM=state.new_tokens.shape[1], HEAD=RECORD_HEAD, EOS=state.eos_ids.shape[1],
-        PLACES=places, APPEND=append, num_warps=1,
-    )  # fmt: skip
+        choices,
+        trees,
+        state,
+        state.record if error is None else error,
+        SLOTS=len(state.lengths),
+        HAS_ERROR=error is not None,
+        NODES=nodes,
+        BLOCK=max(2, triton.next_power_of_2(nodes)),
+        LONGEST=longest,
+        WIDTH=state.path.shape[1],
+        ROOM=state.new_tokens.shape[1],
+        HEAD=RECORD_HEAD,
+        EOS=state.eos_ids.shape[1],
+        PLACES=places,
+        APPEND=append,
+        num_warps=1,
+    )
 
 
 def commit_kv_ref(state: SlotState, keys: Tensor, values: Tensor) -> None:
@@ -227,9 +253,18 @@ def commit_kv_ref(state: SlotState, keys: Tensor, values: Tensor) -> None:
 
 @triton.jit
 def _commit_kv_kernel(
-    state, key_ptr, value_ptr, stride_layer, stride_slot, stride_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
+    state,
+    key_ptr,
+    value_ptr,
+    stride_layer,
+    stride_slot,
+    stride_head,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RECORD: tl.constexpr,
+):
     layer = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(0) % KV_HEADS
     slot = tl.program_id(1).to(tl.int64)
@@ -260,10 +295,19 @@ def commit_kv(state: SlotState, keys: Tensor, values: Tensor) -> None:
     for first, second in pairs:
         layers, slots, kv_heads, _, head_dim = first.shape
         _commit_kv_kernel[(layers * kv_heads, slots)](
-            state, first, second, first.stride(0), first.stride(1), first.stride(2),
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-            WIDTH=state.path.shape[1], RECORD=state.record.shape[1], num_warps=4,
-        )  # fmt: skip
+            state,
+            first,
+            second,
+            first.stride(0),
+            first.stride(1),
+            first.stride(2),
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            WIDTH=state.path.shape[1],
+            RECORD=state.record.shape[1],
+            num_warps=4,
+        )
 
 
 def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_row: Tensor, out: Tensor) -> None:
@@ -281,9 +325,19 @@ def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_ro
 
 @triton.jit
 def _commit_features_kernel(
-    state, feature_ptr, stride_row, first_row_ptr, out_ptr, stride_slot, stride_step,
-    NODES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
+    state,
+    feature_ptr,
+    stride_row,
+    first_row_ptr,
+    out_ptr,
+    stride_slot,
+    stride_step,
+    NODES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RECORD: tl.constexpr,
+):
     step = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
     accepted = tl.load(state.record + slot * RECORD)
@@ -303,9 +357,20 @@ def commit_features(state: SlotState, features: Tensor, nodes: int, first_row: T
     size, block = features.shape[1], 1024
     width = state.path.shape[1]
     _commit_features_kernel[(width, len(state.lengths), triton.cdiv(size, block))](
-        state, features, features.stride(0), first_row, out, out.stride(0), out.stride(1),
-        NODES=nodes, SIZE=size, BLOCK=block, WIDTH=width, RECORD=state.record.shape[1], num_warps=4,
-    )  # fmt: skip
+        state,
+        features,
+        features.stride(0),
+        first_row,
+        out,
+        out.stride(0),
+        out.stride(1),
+        NODES=nodes,
+        SIZE=size,
+        BLOCK=block,
+        WIDTH=width,
+        RECORD=state.record.shape[1],
+        num_warps=4,
+    )
 
 
 def list_active_ref(state: SlotState) -> None:
@@ -337,6 +402,11 @@ def list_active(state: SlotState) -> None:
     """Run `list_active_ref` as one launch of one program."""
     slots = len(state.running)
     _list_active_kernel[(1,)](
-        state.running, state.active_slots, state.active_inverse, state.active_count,
-        SLOTS=slots, BLOCK=max(2, triton.next_power_of_2(slots)), num_warps=1,
-    )  # fmt: skip
+        state.running,
+        state.active_slots,
+        state.active_inverse,
+        state.active_count,
+        SLOTS=slots,
+        BLOCK=max(2, triton.next_power_of_2(slots)),
+        num_warps=1,
+    )

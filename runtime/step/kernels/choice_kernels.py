@@ -57,9 +57,13 @@ class ChoiceState(NamedTuple):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         numbers = torch.tensor([1.0, vocab, 1.0, 0.0, 1.0, 0.0], dtype=torch.float32, device=device)
         return cls(
-            numbers, torch.zeros(slots, stream, dtype=torch.int64, device=device), torch.zeros(slots, **int32),
-            torch.zeros(slots, words, **int32), torch.zeros(words, **int32), torch.zeros(words, **int32),
-        )  # fmt: skip
+            numbers,
+            torch.zeros(slots, stream, dtype=torch.int64, device=device),
+            torch.zeros(slots, **int32),
+            torch.zeros(slots, words, **int32),
+            torch.zeros(words, **int32),
+            torch.zeros(words, **int32),
+        )
 
 
 class ChoiceScratch(NamedTuple):
@@ -201,9 +205,7 @@ def load_scores(logits_ptr, at, ids, state, scratch, SHAPE: tl.constexpr):
 def largest_of(scratch, at, SHAPE: tl.constexpr):
     """Largest score of a row from those of its parts."""
     part = tl.arange(0, SHAPE.block_parts)
-    best = tl.load(
-        scratch.best_score + at.row * SHAPE.parts + part, mask=part < SHAPE.parts, other=float("-inf")
-    )  # fmt: skip
+    best = tl.load(scratch.best_score + at.row * SHAPE.parts + part, mask=part < SHAPE.parts, other=float("-inf"))
     largest = tl.max(best, axis=0)
     # Of a row without a distribution no token is taken; its distances must be numbers all the same.
     return tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
@@ -360,9 +362,15 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
 
 @triton.jit
 def mark_seen_kernel(
-    tokens_ptr, active_slots_ptr, active_count_ptr, seen_ptr,
-    STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    active_slots_ptr,
+    active_count_ptr,
+    seen_ptr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Set the bits of one slot's tokens; several may share a word."""
     place = tl.program_id(0)
     if place >= tl.load(active_count_ptr):

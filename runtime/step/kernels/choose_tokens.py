@@ -50,12 +50,21 @@ def choice_scratch(
         return torch.empty(places * nodes, *shape, dtype=dtype, device=device)
 
     return ChoiceScratch(
-        part, best_score=empty(torch.float32, parts), best_id=empty(int32, parts), threshold=empty(int32),
-        interval=empty(int64, 4), counts=empty(int32, parts, cut_search.BINS.value), needed=empty(int32),
-        mass=empty(int64, parts), num_tied=empty(int32, parts), best_mark=empty(int64, parts),
-        best_tied=empty(int64, parts), penalised=empty(int32, triton.cdiv(vocab, WORD_BITS)),
-        listed=empty(int32, capacity), num_listed=empty(int32),
-    )  # fmt: skip
+        part,
+        best_score=empty(torch.float32, parts),
+        best_id=empty(int32, parts),
+        threshold=empty(int32),
+        interval=empty(int64, 4),
+        counts=empty(int32, parts, cut_search.BINS.value),
+        needed=empty(int32),
+        mass=empty(int64, parts),
+        num_tied=empty(int32, parts),
+        best_mark=empty(int64, parts),
+        best_tied=empty(int64, parts),
+        penalised=empty(int32, triton.cdiv(vocab, WORD_BITS)),
+        listed=empty(int32, capacity),
+        num_listed=empty(int32),
+    )
 
 
 def token_bits(ids: Tensor, vocab: int) -> Tensor:
@@ -73,9 +82,13 @@ def bit_mask(words: Tensor, vocab: int) -> Tensor:
 
 
 def choose_tokens_ref(
-    logits: Tensor, trees: Trees, rules: ChoiceRules, state: ChoiceState, out: Tensor,
+    logits: Tensor,
+    trees: Trees,
+    rules: ChoiceRules,
+    state: ChoiceState,
+    out: Tensor,
     scratch: ChoiceScratch | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Definition of `choose_tokens`, node by node, which needs no ``scratch``; waits for the device."""
     places, nodes = out.shape
     rows = logits.view(places, nodes, -1)
@@ -177,10 +190,17 @@ def choose_tokens(
         )
     parts = triton.cdiv(vocab, part)
     shape = ChoiceShape(
-        **vars(rules), nodes=out.shape[1], vocab=vocab, words=triton.cdiv(vocab, WORD_BITS), part=part,
-        parts=parts, block_parts=triton.next_power_of_2(parts), stream=state.keys.shape[1], capacity=capacity,
+        **vars(rules),
+        nodes=out.shape[1],
+        vocab=vocab,
+        words=triton.cdiv(vocab, WORD_BITS),
+        part=part,
+        parts=parts,
+        block_parts=triton.next_power_of_2(parts),
+        stream=state.keys.shape[1],
+        capacity=capacity,
         few=min(_FEW, capacity),
-    )  # fmt: skip
+    )
     rows = logits.shape[0]
     if rules.has_penalty:
         kernels.penalise_kernel[(rows, triton.cdiv(shape.words, _PENALISE_BLOCK))](
@@ -215,6 +235,13 @@ def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: 
     """
     width = tokens.shape[1]
     kernels.mark_seen_kernel[(len(active_slots),)](
-        tokens, active_slots, active_count, seen,
-        STRIDE=tokens.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width), WORDS=seen.shape[1], num_warps=1,
-    )  # fmt: skip
+        tokens,
+        active_slots,
+        active_count,
+        seen,
+        STRIDE=tokens.stride(0),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        WORDS=seen.shape[1],
+        num_warps=1,
+    )

@@ -126,7 +126,7 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     counts = tl.load(scratch.counts + at, mask=mask[:, None], other=0)
     low, high, count_below, count_up_to = narrow_interval(
         low, high, tl.sum(counts, axis=0), nearer, goal, SHAPE.weighted
-    )  # fmt: skip
+    )
     # With top-k a list begins with the most probable token, as top-p may come after it.
     count = count_up_to - count_below if SHAPE.weighted else nearer + count_up_to
     tl.store(interval_ptr + LOW, low.to(tl.int64))
@@ -186,9 +186,19 @@ def scan_row(
 
 @triton.jit
 def find_cut(
-    logits_ptr, at, largest, num_listed, before, low, high, goal, state, scratch, SHAPE: tl.constexpr,
+    logits_ptr,
+    at,
+    largest,
+    num_listed,
+    before,
+    low,
+    high,
+    goal,
+    state,
+    scratch,
+    SHAPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):  # fmt: skip
+):
     """Smallest distance from ``low`` to ``high`` at which the goal is reached; returned with the goal.
 
     ``before``: what lies nearer than everything listed. A negative goal stands for what top-p asks of all up to
@@ -199,7 +209,7 @@ def find_cut(
         middle = tl.where(is_first, high, low + (high - low) // 2)
         nearer, half, counts = scan_row(
             logits_ptr, at, largest, num_listed, low, high, middle, state, scratch, SHAPE, WEIGHTED
-        )  # fmt: skip
+        )
         half += before
         if is_first:
             goal = goal_of_top_p(half, state.numbers)
@@ -232,16 +242,26 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
             before = tl.sum(mass, axis=0)
     threshold, goal = find_cut(
         logits_ptr, at, largest, num_listed, before, low, high, goal, state, scratch, SHAPE, SHAPE.weighted
-    )  # fmt: skip
+    )
     if SHAPE.has_top_k and SHAPE.has_top_p:
         threshold, goal = find_cut(
-            logits_ptr, at, largest, num_listed, before, tl.full([], 0, tl.int32), threshold,
-            tl.full([], -1, tl.int64), state, scratch, SHAPE, True,
-        )  # fmt: skip
+            logits_ptr,
+            at,
+            largest,
+            num_listed,
+            before,
+            tl.full([], 0, tl.int32),
+            threshold,
+            tl.full([], -1, tl.int64),
+            state,
+            scratch,
+            SHAPE,
+            True,
+        )
     tl.store(scratch.threshold + at.row, threshold)
     if SHAPE.has_top_p:
         nearer, _, _ = scan_row(
             logits_ptr, at, largest, num_listed, threshold, threshold, threshold, state, scratch, SHAPE, True
-        )  # fmt: skip
+        )
         weight = tl.maximum(distance_weight(threshold), 1)
         tl.store(scratch.needed + at.row, ((goal - nearer - before + weight - 1) // weight).to(tl.int32))

@@ -115,9 +115,22 @@ def chunk_rows_ref(box: PromptBox, out: ChunkRows) -> None:
 
 @triton.jit
 def _chunk_rows_kernel(
-    number_ptr, prompt_ptr, length_ptr, token_ptr, position_ptr, kv_row_ptr, next_token_ptr, pair_row_ptr, depth_ptr,
-    slot_ptr, count_ptr, last_row_ptr, first_row_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    number_ptr,
+    prompt_ptr,
+    length_ptr,
+    token_ptr,
+    position_ptr,
+    kv_row_ptr,
+    next_token_ptr,
+    pair_row_ptr,
+    depth_ptr,
+    slot_ptr,
+    count_ptr,
+    last_row_ptr,
+    first_row_ptr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(number_ptr)
     size = tl.load(number_ptr + 1)
@@ -146,10 +159,23 @@ def chunk_rows(box: PromptBox, out: ChunkRows) -> None:
     forward, attention = out.forward, out.forward.attention
     block = min(256, max(2, triton.next_power_of_2(forward.nodes)))
     _chunk_rows_kernel[(triton.cdiv(forward.nodes, block),)](
-        box.numbers, box.tokens, attention.lengths, forward.tokens, forward.positions, forward.kv_rows,
-        out.next_tokens, out.pair_rows, attention.depths, attention.slots, attention.counts, out.last_row,
-        out.first_row, NODES=forward.nodes, BLOCK=block, num_warps=1,
-    )  # fmt: skip
+        box.numbers,
+        box.tokens,
+        attention.lengths,
+        forward.tokens,
+        forward.positions,
+        forward.kv_rows,
+        out.next_tokens,
+        out.pair_rows,
+        attention.depths,
+        attention.slots,
+        attention.counts,
+        out.last_row,
+        out.first_row,
+        NODES=forward.nodes,
+        BLOCK=block,
+        num_warps=1,
+    )
 
 
 def end_chunk_ref(box: PromptBox, nodes: int, state: SlotState) -> None:
@@ -174,8 +200,12 @@ def end_chunk_ref(box: PromptBox, nodes: int, state: SlotState) -> None:
 
 @triton.jit
 def _end_chunk_kernel(
-    number_ptr, state, NODES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    number_ptr,
+    state,
+    NODES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     slot = tl.load(number_ptr)
     size = tl.load(number_ptr + 1)
     length = tl.load(state.lengths + slot)
@@ -197,4 +227,4 @@ def end_chunk(box: PromptBox, nodes: int, state: SlotState) -> None:
     slots = len(state.lengths)
     _end_chunk_kernel[(1,)](
         box.numbers, state, NODES=nodes, SLOTS=slots, BLOCK=max(2, triton.next_power_of_2(slots)), num_warps=1
-    )  # fmt: skip
+    )

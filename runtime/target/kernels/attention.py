@@ -116,9 +116,14 @@ def num_states(capacity: int, tiles: AttentionTiles) -> int:
 
 
 def attention_tiles(
-    places: int, nodes: int, shape: tuple[int, int, int], num_sms: int, itemsize: int, is_tree: bool = False,
+    places: int,
+    nodes: int,
+    shape: tuple[int, int, int],
+    num_sms: int,
+    itemsize: int,
+    is_tree: bool = False,
     gpu: str = "",
-) -> AttentionTiles:  # fmt: skip
+) -> AttentionTiles:
     """Choose for a forward of layers of a ``shape``: heads, kv_heads, head_dim; of trees or of chains.
 
     Four programs of main parts for each multiprocessor: not all of them find work. Heads above 128 and float32 need the
@@ -136,9 +141,14 @@ def attention_tiles(
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
 
     ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
@@ -168,10 +178,18 @@ def masked_attention(
 
 
 def tree_attention_ref(
-    qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
-    scratch: AttentionScratch | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    scratch: AttentionScratch | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     lift: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """Attend, in fp32.
 
     ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
@@ -201,10 +219,19 @@ def tree_attention_ref(
 
 
 def tree_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float, window: int | None, out: Tensor,
-    scratch: AttentionScratch | None, softcap: float | None = None, sinks: Tensor | None = None, lift: float = 1.0,
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    scratch: AttentionScratch | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lift: float = 1.0,
     tiles: AttentionTiles | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
 
     Depths of nodes with ``paths`` are at most `REACH`. ``tiles`` override `attention_tiles`.
@@ -215,30 +242,73 @@ def tree_attention(
     group, device = heads // kv_heads, qkv.device
     if tiles is None:
         tiles = attention_tiles(
-            places, nodes, (heads, kv_heads, head_dim), num_processors(device), qkv.itemsize,
-            is_tree=rows.paths is not None, gpu=gpu_name(device),
-        )  # fmt: skip
+            places,
+            nodes,
+            (heads, kv_heads, head_dim),
+            num_processors(device),
+            qkv.itemsize,
+            is_tree=rows.paths is not None,
+            gpu=gpu_name(device),
+        )
     blocks, parts = triton.cdiv(nodes * group, tiles.rows), num_states(capacity, tiles)
     shape = kernels.AttentionShape(
-        group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), rows.paths is None, window is not None,
-        softcap is not None, "ieee" if qkv.dtype == torch.float32 else "tf32", lift,
-    )  # fmt: skip
+        group,
+        kv_heads,
+        head_dim,
+        max(16, triton.next_power_of_2(head_dim)),
+        rows.paths is None,
+        window is not None,
+        softcap is not None,
+        "ieee" if qkv.dtype == torch.float32 else "tf32",
+        lift,
+    )
     numbers = kernels.AttentionNumbers(
-        scale, softcap or 1.0, window or 0, nodes, 1 if rows.paths is None else rows.paths.shape[2], qkv.stride(0),
-        keys.stride(0), keys.stride(1),
-    )  # fmt: skip
+        scale,
+        softcap or 1.0,
+        window or 0,
+        nodes,
+        1 if rows.paths is None else rows.paths.shape[2],
+        qkv.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+    )
     overlaps, options = overlapping(device)
     seen = rows if rows.paths is not None else rows._replace(paths=rows.slots)
     kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](
-        qkv, keys, values, seen, scratch, numbers, parts, SHAPE=shape,
-        WALKS=tiles.walks, ROWS=tiles.rows, STAGES=tiles.num_stages, OVERLAP=overlaps, num_warps=tiles.num_warps,
+        qkv,
+        keys,
+        values,
+        seen,
+        scratch,
+        numbers,
+        parts,
+        SHAPE=shape,
+        WALKS=tiles.walks,
+        ROWS=tiles.rows,
+        STAGES=tiles.num_stages,
+        OVERLAP=overlaps,
+        num_warps=tiles.num_warps,
         **options,
-    )  # fmt: skip
+    )
     # Nodes of a path share their keys; those of a tree gather their own.
     in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if rows.paths is None else 1
     groups = triton.cdiv(group, TAIL_ROWS // in_tile)
     kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
-        qkv, keys, values, seen, scratch, scratch.stats if sinks is None else sinks, out, numbers, parts,
-        SHAPE=shape, WALKS=tiles.walks, ROWS=TAIL_ROWS, IN_TILE=in_tile, SINKS=sinks is not None, OVERLAP=overlaps,
-        num_warps=tiles.tail_warps, **options,
-    )  # fmt: skip
+        qkv,
+        keys,
+        values,
+        seen,
+        scratch,
+        scratch.stats if sinks is None else sinks,
+        out,
+        numbers,
+        parts,
+        SHAPE=shape,
+        WALKS=tiles.walks,
+        ROWS=TAIL_ROWS,
+        IN_TILE=in_tile,
+        SINKS=sinks is not None,
+        OVERLAP=overlaps,
+        num_warps=tiles.tail_warps,
+        **options,
+    )

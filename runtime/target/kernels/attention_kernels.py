@@ -172,9 +172,21 @@ def _queries(q_ptr, place, node, head, in_use, numbers, SHAPE: tl.constexpr):
 
 @triton.jit
 def _see_blocks(
-    best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, SHAPE: tl.constexpr,
-    STAGES: tl.constexpr, MASKS: tl.constexpr,
-):  # fmt: skip
+    best,
+    total,
+    acc,
+    q,
+    key_at,
+    value_at,
+    start,
+    stop,
+    first_key,
+    tail,
+    numbers,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKS: tl.constexpr,
+):
     """Go on with a state from key ``start`` to ``stop``; without MASKS every row sees all of them."""
     in_head = (tl.arange(0, SHAPE.block_d) < SHAPE.head_dim)[None, :]
     for at in tl.range(start, stop, _BLOCK, num_stages=STAGES):
@@ -195,7 +207,7 @@ def _see_blocks(
 @triton.jit
 def _split_state(
     q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+):
     """The state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``.
 
     All rows see those before ``common``, whole blocks of them.
@@ -211,11 +223,11 @@ def _split_state(
     if not SHAPE.has_window:
         best, total, acc = _see_blocks(
             best, total, acc, q, key_at, value_at, start, middle, first_key, tail, numbers, SHAPE, STAGES, False
-        )  # fmt: skip
+        )
         start = tl.maximum(start, middle)
     return _see_blocks(
         best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, SHAPE, STAGES, True
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -224,9 +236,10 @@ def _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHA
     heads: tl.constexpr = SHAPE.group * SHAPE.kv_heads
     to = (part * numbers.nodes + node) * heads + head
     tl.store(
-        scratch.out + to[:, None] * SHAPE.head_dim + d[None, :], acc,
+        scratch.out + to[:, None] * SHAPE.head_dim + d[None, :],
+        acc,
         mask=in_use[:, None] & (d < SHAPE.head_dim)[None, :],
-    )  # fmt: skip
+    )
     tl.store(scratch.stats + to * 2, best, mask=in_use)
     tl.store(scratch.stats + to * 2 + 1, total, mask=in_use)
 
@@ -245,9 +258,19 @@ def _state(scratch, part, node, head, had, numbers, SHAPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def main_kernel(
-    q_ptr, key_ptr, value_ptr, rows, scratch, numbers, parts, SHAPE: tl.constexpr, WALKS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    rows,
+    scratch,
+    numbers,
+    parts,
+    SHAPE: tl.constexpr,
+    WALKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Main parts of ``ROWS`` query rows of a key head: states of some splits, or one of all (WALKS)."""
     BLOCK_D: tl.constexpr = SHAPE.block_d
     kv_head = tl.program_id(0) % SHAPE.kv_heads
@@ -282,9 +305,7 @@ def main_kernel(
         for index in tl.range(tl.program_id(1), count, tl.num_programs(1)):
             # In order, or the longest ones first.
             split = first_split + index if WALKS else last_split - index
-            best, total, acc = _split_state(
-                q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE, STAGES
-            )  # fmt: skip
+            best, total, acc = _split_state(q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE, STAGES)
             if WALKS:
                 had = tl.where(index > 0, tail, 0) > 0
                 best_2, total_2, acc_2 = _state(scratch, place, node, head, had, numbers, SHAPE)
@@ -299,9 +320,23 @@ def main_kernel(
 
 @triton.jit
 def _see_tail(
-    best, total, acc, q, key_ptr, value_ptr, base, rows, place, begin, tail, position, first_key, length, numbers,
+    best,
+    total,
+    acc,
+    q,
+    key_ptr,
+    value_ptr,
+    base,
+    rows,
+    place,
+    begin,
+    tail,
+    position,
+    first_key,
+    length,
+    numbers,
     SHAPE: tl.constexpr,
-):  # fmt: skip
+):
     """Go on with the state of rows whose ``tail`` begins at ``begin``; past the L1: nothing was waited for."""
     d = tl.arange(0, SHAPE.block_d)
     k = begin + tl.arange(0, _BLOCK)
@@ -324,9 +359,7 @@ def _see_tail(
 
 
 @triton.jit
-def _main_state(
-    scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE: tl.constexpr
-):  # fmt: skip
+def _main_state(scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE: tl.constexpr):
     """What main parts have left of a split."""
     had = in_use & (tail > first_key) & (split_start(split) < tail) & (split_start(split + 1) > first_key)
     return _state(scratch, part + split, node, head, had, numbers, SHAPE)
@@ -334,9 +367,22 @@ def _main_state(
 
 @triton.jit(do_not_specialize=["parts"])
 def tail_kernel(
-    q_ptr, key_ptr, value_ptr, rows, scratch, sink_ptr, out_ptr, numbers, parts, SHAPE: tl.constexpr,
-    WALKS: tl.constexpr, ROWS: tl.constexpr, IN_TILE: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    rows,
+    scratch,
+    sink_ptr,
+    out_ptr,
+    numbers,
+    parts,
+    SHAPE: tl.constexpr,
+    WALKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Tails of ``ROWS`` query rows of a key head, of IN_TILE nodes; then the merge with main parts, and the result.
 
     Rows of nodes that are not in use, and of empty places, become 0.
@@ -370,15 +416,43 @@ def tail_kernel(
         q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
         begin = tl.min(tl.where(in_use, tail, _FAR), 0)
         best_2, total_2, acc_2 = _see_tail(
-            best_2, total_2, acc_2, q, key_ptr, value_ptr, base, rows, place, begin, tail, position, first_key, length,
-            numbers, SHAPE,
-        )  # fmt: skip
+            best_2,
+            total_2,
+            acc_2,
+            q,
+            key_ptr,
+            value_ptr,
+            base,
+            rows,
+            place,
+            begin,
+            tail,
+            position,
+            first_key,
+            length,
+            numbers,
+            SHAPE,
+        )
         # A tile's positions are few: their tails begin at one place or at two.
         if IN_TILE > 1 and end > begin:
             best_2, total_2, acc_2 = _see_tail(
-                best_2, total_2, acc_2, q, key_ptr, value_ptr, base, rows, place, end, tail, position, first_key,
-                length, numbers, SHAPE,
-            )  # fmt: skip
+                best_2,
+                total_2,
+                acc_2,
+                q,
+                key_ptr,
+                value_ptr,
+                base,
+                rows,
+                place,
+                end,
+                tail,
+                position,
+                first_key,
+                length,
+                numbers,
+                SHAPE,
+            )
     wait_for_previous(OVERLAP)
     best = tl.full([ROWS], _NONE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -393,16 +467,16 @@ def tail_kernel(
                 # All four are on their way before the first is merged.
                 best_3, total_3, acc_3 = _main_state(
                     scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE
-                )  # fmt: skip
+                )
                 best_4, total_4, acc_4 = _main_state(
                     scratch, part, split + 1, node, head, in_use, tail, first_key, numbers, SHAPE
-                )  # fmt: skip
+                )
                 best_5, total_5, acc_5 = _main_state(
                     scratch, part, split + 2, node, head, in_use, tail, first_key, numbers, SHAPE
-                )  # fmt: skip
+                )
                 best_6, total_6, acc_6 = _main_state(
                     scratch, part, split + 3, node, head, in_use, tail, first_key, numbers, SHAPE
-                )  # fmt: skip
+                )
                 best, total, acc = _merge(best, total, acc, best_3, total_3, acc_3)
                 best, total, acc = _merge(best, total, acc, best_4, total_4, acc_4)
                 best, total, acc = _merge(best, total, acc, best_5, total_5, acc_5)
@@ -418,6 +492,7 @@ def tail_kernel(
     result = tl.where(in_use[:, None], acc / (tl.where(in_use, total, 1.0) * UNIT)[:, None], 0.0)
     to = (place * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
     tl.store(
-        out_ptr + to[:, None] * HEAD_DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
+        out_ptr + to[:, None] * HEAD_DIM + d[None, :],
+        result.to(out_ptr.dtype.element_ty),
         mask=there[:, None] & (d < HEAD_DIM)[None, :],
-    )  # fmt: skip
+    )

@@ -37,9 +37,13 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 def prefetch(pointers):
     """Bring the cache lines of some addresses into the L2; nothing waits for them."""
     tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -231,7 +231,7 @@ def _step(w, x, acc, scale_ptr, n, n_inside, at, SHAPE: tl.constexpr, TILES: tl.
 @triton.jit
 def _sum_part(
     x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, part, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
+):
     """Add a part's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
     k = tl.arange(0, TILES.block_k)
     element = tl.arange(0, TILES.block_k // SHAPE.packed)
@@ -249,9 +249,18 @@ def _sum_part(
 
 @triton.jit
 def _bulk_part(
-    x_tiles, w_tiles, scale_ptr, row, n, n_inside, second, part, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    x_tiles,
+    w_tiles,
+    scale_ptr,
+    row,
+    n,
+    n_inside,
+    second,
+    part,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """A part of a tile by descriptors: rows of w from the first of ``n`` on, of pairs as many from ``second`` on."""
     row_0, first = tl.min(row, 0), tl.min(n, 0)
     ROWS: tl.constexpr = TILES.block_rows
@@ -395,9 +404,22 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
 
 @triton.jit
 def _product(
-    first_weights, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, second, part,
-    SHAPE: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    first_weights,
+    x_ptr,
+    w_ptr,
+    x_tiles,
+    w_tiles,
+    scale_ptr,
+    row,
+    inside,
+    n,
+    n_inside,
+    second,
+    part,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """A tile of the product, [block_n, block_rows], or this program's part of it: `_may_end` and `_whole` end it.
 
     ``n``: the tile's rows of w; of PAIRS those of the other kind begin at ``second``. ``x_tiles``, ``w_tiles``: with
@@ -414,9 +436,7 @@ def _product(
         acc = _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            acc = _add(
-                _sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc
-            )  # fmt: skip
+            acc = _add(_sum_part(x_ptr, w_ptr, scale_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
     else:
         acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
@@ -444,7 +464,7 @@ def _interleaved(first, second):
     ROWS: tl.constexpr = first.shape[1]
     both = tl.join(
         tl.reshape(first, (SIZE // _PAIRED, _PAIRED, ROWS)), tl.reshape(second, (SIZE // _PAIRED, _PAIRED, ROWS))
-    )  # fmt: skip
+    )
     return tl.reshape(tl.permute(both, (0, 3, 1, 2)), (2 * SIZE, ROWS))
 
 
@@ -471,9 +491,21 @@ def norm_factor(squares, eps, unshrink, DEPTH: tl.constexpr):
 
 @triton.jit
 def put_residual(
-    value, gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap,
-    SIZE: tl.constexpr, TAP: tl.constexpr,
-):  # fmt: skip
+    value,
+    gain,
+    shrink,
+    row,
+    inside,
+    n,
+    n_inside,
+    residual_ptr,
+    scaled_ptr,
+    square_ptr,
+    tap_ptr,
+    stride_tap,
+    SIZE: tl.constexpr,
+    TAP: tl.constexpr,
+):
     """Write a tile [block_n, block_rows] of the residual, its product with the next norm's gain, and its squares."""
     both = n_inside[:, None] & inside[None, :]
     kind = residual_ptr.dtype.element_ty
@@ -490,16 +522,29 @@ def put_residual(
     sums = exact_sum(tl.reshape(value * value, (GROUPS, _GROUP, value.shape[1])), 1)
     group = tl.min(n, 0) // _GROUP + tl.arange(0, GROUPS)
     tl.store(
-        square_ptr + row.to(tl.int64)[None, :] * count + group[:, None], sums,
+        square_ptr + row.to(tl.int64)[None, :] * count + group[:, None],
+        sums,
         mask=(group < count)[:, None] & inside[None, :],
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def embed_kernel(
-    table_ptr, token_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap,
-    SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, TAP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    token_ptr,
+    gain_ptr,
+    shrink,
+    rows,
+    residual_ptr,
+    scaled_ptr,
+    square_ptr,
+    tap_ptr,
+    stride_tap,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Rows of a table become the residual."""
     # Not launched to overlap: it waits for all before it by itself.
     let_next_begin(OVERLAP)
@@ -510,16 +555,36 @@ def embed_kernel(
     value = tl.load(table_ptr + token[None, :] * SIZE + n[:, None], mask=n_inside[:, None] & inside[None, :], other=0.0)
     gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
     put_residual(
-        value.to(tl.float32), gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr, square_ptr, tap_ptr,
-        stride_tap, SIZE, TAP,
-    )  # fmt: skip
+        value.to(tl.float32),
+        gain,
+        shrink,
+        row,
+        inside,
+        n,
+        n_inside,
+        residual_ptr,
+        scaled_ptr,
+        square_ptr,
+        tap_ptr,
+        stride_tap,
+        SIZE,
+        TAP,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    scaled_ptr, factor, rows, out_ptr, stride_out, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    scaled_ptr,
+    factor,
+    rows,
+    out_ptr,
+    stride_out,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """What the norm gives, for heads that read it."""
     let_next_begin(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -535,10 +600,27 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr,
-    tap_ptr, stride_tap, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    x_tiles,
+    w_tiles,
+    scale_ptr,
+    bias_ptr,
+    gain_ptr,
+    shrink,
+    rows,
+    residual_ptr,
+    scaled_ptr,
+    square_ptr,
+    tap_ptr,
+    stride_tap,
+    scratch,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    BIAS: tl.constexpr,
+    TAP: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """The residual gains a product."""
     let_next_begin(OVERLAP)
     block, tile, part = _place(rows, SHAPE, TILES)
@@ -550,9 +632,7 @@ def add_product_kernel(
     residual_at = residual_ptr + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
     scales = _row_scales(x_ptr, scale_ptr, n, n_inside, SHAPE)
-    acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False
-    )  # fmt: skip
+    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
@@ -561,16 +641,38 @@ def add_product_kernel(
         if BIAS:
             total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
-            _add(total, before.to(tl.float32)), gain, shrink, own, own_inside, n, n_inside, residual_ptr, scaled_ptr,
-            square_ptr, tap_ptr, stride_tap, SHAPE.size, TAP,
-        )  # fmt: skip
+            _add(total, before.to(tl.float32)),
+            gain,
+            shrink,
+            own,
+            own_inside,
+            n,
+            n_inside,
+            residual_ptr,
+            scaled_ptr,
+            square_ptr,
+            tap_ptr,
+            stride_tap,
+            SHAPE.size,
+            TAP,
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def head_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    x_tiles,
+    w_tiles,
+    scale_ptr,
+    factor,
+    rows,
+    out_ptr,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Logits; of one part."""
     let_next_begin(OVERLAP)
     block, tile, part = _place(rows, SHAPE, TILES)
@@ -579,9 +681,7 @@ def head_product_kernel(
     inside, n_inside = row < rows, n < SHAPE.size
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = _product(
-        w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False
-    )  # fmt: skip
+    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -590,9 +690,23 @@ def head_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, LIFT: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    x_tiles,
+    w_tiles,
+    scale_ptr,
+    bias_ptr,
+    factor,
+    rows,
+    out_ptr,
+    scratch,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LIFT: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """SwiGLU of a product, times LIFT."""
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
@@ -610,7 +724,7 @@ def gated_product_kernel(
     halfway = tile * PAIRS + SIZE
     acc = _product(
         w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
-    )  # fmt: skip
+    )
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gate, up = _pairs(_whole(scratch, acc, scales, own, own_inside, SHAPE, TILES))
         n = tile * PAIRS + tl.arange(0, PAIRS)
@@ -628,9 +742,22 @@ def gated_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def qkv_product_kernel(
-    x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    x_tiles,
+    w_tiles,
+    scale_ptr,
+    factor,
+    heads,
+    rows,
+    scratch,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Queries, and keys and values in the cache."""
     let_next_begin(OVERLAP)
     HALF: tl.constexpr = HEADS.head_dim // 2
@@ -655,7 +782,7 @@ def qkv_product_kernel(
     halfway = tile * HEADS.head_dim + HALF
     acc = _product(
         w, x_ptr, w_ptr, x_tiles, w_tiles, scale_ptr, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True
-    )  # fmt: skip
+    )
     if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         i = tl.arange(0, PAIRS)
         head, d = tile * IN_TILE + i // BLOCK, i % BLOCK
@@ -680,7 +807,7 @@ def qkv_product_kernel(
             scale = tl.rsqrt(sums / HEADS.head_dim + heads.norm_eps)
             scale = tl.reshape(
                 tl.broadcast_to(scale[:, None, :], (IN_TILE, BLOCK, own.shape[0])), (i.shape[0], own.shape[0])
-            )  # fmt: skip
+            )
             of_query, of_key = n_inside & is_query, n_inside & (head >= HEADS.heads)
             w1 = tl.load(heads.norm_q + d, mask=of_query, other=0.0).to(tl.float32)
             w1 += tl.load(heads.norm_k + d, mask=of_key, other=0.0).to(tl.float32)

@@ -117,9 +117,13 @@ def _precision(weight: Tensor) -> str:
 
 
 def product_tiles(
-    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], itemsize: int, num_sms: int,
+    shape: ProductShape,
+    rows: int,
+    kind: Literal["pairs", "sum", "logits"],
+    itemsize: int,
+    num_sms: int,
     has_bulk: bool = False,
-) -> ProductTiles:  # fmt: skip
+) -> ProductTiles:
     """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
     ``has_bulk``: the weight and the rows can be copied by descriptors.
@@ -177,22 +181,30 @@ def product_tiles(
 _FP8_ROWS = 16, 32, 64
 _FP8_TILES = {
     "few pairs": (
-        ProductTiles(128, 128, 16, 4, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
+        ProductTiles(128, 128, 16, 4, 4, ahead=256),
+        ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True),
+        ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
     "many pairs": (
-        ProductTiles(128, 128, 16, 4, 4, ahead=256), ProductTiles(128, 128, 32, 4, 3, ahead=256),
-        ProductTiles(128, 64, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 128, 4, 4, bulk=True),
+        ProductTiles(128, 128, 16, 4, 4, ahead=256),
+        ProductTiles(128, 128, 32, 4, 3, ahead=256),
+        ProductTiles(128, 64, 64, 4, 4, ahead=256, bulk=True),
+        ProductTiles(128, 64, 128, 4, 4, bulk=True),
     ),
     "few sum": (
-        ProductTiles(64, 256, 16, 4, 3, ahead=256), ProductTiles(64, 256, 32, 4, 3, ahead=256),
-        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True), ProductTiles(128, 64, 128, 8, 4, bulk=True),
+        ProductTiles(64, 256, 16, 4, 3, ahead=256),
+        ProductTiles(64, 256, 32, 4, 3, ahead=256),
+        ProductTiles(64, 128, 64, 4, 4, ahead=256, bulk=True),
+        ProductTiles(128, 64, 128, 8, 4, bulk=True),
     ),
     "many sum": (
-        ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True), ProductTiles(128, 128, 32, 8, 4, ahead=256),
-        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True), ProductTiles(128, 64, 128, 8, 4, bulk=True),
+        ProductTiles(128, 256, 16, 8, 3, ahead=256, bulk=True),
+        ProductTiles(128, 128, 32, 8, 4, ahead=256),
+        ProductTiles(128, 128, 64, 4, 3, ahead=256, bulk=True),
+        ProductTiles(128, 64, 128, 8, 4, bulk=True),
     ),
-}  # fmt: skip
+}
 """Tiles of FP8 weights for up to each of `_FP8_ROWS` rows, and for more.
 
 Steps of at least a cache line of a row, of few rows: what bounds them is the latency of a step. Descriptors pay where a
@@ -227,9 +239,12 @@ def has_descriptors(weight: Weight, x: Tensor) -> bool:
     sm_120 has descriptors, too, but not the shared memory for the tiles that pay with them.
     """
     return (
-        major_capability(x.device) in (9, 10) and x.itemsize == 2
-        and weight.shape[1] % 8 == 0 and _source(weight).data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
-    )  # fmt: skip
+        major_capability(x.device) in (9, 10)
+        and x.itemsize == 2
+        and weight.shape[1] % 8 == 0
+        and _source(weight).data_ptr() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def _source(weight: Weight) -> Tensor:
@@ -248,10 +263,11 @@ def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: tor
     # a matrix of fewer than 192 times 64 rows.
     most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
     parts = max(
-        shape.splits * -(-size // 256) * -(-rows // 256) * 65536 if shape.groups
+        shape.splits * -(-size // 256) * -(-rows // 256) * 65536
+        if shape.groups
         else shape.splits * min(size * -(-rows // 128) * 128, most)
         for shape, size in shapes
-    )  # fmt: skip
+    )
     return SplitScratch(
         torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
@@ -295,9 +311,20 @@ def embed(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tens
     # Without ``launch_pdl``: it follows kernels that do not let it begin early, and which it must wait for.
     overlaps, _ = overlapping(table.device)
     kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](
-        table, tokens, norm.gain, norm.shrink * norm.lift, count, *rows, *_tap(rows, tap), SIZE=hidden,
-        BLOCK_ROWS=block, TAP=tap is not None, OVERLAP=overlaps, num_warps=1, **NO_FUSION,
-    )  # fmt: skip
+        table,
+        tokens,
+        norm.gain,
+        norm.shrink * norm.lift,
+        count,
+        *rows,
+        *_tap(rows, tap),
+        SIZE=hidden,
+        BLOCK_ROWS=block,
+        TAP=tap is not None,
+        OVERLAP=overlaps,
+        num_warps=1,
+        **NO_FUSION,
+    )
 
 
 def norm_rows_ref(rows: NormedRows, norm: Norm, out: Tensor) -> None:
@@ -310,9 +337,19 @@ def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
     count, hidden = rows.scaled.shape
     overlaps, options = overlapping(out.device)
     kernels.norm_kernel[(triton.cdiv(count, 4), triton.cdiv(hidden, 256))](
-        rows.scaled, _factor(rows, norm), count, out, out.stride(0), SIZE=hidden, GROUPS=_groups(hidden), BLOCK_ROWS=4,
-        BLOCK=256, OVERLAP=overlaps, num_warps=4, **options,
-    )  # fmt: skip
+        rows.scaled,
+        _factor(rows, norm),
+        count,
+        out,
+        out.stride(0),
+        SIZE=hidden,
+        GROUPS=_groups(hidden),
+        BLOCK_ROWS=4,
+        BLOCK=256,
+        OVERLAP=overlaps,
+        num_warps=4,
+        **options,
+    )
 
 
 def _times(x: Tensor, weight: Weight) -> Tensor:
@@ -323,9 +360,16 @@ def _times(x: Tensor, weight: Weight) -> Tensor:
 
 
 def qkv_product_ref(
-    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
-    out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None,
-) -> None:  # fmt: skip
+    rows: NormedRows,
+    norm: Norm,
+    weight: Weight,
+    bias: Tensor | None,
+    head_norms: tuple[Tensor, Tensor] | None,
+    out: HeadRows,
+    keys: Tensor,
+    values: Tensor,
+    scratch: SplitScratch | None = None,
+) -> None:
     """Turn rows into what attention reads: q into ``out.query``, k and v into the cache.
 
     ``weight`` [(heads + 2 * kv_heads) * head_dim, hidden], q first; ``bias`` of the same width. ``head_norms``: the
@@ -360,9 +404,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qkv_product(
-    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
-    out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
-) -> None:  # fmt: skip
+    rows: NormedRows,
+    norm: Norm,
+    weight: Weight,
+    bias: Tensor | None,
+    head_norms: tuple[Tensor, Tensor] | None,
+    out: HeadRows,
+    keys: Tensor,
+    values: Tensor,
+    scratch: SplitScratch | None = None,
+    tiles: ProductTiles | None = None,
+) -> None:
     """Run `qkv_product_ref` as one launch."""
     assert scratch is not None
     count = len(rows.scaled)
@@ -375,18 +427,35 @@ def qkv_product(
     if 2 * half_block > 128:
         columns, stages = (64, 3) if shape.groups <= 1 else (SCALE_BLOCK, 2)
         tiles = replace(
-            tiles, block_n=2 * half_block, block_k=min(tiles.block_k, columns), block_rows=min(tiles.block_rows, 64),
-            num_warps=8, num_stages=min(tiles.num_stages, stages), bulk=False,
-        )  # fmt: skip
+            tiles,
+            block_n=2 * half_block,
+            block_k=min(tiles.block_k, columns),
+            block_rows=min(tiles.block_rows, 64),
+            num_warps=8,
+            num_stages=min(tiles.num_stages, stages),
+            bulk=False,
+        )
     elif 2 * half_block > tiles.block_n:
         tiles = replace(tiles, block_n=2 * half_block)
     overlaps, options = overlapping(rows.scaled.device)
     norm_q, norm_k = (norm.gain, norm.gain) if head_norms is None else head_norms
     args = HeadArgs(
-        norm.gain if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
-        out.kv_rows, out.query, keys, values, keys.stride(0), keys.stride(1),
+        norm.gain if bias is None else bias,
+        norm_q,
+        norm_k,
+        norm.eps,
+        out.cos,
+        out.sin,
+        out.positions,
+        out.slots,
+        out.kv_rows,
+        out.query,
+        keys,
+        values,
+        keys.stride(0),
+        keys.stride(1),
         count // len(out.slots),
-    )  # fmt: skip
+    )
     in_tile = tiles.block_n // 2 // half_block
     if tiles.bulk and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
@@ -396,17 +465,31 @@ def qkv_product(
         tiles = replace(tiles, bulk=False, num_warps=warps, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
-        *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch,
-        SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
+        *_operands(rows.scaled, weight, tiles, True),
+        _factor(rows, norm),
+        args,
+        count,
+        scratch,
+        SHAPE=shape,
+        TILES=tiles,
+        GROUPS=_groups(shape.depth),
         HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
-        BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
-    )  # fmt: skip
+        BIAS=bias is not None,
+        OVERLAP=overlaps,
+        num_warps=tiles.num_warps,
+        **options,
+    )
 
 
 def add_product_ref(
-    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    norm: Norm,
+    rows: NormedRows,
+    tap: Tensor | None = None,
     scratch: SplitScratch | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Add ``x`` [rows, in] / `lift_of` times ``weight`` [hidden, in], and ``bias``, to the residual and ``tap``."""
     delta = _times(x, weight)
     if bias is not None:
@@ -415,9 +498,15 @@ def add_product_ref(
 
 
 def add_product(
-    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
-    scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    norm: Norm,
+    rows: NormedRows,
+    tap: Tensor | None = None,
+    scratch: SplitScratch | None = None,
+    tiles: ProductTiles | None = None,
+) -> None:
     """Run `add_product_ref` as one launch."""
     assert scratch is not None
     count = len(x)
@@ -425,17 +514,33 @@ def add_product(
     tiles = _tiles(shape, count, "sum", weight, x, tiles)
     overlaps, options = overlapping(x.device)
     kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(x, weight, tiles, False), norm.gain if bias is None else bias, norm.gain,
-        norm.shrink * norm.lift, count, *rows, *_tap(rows, tap), scratch,
-        SHAPE=shape, TILES=tiles, BIAS=bias is not None, TAP=tap is not None, OVERLAP=overlaps,
-        num_warps=tiles.num_warps, **options,
-    )  # fmt: skip
+        *_operands(x, weight, tiles, False),
+        norm.gain if bias is None else bias,
+        norm.gain,
+        norm.shrink * norm.lift,
+        count,
+        *rows,
+        *_tap(rows, tap),
+        scratch,
+        SHAPE=shape,
+        TILES=tiles,
+        BIAS=bias is not None,
+        TAP=tap is not None,
+        OVERLAP=overlaps,
+        num_warps=tiles.num_warps,
+        **options,
+    )
 
 
 def gated_product_ref(
-    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None,
+    rows: NormedRows,
+    norm: Norm,
+    weight: Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: SplitScratch | None = None,
     lift: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """Write ``silu(gate) * up * lift`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
     both = _times(rows.scaled, weight) * rows.factor(norm)
     if bias is not None:
@@ -445,9 +550,15 @@ def gated_product_ref(
 
 
 def gated_product(
-    rows: NormedRows, norm: Norm, weight: Weight, bias: Tensor | None, out: Tensor,
-    scratch: SplitScratch | None = None, lift: float = 1.0, tiles: ProductTiles | None = None,
-) -> None:  # fmt: skip
+    rows: NormedRows,
+    norm: Norm,
+    weight: Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: SplitScratch | None = None,
+    lift: float = 1.0,
+    tiles: ProductTiles | None = None,
+) -> None:
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
     count = len(out)
@@ -455,10 +566,21 @@ def gated_product(
     tiles = _tiles(shape, count, "pairs", weight, rows.scaled, tiles)
     overlaps, options = overlapping(out.device)
     kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, True), norm.gain if bias is None else bias,
-        _factor(rows, norm), count, out, scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth), LIFT=lift,
-        BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
-    )  # fmt: skip
+        *_operands(rows.scaled, weight, tiles, True),
+        norm.gain if bias is None else bias,
+        _factor(rows, norm),
+        count,
+        out,
+        scratch,
+        SHAPE=shape,
+        TILES=tiles,
+        GROUPS=_groups(shape.depth),
+        LIFT=lift,
+        BIAS=bias is not None,
+        OVERLAP=overlaps,
+        num_warps=tiles.num_warps,
+        **options,
+    )
 
 
 def head_product_ref(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor) -> None:
@@ -475,15 +597,27 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     tiles = _tiles(shape, count, "logits", weight, rows.scaled, tiles)
     overlaps, options = overlapping(out.device)
     kernels.head_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
-        *_operands(rows.scaled, weight, tiles, False), _factor(rows, norm), count, out, SHAPE=shape, TILES=tiles,
-        GROUPS=_groups(shape.depth), OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
-    )  # fmt: skip
+        *_operands(rows.scaled, weight, tiles, False),
+        _factor(rows, norm),
+        count,
+        out,
+        SHAPE=shape,
+        TILES=tiles,
+        GROUPS=_groups(shape.depth),
+        OVERLAP=overlaps,
+        num_warps=tiles.num_warps,
+        **options,
+    )
 
 
 def _tiles(
-    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Weight, x: Tensor,
+    shape: ProductShape,
+    rows: int,
+    kind: Literal["pairs", "sum", "logits"],
+    weight: Weight,
+    x: Tensor,
     given: ProductTiles | None,
-) -> ProductTiles:  # fmt: skip
+) -> ProductTiles:
     """Return the tiles of a launch: those of `product_tiles` unless others are given."""
     waits = shape.groups == 1 and overwrites_operands(x.device)
     if given is not None:
@@ -503,9 +637,12 @@ def _operands(x: Tensor, weight: Weight, tiles: ProductTiles, is_pair: bool) -> 
         return x, source, x, source, scales
     tile = [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k * source.shape[1] // weight.shape[1]]
     return (
-        x, source, TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
-        TensorDescriptor.from_tensor(source, tile), scales,
-    )  # fmt: skip
+        x,
+        source,
+        TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
+        TensorDescriptor.from_tensor(source, tile),
+        scales,
+    )
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:

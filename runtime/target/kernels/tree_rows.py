@@ -91,9 +91,19 @@ def tree_rows_ref(trees: Trees, out: ForwardRows) -> None:
 
 @triton.jit
 def _tree_rows_kernel(
-    trees, length_ptr, out_token_ptr, out_position_ptr, out_kv_row_ptr, slot_ptr, count_ptr, path_ptr, depth_ptr,
-    NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    trees,
+    length_ptr,
+    out_token_ptr,
+    out_position_ptr,
+    out_kv_row_ptr,
+    slot_ptr,
+    count_ptr,
+    path_ptr,
+    depth_ptr,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     place = tl.program_id(0)
     node = tl.arange(0, BLOCK)
     inside = node < NODES
@@ -126,8 +136,17 @@ def tree_rows(trees: Trees, out: ForwardRows) -> None:
     """Run `tree_rows_ref` as one launch, a program a place."""
     attention = out.attention
     _tree_rows_kernel[(out.places,)](
-        trees, attention.lengths, out.tokens, out.positions, out.kv_rows, attention.slots, attention.counts,
-        attention.depths if attention.paths is None else attention.paths, attention.depths, NODES=out.nodes,
+        trees,
+        attention.lengths,
+        out.tokens,
+        out.positions,
+        out.kv_rows,
+        attention.slots,
+        attention.counts,
+        attention.depths if attention.paths is None else attention.paths,
+        attention.depths,
+        NODES=out.nodes,
         BLOCK=max(2, triton.next_power_of_2(out.nodes)),
-        WIDTH=0 if attention.paths is None else attention.paths.shape[2], num_warps=1,
-    )  # fmt: skip
+        WIDTH=0 if attention.paths is None else attention.paths.shape[2],
+        num_warps=1,
+    )

@@ -115,17 +115,28 @@ PLAIN_ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SECTIONS = {"rope_type": "default", "mrope_section": [16, 24, 24]}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 BY_KIND = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
 NEUTRAL = {
-    "residual_multiplier": 1, "attn_logit_softcapping": None, "attention_multiplier": HEAD_DIM**-0.5,
-    "query_pre_attn_scalar": HEAD_DIM, "no_rope_layers": [1, 0], "alibi": False,
-}  # fmt: skip
+    "residual_multiplier": 1,
+    "attn_logit_softcapping": None,
+    "attention_multiplier": HEAD_DIM**-0.5,
+    "query_pre_attn_scalar": HEAD_DIM,
+    "no_rope_layers": [1, 0],
+    "alibi": False,
+}
 DEFAULTS = {
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False, "intermediate_size": MIDDLE, "rope_theta": 1e4,
-}  # fmt: skip
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "mlp_bias": False,
+    "intermediate_size": MIDDLE,
+    "rope_theta": 1e4,
+}
 NORMED = "return_hidden_post_norm"
 TAP_NORMS = eagle3_tensors(rows=VOCAB, fc_norms=True)
 INPUT_NORM = eagle3_tensors(rows=VOCAB, input_norm=True)

@@ -102,10 +102,19 @@ def test_own_full_head(tmp_path, container, dtype):
 
 def test_config_has_what_engines_demand(tmp_path):
     head = write_eagle3(
-        tmp_path / "head", architectures=["Eagle3LlamaForCausalLM"], bias=False, target_hidden_size=HIDDEN,
-        tie_word_embeddings=True, torch_dtype="float32", num_hidden_layers=40, _name_or_path="/home/someone",
-        rope_theta=5e5, norm_output=True, head_dim=None, custom=[1, {"kept": True}],
-    )  # fmt: skip
+        tmp_path / "head",
+        architectures=["Eagle3LlamaForCausalLM"],
+        bias=False,
+        target_hidden_size=HIDDEN,
+        tie_word_embeddings=True,
+        torch_dtype="float32",
+        num_hidden_layers=40,
+        _name_or_path="/home/someone",
+        rope_theta=5e5,
+        norm_output=True,
+        head_dim=None,
+        custom=[1, {"kept": True}],
+    )
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     expected = eagle3_config() | {
         "draft_vocab_size": 8,
@@ -255,9 +264,13 @@ def test_options_of_a_head_are_carried_with_what_makes_engines_read_them(
 def test_norms_over_the_taps_are_carried(tmp_path):
     tensors = eagle3_tensors(rows=VOCAB, fc_norms=True, input_norm=True)
     head = write_eagle3(
-        tmp_path / "head", tensors=tensors, spelling="legacy-norms", fc_norm=True, norm_before_fc=True,
+        tmp_path / "head",
+        tensors=tensors,
+        spelling="legacy-norms",
+        fc_norm=True,
+        norm_before_fc=True,
         eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
-    )  # fmt: skip
+    )
     done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", tap_layers=(2, 4, 5))
     found = written(done.folder)
     for name in ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "input_norm.weight"):
@@ -312,9 +325,12 @@ def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
 def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidden):
     tensors = eagle3_tensors(rows=None, target_hidden=target_hidden, embedding=True)
     head = write_eagle3(
-        tmp_path / "head", tensors=tensors, tie_word_embeddings=True, target_hidden_size=target_hidden,
+        tmp_path / "head",
+        tensors=tensors,
+        tie_word_embeddings=True,
+        target_hidden_size=target_hidden,
         draft_vocab_size=None,
-    )  # fmt: skip
+    )
     assert target_hidden != HIDDEN or not torch.equal(target_lm_head(target), tensors["embed_tokens.weight"])
     done = audited(tmp_path, head)
     found = written(done.folder)
@@ -564,9 +580,12 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
 
 def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
     first = convert(
-        write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=BY_ID, target=target,
+        write_eagle3(tmp_path / "head"),
+        draft_vocab=320,
+        vocabulary=BY_ID,
+        target=target,
         out=tmp_path / "first",
-    )  # fmt: skip
+    )
     named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
     change_manifest(first.folder, lambda manifest: manifest.update(target=named))
     again = convert(first.folder, draft_vocab=280, out=tmp_path / "again")
@@ -621,8 +640,10 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
     assert any("from the table of public heads" in line for line in said)
     assert any("ultrachat_200k (MIT" in line for line in said)
     assert (asked[0].location, asked[0].split, asked[0].roles) == (
-        "HuggingFaceH4/ultrachat_200k", "train_sft", "assistant",
-    )  # fmt: skip
+        "HuggingFaceH4/ultrachat_200k",
+        "train_sft",
+        "assistant",
+    )
     assert asked[0].max_tokens == 10_000_000
     assert done.manifest.coverage is None
 

@@ -39,8 +39,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 IDS = [*range(259), 359, 300, 277]
 ROWS = len(IDS)
 
-_MLP_BIASES = {f"midlayer.mlp.{name}_proj.bias": random((size,), 1) for name, size in
-               {"gate": 48, "up": 48, "down": HIDDEN}.items()}  # fmt: skip
+_MLP_BIASES = {
+    f"midlayer.mlp.{name}_proj.bias": random((size,), 1)
+    for name, size in {"gate": 48, "up": 48, "down": HIDDEN}.items()
+}
 
 
 def slim(tmp_path: Path, target: Path, name: str = "slim", head: Path | None = None, **options) -> Path:
@@ -138,9 +140,14 @@ def test_what_a_head_may_have_besides(tmp_path, target):
     wide = write_target(tmp_path / "wide", hidden=64)
     tensors = eagle3_tensors(rows=200, target_hidden=64, input_norm=True, embedding=True)
     head = write_eagle3(
-        tmp_path / "head", ids=trained_ids(), tensors=tensors, target_hidden_size=64, norm_before_residual=True,
-        norm_before_fc=True, rope_scaling={"rope_type": "linear", "factor": 4.0},
-    )  # fmt: skip
+        tmp_path / "head",
+        ids=trained_ids(),
+        tensors=tensors,
+        target_hidden_size=64,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    )
     folder = slim(tmp_path, wide, head=head, draft_vocab=150, vocabulary=BY_ID, tap_layers=(1, 3, 8))
     keys, found = read(folder / "model-bf16.gguf")
     assert keys["eagle3.target_layers"] == [1, 3, 8]
@@ -155,15 +162,22 @@ def test_what_a_head_may_have_besides(tmp_path, target):
 
 def test_llama3_scaling_is_that_of_transformers(tmp_path, target):
     scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    }  # fmt: skip
+    }
     head = write_eagle3(tmp_path / "head", rope_scaling=scaling)
     keys, tensors = read(slim(tmp_path, target, head=head) / "model-bf16.gguf")
     config = LlamaConfig(
-        hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=2048,
-        rope_theta=10000.0, rope_scaling=scaling,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        rope_scaling=scaling,
+    )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     factors = tensors["rope_freqs.weight"].data
@@ -222,9 +236,12 @@ def test_refusals_of_other_kinds(tmp_path, target):
         slim(tmp_path, target, gguf=("q8_0",))
     with raises(UsageError, option="--gguf"):
         convert(
-            write_eagle3(tmp_path / "alone"), draft_vocab=ROWS, gguf=("bf16",), out=tmp_path / "none",
+            write_eagle3(tmp_path / "alone"),
+            draft_vocab=ROWS,
+            gguf=("bf16",),
+            out=tmp_path / "none",
             vocabulary=VocabRequest(token_map=tmp_path / "freq.pt"),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize(

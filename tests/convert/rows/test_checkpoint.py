@@ -269,9 +269,21 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "", ".", "x\0.safetensors",
-     "a\\b.safetensors", 7, None, ["x.safetensors"], "config.json"],
-)  # fmt: skip
+    [
+        "../evil.safetensors",
+        "/etc/passwd",
+        "/tmp/x.safetensors",
+        "a/../../x.safetensors",
+        "",
+        ".",
+        "x\0.safetensors",
+        "a\\b.safetensors",
+        7,
+        None,
+        ["x.safetensors"],
+        "config.json",
+    ],
+)
 def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
     save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
     write_index(tmp_path, {"a": shard})
@@ -281,9 +293,16 @@ def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":',
-     '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}'],
-)  # fmt: skip
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": []}',
+        '{"weight_map": {"a":',
+        '{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}',
+    ],
+)
 def test_indexes_that_are_none_or_disagree_with_their_shards(tmp_path: Path, text: str) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(text)

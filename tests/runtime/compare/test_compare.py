@@ -111,9 +111,11 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     result = compare(model, one, greedy("full", VOCAB, 300))
     assert [each.label for each in drafted(result)] == [FULL, "300"]
     slim = SpeculativeModel.from_pretrained(
-        tiny_target("llama", vocab_size=VOCAB), write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
-        tokenizer=model.tokenizer, top_k=2,
-    )  # fmt: skip
+        tiny_target("llama", vocab_size=VOCAB),
+        write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
+        tokenizer=model.tokenizer,
+        top_k=2,
+    )
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
@@ -174,9 +176,11 @@ def test_a_single_category_has_no_rows_of_its_own(model: SpeculativeModel) -> No
 def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: SpeculativeModel) -> None:
     with raises(PromptError) as caught:
         compare(
-            model, [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))], greedy(),
+            model,
+            [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))],
+            greedy(),
             progress=lambda *_: pytest.fail("measured"),
-        )  # fmt: skip
+        )
     assert caught.value.prompt == 2
 
 
@@ -210,12 +214,19 @@ def test_a_batch_that_cannot_be_answered_costs_no_other(
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"sizes": ()}, "sizes"), ({"sizes": ("all",)}, "all"), ({"sizes": (0,)}, "0"),
-     ({"modes": ("greedy", "greedy")}, "modes"), ({"modes": ("wild",)}, "wild"), ({"follow": ("text",)}, "text"),
-     ({"batches": (0, 1)}, "batches"), ({"max_new_tokens": 1}, "max_new_tokens"),
-     ({"sampling": SamplingConfig()}, "temperature")],
+    [
+        ({"sizes": ()}, "sizes"),
+        ({"sizes": ("all",)}, "all"),
+        ({"sizes": (0,)}, "0"),
+        ({"modes": ("greedy", "greedy")}, "modes"),
+        ({"modes": ("wild",)}, "wild"),
+        ({"follow": ("text",)}, "text"),
+        ({"batches": (0, 1)}, "batches"),
+        ({"max_new_tokens": 1}, "max_new_tokens"),
+        ({"sampling": SamplingConfig()}, "temperature"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_options_out_of_range(options: dict[str, Any], word: str) -> None:
     with raises(UsageError, option=word):
         CompareOptions(**options)

@@ -40,11 +40,20 @@ def test_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("", "no prompt"), ("[]", "line 1"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2"), ("null", "line 1"),
-     ('{"turns": ["a"]}\nplain', "line 2"), ('{"turns": []}', "line 1"),
-     ('{"turns": [" "]}', "line 1"), ('{"prompt": ["Hi"]}', "line 1"), ('{"messages": []}', "line 1"),
-     ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2"), pytest.param("[" * 99999, "line 1", id="deep")],
-)  # fmt: skip
+    [
+        ("", "no prompt"),
+        ("[]", "line 1"),
+        ('{"turns": ["a"]}\n{"turns": 3}', "line 2"),
+        ("null", "line 1"),
+        ('{"turns": ["a"]}\nplain', "line 2"),
+        ('{"turns": []}', "line 1"),
+        ('{"turns": [" "]}', "line 1"),
+        ('{"prompt": ["Hi"]}', "line 1"),
+        ('{"messages": []}', "line 1"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}', "line 2"),
+        pytest.param("[" * 99999, "line 1", id="deep"),
+    ],
+)
 def test_bad_files(tmp_path: Path, text: str, place: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)

@@ -30,9 +30,12 @@ def made_up(
             lengths = {1: 10} if length == 1 else {2: round(10 * (3 - length)), 3: round(10 * (length - 2))}
             step = (0.0, seconds, 0.0) if label == PLAIN else (seconds - 0.05, 0.04, 0.01)
             stats = GenerationStats(
-                lengths, num_new_tokens=3, total_s=seconds * 10, steps=(StepTimes(*step),) * 10,
+                lengths,
+                num_new_tokens=3,
+                total_s=seconds * 10,
+                steps=(StepTimes(*step),) * 10,
                 missed_ids={7: 1} if label != PLAIN else {},
-            )  # fmt: skip
+            )
             category = ("math", "</script><b>H")[group % 2]
             answers.append(Answer("greedy", 1, group, label, category, 1, 1, stats))
     model: Any = None
@@ -42,10 +45,17 @@ def made_up(
     ]
     options = CompareOptions(modes=("greedy",), max_new_tokens=24)
     setup = {
-        "target": "T", "heads": ["</script><b>H"], "device": "D", "dtype": "float32", "drafter": "reference",
-        "draft_weights": "fp32", "trees": ["3/4/25"], "num_prompts": 20, "max_new_tokens": 24,
+        "target": "T",
+        "heads": ["</script><b>H"],
+        "device": "D",
+        "dtype": "float32",
+        "drafter": "reference",
+        "draft_weights": "fp32",
+        "trees": ["3/4/25"],
+        "num_prompts": 20,
+        "max_new_tokens": 24,
         "versions": {},
-    }  # fmt: skip
+    }
     answers = [answer for answer in answers if answer.candidate not in unmeasured]
     rows = build_rows([Candidate(PLAIN, PLAIN, model), *drafted], options, answers)
     return Comparison(rows, setup, recommend(rows), answers)

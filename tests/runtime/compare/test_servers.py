@@ -195,8 +195,10 @@ def test_the_figures_are_the_servers_own(run: Run, stub: Stub) -> None:
         num_answers = {1: 12, 4: 16}[at_once]
         assert row["num_prompts"] == {1: 6, 4: 2}[at_once], "a second round makes no more prompts"
         assert (row["num_answers"], row["num_identical"], row["num_new_tokens"]) == (
-            num_answers, num_answers, num_answers * 21,
-        )  # fmt: skip
+            num_answers,
+            num_answers,
+            num_answers * 21,
+        )
         assert row["tokens_per_s"] > 0
         assert (row["first_s"] > 0, row["missed_rate"]) == (True, None)
     assert (found["findings"], found["is_complete"]) == ([], True)
@@ -222,8 +224,12 @@ def test_servers_get_the_same_prompts_and_their_texts_are_compared(run: Run, tmp
     difference = found["findings"][2]
     # Five words of three characters and a space, by -0.5 against -0.75.
     assert {name: difference[name] for name in ("server", "prompt", "character", "token", "margin")} == {
-        "server": "slim", "prompt": 2, "character": 16, "token": 5, "margin": 0.25,
-    }  # fmt: skip
+        "server": "slim",
+        "prompt": 2,
+        "character": 16,
+        "token": 5,
+        "margin": 0.25,
+    }
     assert "token 5 is ' x', not ' w5', by 0.250" in difference["message"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "compare.html"}
     (advice,) = found["recommendations"]
@@ -239,11 +245,20 @@ def test_an_answer_that_is_not_repeated_has_no_token(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "message", "is_answered"),
-    [("dies", "broke off after 21 characters", False), ('{"choices": [}', "garbage", False),
-     ('{"usage": {"completion_tokens": Infinity}}', "garbage", False), ("silent", "silent for", False),
-     ("pings", "silent for", False), ("moved", "redirects to /v1/models", False), ("abort", "'abort'", False),
-     ("refused", "400", False), ("429", "wait of 3 s", True), ("4295", "wait of 10 s", True), ("42999", "429", False)],
-)  # fmt: skip
+    [
+        ("dies", "broke off after 21 characters", False),
+        ('{"choices": [}', "garbage", False),
+        ('{"usage": {"completion_tokens": Infinity}}', "garbage", False),
+        ("silent", "silent for", False),
+        ("pings", "silent for", False),
+        ("moved", "redirects to /v1/models", False),
+        ("abort", "'abort'", False),
+        ("refused", "400", False),
+        ("429", "wait of 3 s", True),
+        ("4295", "wait of 10 s", True),
+        ("42999", "429", False),
+    ],
+)
 def test_a_fault_is_told_and_other_prompts_are_measured(
     run: Run, slept: list[float], monkeypatch: pytest.MonkeyPatch, fault: str, message: str, is_answered: bool
 ) -> None:
@@ -322,8 +337,15 @@ def test_ctrl_c_writes_what_there_is(run: Run, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "given", [("localhost:8000",), ("a=ftp://x",), ("a=http://x", "a=http://y"), ("a b=http://x",),
-              ("a=http://x", "--concurrency", "0"), ("a=http://x", "--timeout", "1e12")]
-)  # fmt: skip
+    "given",
+    [
+        ("localhost:8000",),
+        ("a=ftp://x",),
+        ("a=http://x", "a=http://y"),
+        ("a b=http://x",),
+        ("a=http://x", "--concurrency", "0"),
+        ("a=http://x", "--timeout", "1e12"),
+    ],
+)
 def test_what_cannot_be_asked_is_refused(run: Run, given: tuple[str, ...]) -> None:
     assert re.search("http://localhost:8000|NAME=URL|'--(concurrency|timeout)'", run(*given, expect=2)[1])

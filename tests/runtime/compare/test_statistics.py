@@ -19,9 +19,14 @@ PASSES = 12
 
 
 def timings(
-    draft_s: float, length: float, num_prompts: int = 24, nodes: int = 60, verify_s: float = VERIFY_S, seed: int = 0,
+    draft_s: float,
+    length: float,
+    num_prompts: int = 24,
+    nodes: int = 60,
+    verify_s: float = VERIFY_S,
+    seed: int = 0,
     difficulty: NDArray[np.float64] | None = None,
-) -> Timings:  # fmt: skip
+) -> Timings:
     """Steps with 3% of timing noise; prompts differ in how much is accepted, by as much for every candidate."""
     random = np.random.default_rng(seed)
     steps = num_prompts * PASSES
@@ -36,9 +41,15 @@ def timings(
         accepted = np.full(num_prompts, float(PASSES))
     passes = np.full(num_prompts, float(PASSES))
     return Timings(
-        noisy(draft_s), noisy(verify_s), noisy(0.002), np.repeat(np.arange(num_prompts), PASSES), accepted, accepted,
-        passes, nodes,
-    )  # fmt: skip
+        noisy(draft_s),
+        noisy(verify_s),
+        noisy(0.002),
+        np.repeat(np.arange(num_prompts), PASSES),
+        accepted,
+        accepted,
+        passes,
+        nodes,
+    )
 
 
 PLAIN_TIMINGS = timings(0.0, 1.0, nodes=1, verify_s=0.045, seed=7)
@@ -52,10 +63,18 @@ def advise(sizes: dict[str, Timings], draft_bytes: dict[str, int], plain: Timing
         size = draft_bytes.get(name, 0)
         rows.append(
             Row(
-                Candidate(name, name, None, size, size, tree=TREE), "greedy", 1, ALL, num_prompts, num_prompts,
-                num_prompts, GenerationStats({1: 1}), each, ratio(each, found[PLAIN], num_prompts),
+                Candidate(name, name, None, size, size, tree=TREE),
+                "greedy",
+                1,
+                ALL,
+                num_prompts,
+                num_prompts,
+                num_prompts,
+                GenerationStats({1: 1}),
+                each,
+                ratio(each, found[PLAIN], num_prompts),
             )
-        )  # fmt: skip
+        )
     return recommend(rows)[0]
 
 
@@ -123,8 +142,10 @@ def test_one_stall_changes_no_verdict() -> None:
 
 def test_verifying_is_one_quantity_for_all_sizes() -> None:
     sizes = {
-        "full": timings(0.060, 2.5, seed=1), "16384": timings(0.030, 2.5, seed=3), "4096": timings(0.020, 2.45, seed=2)
-    }  # fmt: skip
+        "full": timings(0.060, 2.5, seed=1),
+        "16384": timings(0.030, 2.5, seed=3),
+        "4096": timings(0.020, 2.45, seed=2),
+    }
     busy = {**sizes, "4096": replace(sizes["4096"], verify_s=sizes["4096"].verify_s * 16)}  # 1,088 beside 68 ms
     found = measure(busy)
     assert found["4096"].verify_s == found["full"].verify_s == pytest.approx(VERIFY_S, rel=0.05)

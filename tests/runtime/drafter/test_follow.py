@@ -66,10 +66,13 @@ def test_what_joins_is_drafted(tmp_path: Path) -> None:
     lengths = {
         name: model.generate(prompt, max_new_tokens=24, ignore_eos=True).stats.accepted_lengths
         for name, model in {
-            "full": full, "few": few, "prompt": few.with_follow("prompt"), "two": few.with_follow("prompt", 2),
+            "full": full,
+            "few": few,
+            "prompt": few.with_follow("prompt"),
+            "two": few.with_follow("prompt", 2),
             "again": few.with_follow("prompt", 2).with_follow("prompt"),
         }.items()
-    }  # fmt: skip
+    }
     # Ids 0 and 1 are not in the prompt, and never drafted.
     assert lengths["prompt"] == lengths["again"] == lengths["full"] != lengths["few"]
     follows = few.with_follow("prompt")

@@ -54,31 +54,33 @@ HEADS: dict[str, dict[str, Any]] = {
     "map": {"draft_ids": [5, 2, 19, 7, 8, 22, 11]},
     "bias": {"attention_bias": True},
     "output-bias": {
-        "attention_bias": True, "extra": {"midlayer.self_attn.o_proj.bias": torch.linspace(-0.5, 0.5, HIDDEN)}
+        "attention_bias": True,
+        "extra": {"midlayer.self_attn.o_proj.bias": torch.linspace(-0.5, 0.5, HIDDEN)},
     },
     "gelu": {"hidden_act": "gelu"},
     "gelu-tanh": {"hidden_act": "gelu_new"},
     "norm-output": {"norm_output": True},
     "norm-before-residual": {"norm_before_residual": True},
-    "input-norm": {
-        "norm_before_fc": True, "extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)}
-    },
+    "input-norm": {"norm_before_fc": True, "extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)}},
     "fc-norm": {
-        "fc_norm": True, "extra": {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)}
+        "fc_norm": True,
+        "extra": {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)},
     },
     "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
     "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
     "window-of-one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
     "mlp-bias": {
         "mlp_bias": True,
-        "extra": {f"midlayer.mlp.{name}_proj.bias": torch.linspace(-0.5, 0.5, size)
-                  for name, size in (("gate", 48), ("up", 48), ("down", HIDDEN))},
+        "extra": {
+            f"midlayer.mlp.{name}_proj.bias": torch.linspace(-0.5, 0.5, size)
+            for name, size in (("gate", 48), ("up", 48), ("down", HIDDEN))
+        },
     },
     "head-norms": {"extra": head_norms("midlayer.")},
     "eagle-1": {"kind": "eagle"},
     "eagle-1-head-norms": {"kind": "eagle", "extra": head_norms("layers.0.")},
     "eagle-1-window": {"kind": "eagle", "layer_types": ["sliding_attention"], "sliding_window": 6},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -138,12 +140,21 @@ def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) ->
 
 @pytest.mark.parametrize(
     "scaling",
-    [None, {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0},
-     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-      "original_max_position_embeddings": 64},
-     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}],
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        {"type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
     ids=["none", "linear", "linear-legacy", "llama3", "yarn"],
-)  # fmt: skip
+)
 def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     # Qwen and Gemma choose head_dim freely; so may a draft head, whose heads do not divide this hidden size.
@@ -158,9 +169,11 @@ def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> N
 
 
 LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0],
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 5.0],
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("scaling", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=["longrope", "dynamic"])

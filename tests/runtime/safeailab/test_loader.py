@@ -60,9 +60,14 @@ def test_upstream_loads_the_slim_head_and_needs_as_many_passes(
     # Upstream finds the embedding through an index only.
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     model = EaModel.from_pretrained(
-        use_eagle3=True, base_model_path=str(base), ea_model_path=str(slim), total_token=60, depth=5, top_k=10,
+        use_eagle3=True,
+        base_model_path=str(base),
+        ea_model_path=str(slim),
+        total_token=60,
+        depth=5,
+        top_k=10,
         torch_dtype=torch.float32,
-    ).eval()  # fmt: skip
+    ).eval()
     assert model.ea_layer.lm_head.weight.shape[0] == 16384
     found = []
     for text in questions():

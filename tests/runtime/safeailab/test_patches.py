@@ -41,8 +41,10 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 pytestmark = pytest.mark.filterwarnings(
     # The real code and its transformers, which are not ours to mend.
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*generative capabilities:UserWarning",
-)  # fmt: skip
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:.*generative capabilities:UserWarning",
+)
 
 PATCHES = {"drafter": patch_ea_model_with_triton_drafter, "whole": patch_eagle_model}
 FUSED = {"whole": patch_eagle_model, "fused": partial(patch_eagle_model, target_backend="fused")}
@@ -386,9 +388,13 @@ def test_a_vocabulary_may_come_from_a_map_or_a_number(tmp_path: Path) -> None:
         assert drafted(4, token_map=DraftVocab(np.array(untrained + ids[::-1]), 0, 48)) <= set(ids[-4:])
     counts, foreign = "counts.safetensors", DraftVocab(np.array([*ids[:4], untrained[0]]), 0, 48)
     for given in (
-        {"draft_vocab": 6}, {"draft_vocab": 0}, {"draft_vocab": foreign}, {"counts": counts},
-        {"draft_vocab": 6, "counts": counts, "token_map": ranked}, {"draft_vocab": ranked, "token_map": ranked},
-    ):  # fmt: skip
+        {"draft_vocab": 6},
+        {"draft_vocab": 0},
+        {"draft_vocab": foreign},
+        {"counts": counts},
+        {"draft_vocab": 6, "counts": counts, "token_map": ranked},
+        {"draft_vocab": ranked, "token_map": ranked},
+    ):
         with raises(UsageError, option="draft_vocab"):
             patch_eagle_model(model, **given)
 
@@ -410,8 +416,11 @@ def test_another_layer_than_was_patched_is_refused(tmp_path: Path) -> None:
     model.ea_layer = new
     unpatch_eagle_model(model)
     assert [type(part) for part in (model, old, new, model.base_model.model)] == [
-        kinds[0][0], kinds[1][0], kinds[1][0], kinds[3][0],
-    ]  # fmt: skip
+        kinds[0][0],
+        kinds[1][0],
+        kinds[1][0],
+        kinds[3][0],
+    ]
     wanted = model.eagenerate(ids, max_new_tokens=6)
     patch_eagle_model(model, drafter="reference")
     assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)

@@ -32,11 +32,13 @@ def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
 @pytest.mark.parametrize(
     ("tree", "options"),
     [
-        ({}, {}), ({"depth": 3, "top_k": 1, "total_tokens": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
-        ({}, {"speculative": False}), ({}, {"repetition_penalty": 1.2, "max_slots": 2, "ignore_eos": True}),
+        ({}, {}),
+        ({"depth": 3, "top_k": 1, "total_tokens": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
+        ({}, {"speculative": False}),
+        ({}, {"repetition_penalty": 1.2, "max_slots": 2, "ignore_eos": True}),
     ],
     ids=["greedy", "a sampled chain", "plain", "fewer slots"],
-)  # fmt: skip
+)
 def test_sound_steps_pass_with_the_same_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int], options: dict[str, Any]
 ) -> None:

@@ -62,11 +62,15 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "warpers",
     [
-        {"temperature": 1.0, "top_p": 0.9, "top_k": 6}, {"temperature": 0.7}, {"temperature": 1.0},
-        {"temperature": 1.0, "top_p": 0.85}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 6},
+        {"temperature": 0.7},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.85},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.0, "min_p": 0.1},
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_sampled_output_has_the_targets_distribution(model: SpeculativeModel, warpers: dict[str, float]) -> None:
     # EOS would end answers early and hide later tokens, so that it is an ordinary token here.

@@ -94,15 +94,20 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
     padded, mask = [[0, 0, *prompts[0]], prompts[1]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
     encoded = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
     for given, keep, expected in (
-        (prompts, None, prompts), ([np.array(prompt) for prompt in prompts], None, prompts),
-        ([torch.tensor(prompt) for prompt in prompts], None, prompts), (padded, mask, prompts),
-        (np.array(padded), np.array(mask), prompts), (torch.tensor(padded), mask, prompts),
+        (prompts, None, prompts),
+        ([np.array(prompt) for prompt in prompts], None, prompts),
+        ([torch.tensor(prompt) for prompt in prompts], None, prompts),
+        (padded, mask, prompts),
+        (np.array(padded), np.array(mask), prompts),
+        (torch.tensor(padded), mask, prompts),
         (transformers.BatchEncoding(encoded), None, prompts),
-        ({"input_ids": padded, "attention_mask": mask}, None, prompts), (prompts[0], None, prompts[:1]),
-        (np.array(prompts[0]), None, prompts[:1]), (list(np.array(prompts[0])), None, prompts[:1]),
+        ({"input_ids": padded, "attention_mask": mask}, None, prompts),
+        (prompts[0], None, prompts[:1]),
+        (np.array(prompts[0]), None, prompts[:1]),
+        (list(np.array(prompts[0])), None, prompts[:1]),
         (torch.tensor(padded[0]), torch.tensor(mask[0]), prompts[:1]),
         (torch.tensor([padded[0]]), torch.tensor(mask[0]), prompts[:1]),
-    ):  # fmt: skip
+    ):
         found = model.generate(given, attention_mask=keep, max_new_tokens=0)
         assert [list(result.prompt_ids) for result in found.results] == expected, given
 

@@ -124,10 +124,16 @@ def test_lengths_mean_what_transformers_means_in_every_combination(model: Specul
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("forced_eos_token_id", 5), ("encoder_repetition_penalty", 1.5), ("encoder_no_repeat_ngram_size", 2),
-     ("watermarking_config", WatermarkingConfig()), ("token_healing", True), ("stop_strings", ["a"])],
+    [
+        ("forced_eos_token_id", 5),
+        ("encoder_repetition_penalty", 1.5),
+        ("encoder_no_repeat_ngram_size", 2),
+        ("watermarking_config", WatermarkingConfig()),
+        ("token_healing", True),
+        ("stop_strings", ["a"]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(
     model: SpeculativeModel, name: str, value: Any
 ) -> None:
@@ -138,10 +144,14 @@ def test_an_own_configuration_that_asks_for_what_is_not_served_is_refused(
 
 @pytest.mark.parametrize(
     ("configs", "pad"),
-    [(({"pad_token_id": 21}, {}), 21), (({}, {"pad_token_id": 22}), 22), (({"eos_token_id": [2, 5]}, {}), 2),
-     (({"eos_token_id": 2, "pad_token_id": 20}, {"pad_token_id": 22}), 20)],
+    [
+        (({"pad_token_id": 21}, {}), 21),
+        (({}, {"pad_token_id": 22}), 22),
+        (({"eos_token_id": [2, 5]}, {}), 2),
+        (({"eos_token_id": 2, "pad_token_id": 20}, {"pad_token_id": 22}), 20),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_padding_is_what_transformers_pads_with(
     model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int
 ) -> None:
@@ -152,33 +162,62 @@ def test_padding_is_what_transformers_pads_with(
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"foo": 1}, "foo"), ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams"),
-     ({"generation_config": {}}, "generation_config"), ({"past_key_values": ()}, "past_key_values"),
-     ({"repetition_penalty": -1.0}, "repetition_penalty"), ({"min_p": 7.0}, "min_p"), ({"max_length": 1}, "max_length"),
-     ({"num_return_sequences": 2}, "num_return_sequences"), ({"max_new_tokens": 3.0}, "max_new_tokens"),
-     ({"max_new_tokens": -1}, "max_new_tokens"), ({"min_length": 5}, "min_length"), ({"max_slots": 1.5}, "max_slots"),
-     ({"max_slots": 0}, "max_slots"), ({"max_time": 0}, "max_time"), ({"inputs": [3]}, "inputs"),
-     ({"stopping_criteria": [3]}, "stopping_criteria"), ({"stop": [2]}, "stop"), ({"temprature": None}, "temprature"),
-     ({"do_sample": True, "temperature": 0.0}, "temperature"), ({"temperature": "0.5"}, "temperature"),
-     ({"logits_processor": [3]}, "logits_processor"), ({"bad_words_ids": [[3], [5, 24]]}, "bad_words_ids"),
-     ({"bad_words_ids": [[3], []]}, "bad_words_ids"), ({"suppress_tokens": [3, 24]}, "suppress_tokens"),
-     ({"temperature": -1.0}, "temperature"), ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
-     ({"temperature": 1.0, "top_k": -1}, "top_k"), ({"seed": -1}, "seed"), ({"seed": [1, 2]}, "seed"),
-     ({"seed": "abc"}, "seed"), ({"do_sample": "no"}, "do_sample"), ({"speculative": "no"}, "speculative"),
-     ({"ignore_eos": "x"}, "ignore_eos"), ({"reuse_prefix": 1}, "reuse_prefix"), ({"time_phases": "x"}, "time_phases"),
-     ({"no_repeat_ngram_size": True}, "no_repeat_ngram_size"), ({"tokenizer": "name/model"}, "tokenizer"),
-     ({"attention_mask": 1}, "attention_mask"), ({"attention_mask": [[1]]}, "attention_mask"),
-     ({"penalty_alpha": 1}, "penalty_alpha"), ({"num_beams": True}, "num_beams"),
-     ({"guidance_scale": 2.0}, "guidance_scale"), ({"constraints": torch.tensor([1, 1])}, "constraints"),
-     ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"), ({"eos_token_id": "</s>"}, "eos_token_id"),
-     ({"repetition_penalty": "1.2"}, "repetition_penalty"), ({"streamer": print}, "streamer"),
-     ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
-     ({"stop": ["a"], "stop_strings": ["b"]}, "stop_strings"),
-     pytest.param({"stopping_criteria": lambda ids, scores: {}}, "stopping criterion", id="not a verdict"),
-     pytest.param({"stopping_criteria": lambda ids, scores: []}, "stopping criterion", id="an empty verdict"),
-     pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict")],
+    [
+        ({"foo": 1}, "foo"),
+        ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams"),
+        ({"generation_config": {}}, "generation_config"),
+        ({"past_key_values": ()}, "past_key_values"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"min_p": 7.0}, "min_p"),
+        ({"max_length": 1}, "max_length"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"max_new_tokens": 3.0}, "max_new_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"min_length": 5}, "min_length"),
+        ({"max_slots": 1.5}, "max_slots"),
+        ({"max_slots": 0}, "max_slots"),
+        ({"max_time": 0}, "max_time"),
+        ({"inputs": [3]}, "inputs"),
+        ({"stopping_criteria": [3]}, "stopping_criteria"),
+        ({"stop": [2]}, "stop"),
+        ({"temprature": None}, "temprature"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"logits_processor": [3]}, "logits_processor"),
+        ({"bad_words_ids": [[3], [5, 24]]}, "bad_words_ids"),
+        ({"bad_words_ids": [[3], []]}, "bad_words_ids"),
+        ({"suppress_tokens": [3, 24]}, "suppress_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": [1, 2]}, "seed"),
+        ({"seed": "abc"}, "seed"),
+        ({"do_sample": "no"}, "do_sample"),
+        ({"speculative": "no"}, "speculative"),
+        ({"ignore_eos": "x"}, "ignore_eos"),
+        ({"reuse_prefix": 1}, "reuse_prefix"),
+        ({"time_phases": "x"}, "time_phases"),
+        ({"no_repeat_ngram_size": True}, "no_repeat_ngram_size"),
+        ({"tokenizer": "name/model"}, "tokenizer"),
+        ({"attention_mask": 1}, "attention_mask"),
+        ({"attention_mask": [[1]]}, "attention_mask"),
+        ({"penalty_alpha": 1}, "penalty_alpha"),
+        ({"num_beams": True}, "num_beams"),
+        ({"guidance_scale": 2.0}, "guidance_scale"),
+        ({"constraints": torch.tensor([1, 1])}, "constraints"),
+        ({"encoder_repetition_penalty": 0}, "encoder_repetition_penalty"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"repetition_penalty": "1.2"}, "repetition_penalty"),
+        ({"streamer": print}, "streamer"),
+        ({"stopping_criteria": MaxLengthCriteria}, "stopping_criteria"),
+        ({"stop": ["a"], "stop_strings": ["b"]}, "stop_strings"),
+        pytest.param({"stopping_criteria": lambda ids, scores: {}}, "stopping criterion", id="not a verdict"),
+        pytest.param({"stopping_criteria": lambda ids, scores: []}, "stopping criterion", id="an empty verdict"),
+        pytest.param({"stopping_criteria": lambda ids, scores: None}, "stopping criterion", id="no verdict"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], named: str) -> None:
     model.tokenizer = object()
     with raises(UsageError, option=named):
@@ -187,11 +226,15 @@ def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"top_p": 0.9}, "top_p=0.9"), ({"min_p": 0.1, "do_sample": False}, "min_p=0.1"),
-     ({"do_sample": False, "temperature": 0.7, "top_k": 5}, "temperature=0.7, top_k=5"),
-     ({"temperature": 0.0, "top_p": 0.9}, "top_p=0.9"), ({"do_sample": False, "temperature": 1.0, "top_k": 50}, None)],
+    [
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"min_p": 0.1, "do_sample": False}, "min_p=0.1"),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 5}, "temperature=0.7, top_k=5"),
+        ({"temperature": 0.0, "top_p": 0.9}, "top_p=0.9"),
+        ({"do_sample": False, "temperature": 1.0, "top_k": 50}, None),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_greedy_decoding_ignores_sampling_options_and_warns_as_transformers(
     model: SpeculativeModel, options: dict[str, Any], named: str | None
 ) -> None:
@@ -220,10 +263,24 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), b"a", [b"a"], 3, None, [[3], 4],
-     [3, "a"], ["a", 3], [[[3]]], [{"role": "user", "content": "Hi"}], {"role": "user", "content": "Hi"}],
+    [
+        [3.0, 4.0],
+        torch.tensor([[3.5]]),
+        torch.tensor([[True]]),
+        torch.tensor(3),
+        b"a",
+        [b"a"],
+        3,
+        None,
+        [[3], 4],
+        [3, "a"],
+        ["a", 3],
+        [[[3]]],
+        [{"role": "user", "content": "Hi"}],
+        {"role": "user", "content": "Hi"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any) -> None:
     with raises(UsageError, option="input_ids"):
         model.generate(prompt, max_new_tokens=2)
@@ -231,10 +288,15 @@ def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: A
 
 @pytest.mark.parametrize(
     "messages",
-    [[], ["Hi"], {"role": "user", "content": "Hi"}, [{"role": "system", "content": "Hi"}],
-     [{"role": "user", "content": ["Hi"]}]],
+    [
+        [],
+        ["Hi"],
+        {"role": "user", "content": "Hi"},
+        [{"role": "system", "content": "Hi"}],
+        [{"role": "user", "content": ["Hi"]}],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messages: Any) -> None:
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     folder = write_folder(tmp_path, byte_level_bpe(), refusal + "{{ messages[0].role + messages[0].content }}")
@@ -277,11 +339,20 @@ def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("offline", "x"), ("tokenizer", "name/model"), ("dtype", torch.float16), ("dtype", "bfloat16"),
-     ("dtype", "float7"), ("device", "meta"), ("device", "gpu"), ("draft_vocab", "full"), ("draft_vocab", 24.0),
-     ("d2t_form", "absolut")],
+    [
+        ("offline", "x"),
+        ("tokenizer", "name/model"),
+        ("dtype", torch.float16),
+        ("dtype", "bfloat16"),
+        ("dtype", "float7"),
+        ("device", "meta"),
+        ("device", "gpu"),
+        ("draft_vocab", "full"),
+        ("draft_vocab", 24.0),
+        ("d2t_form", "absolut"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any) -> None:
     with raises(UsageError, option=option):
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **{option: value})

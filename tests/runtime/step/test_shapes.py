@@ -27,9 +27,11 @@ PROMPTS = random_prompts([5, 9, 3, 14])
 
 
 def model_of_any_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[TreeConfig | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    order: Sequence[TreeConfig | None],
     seen: list[tuple[bool, int]] | None = None,
-) -> SpeculativeModel:  # fmt: skip
+) -> SpeculativeModel:
     """A model whose steps take the shapes of ``order`` in turn; ``seen``: whether each drafted, and nodes accepted."""
     monkeypatch.setattr(plan, "_choose_shapes", lambda *_: ((TREE, CHAIN, SHORT, None), "for a test"))
 

@@ -99,11 +99,13 @@ def test_a_prompt_that_sees_what_follows_is_refused(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("family", "options", "problem"),
-    [("Llama4", {"layer_types": ["full_attention"] * 6, "num_local_experts": 2}, "layer 3 computes with the length"),
-     ("Gemma2", {"sliding_window": None}, "Gemma2ForCausalLM cannot run a token"),
-     ("GPTJ", {"rotary_dim": 8}, "not take a registered attention function")],
+    [
+        ("Llama4", {"layer_types": ["full_attention"] * 6, "num_local_experts": 2}, "layer 3 computes with the length"),
+        ("Gemma2", {"sliding_window": None}, "Gemma2ForCausalLM cannot run a token"),
+        ("GPTJ", {"rotary_dim": 8}, "not take a registered attention function"),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_what_cannot_verify_trees_is_refused_by_its_reason(
     tmp_path: Path, family: str, options: dict[str, Any], problem: str
 ) -> None:
@@ -123,10 +125,16 @@ def test_a_tap_at_a_layer_that_text_does_not_pass_is_refused(tmp_path: Path) -> 
 
 def test_hidden_states_of_another_form_are_refused(tmp_path: Path) -> None:
     options = {
-        "head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 24,
-        "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2,
-    }  # fmt: skip
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 24,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "altup_num_inputs": 2,
+    }
     target = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**{**SIZES, **options})).eval()
     with pytest.raises(UnsupportedModelError, match=r"hands hidden states of shape \[2, 1, 1, 32\]"):
         SpeculativeModel.from_pretrained(target, write_head(tmp_path))

@@ -52,35 +52,45 @@ def by_row(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def compressed(strategy: str, **more: Any) -> dict[str, Any]:
     group = {
-        "weights": {**WEIGHTS, "strategy": strategy, "group_size": None, **more}, "targets": ["Linear"],
+        "weights": {**WEIGHTS, "strategy": strategy, "group_size": None, **more},
+        "targets": ["Linear"],
         "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"},
-    }  # fmt: skip
+    }
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*o_proj$"], "kv_cache_scheme": None, "quantization_status": "compressed",
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*o_proj$"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
 
 
 FORMS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
     "fp8, blocks": (
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        lambda weight: by_blocks(weight, 128, 128), "weight_scale_inv",
+        lambda weight: by_blocks(weight, 128, 128),
+        "weight_scale_inv",
     ),
     "fp8, matrices": ({"quant_method": "fp8", "activation_scheme": "static"}, by_matrix, "weight_scale"),
     "compressed-tensors, rows": (compressed("channel"), by_row, "weight_scale"),
     "compressed-tensors, matrices": (compressed("tensor"), by_matrix, "weight_scale"),
     "compressed-tensors, blocks": (
-        compressed("block", block_structure=[128, 128]), lambda weight: by_blocks(weight, 128, 128), "weight_scale"
+        compressed("block", block_structure=[128, 128]),
+        lambda weight: by_blocks(weight, 128, 128),
+        "weight_scale",
     ),
     "fbgemm": (
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, by_row,
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        by_row,
         "weight_scale",
     ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}},
-        by_matrix, "weight_scale",
+        by_matrix,
+        "weight_scale",
     ),
-}  # fmt: skip
+}
 
 
 def write_target(folder: Path, kind: str = "llama", **overrides: Any) -> nn.Module:
@@ -183,16 +193,24 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "norm missing": ("fbgemm", lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
     "tensor too many": ("fbgemm", lambda t: t.update(surplus=torch.ones(1)), "surplus"),
     "embedding of another shape": (
-        "fbgemm", lambda t: t.update({"model.embed_tokens.weight": torch.ones(3, 160)}), r"\[3, 160\]"
+        "fbgemm",
+        lambda t: t.update({"model.embed_tokens.weight": torch.ones(3, 160)}),
+        r"\[3, 160\]",
     ),
     "FP8 and a float type in one product": (
-        "fbgemm", lambda t: (t.pop(f"{LAYER}mlp.up_proj.weight_scale"),
-                             t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(192, 160)})), f"{LAYER}mlp.gate_proj",
+        "fbgemm",
+        lambda t: (
+            t.pop(f"{LAYER}mlp.up_proj.weight_scale"),
+            t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(192, 160)}),
+        ),
+        f"{LAYER}mlp.gate_proj",
     ),
     "LM head in FP8": (
-        "fbgemm", lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}), "lm_head.weight"
+        "fbgemm",
+        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+        "lm_head.weight",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -231,9 +249,13 @@ def test_another_quantisation_is_refused_by_name(named: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [None, {}, {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
-     {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "kv_cache_quantized_layers": {"0": "FP8"}}}],
-)  # fmt: skip
+    [
+        None,
+        {},
+        {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
+        {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "kv_cache_quantized_layers": {"0": "FP8"}}},
+    ],
+)
 def test_what_quantises_no_weight_is_none(settings: dict[str, Any] | None) -> None:
     assert read_form(settings, "somewhere") is None
 
@@ -260,7 +282,7 @@ def test_modelopts_own_file_is_found_beside_a_configuration_that_does_not_say(tm
 @pytest.mark.parametrize(
     ("options", "named"),
     [({}, "sm_89"), ({"dtype": "float32"}, "float32"), ({"target_weights": "int8"}, "'int8'")],
-)  # fmt: skip
+)
 def test_the_option_is_refused_where_nothing_runs_it(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=f"target_weights.*{named}"):
         SpeculativeModel.from_pretrained(device="cpu", **{"target_weights": "fp8", **options})
@@ -320,9 +342,14 @@ def test_drafted_tokens_are_plain_ones_on_a_gpu(tmp_path: Path, form: str | None
     else:
         publish(tmp_path / "target", form)
     model = SpeculativeModel.from_pretrained(
-        tmp_path / "target", write_head(tmp_path / "head", hidden=160), dtype="bfloat16", depth=3, top_k=3,
-        total_tokens=8, target_weights="fp8" if form is None else "auto",
-    )  # fmt: skip
+        tmp_path / "target",
+        write_head(tmp_path / "head", hidden=160),
+        dtype="bfloat16",
+        depth=3,
+        top_k=3,
+        total_tokens=8,
+        target_weights="fp8" if form is None else "auto",
+    )
     prompts = random_prompts([70, 9, 1])
     output, plain = (model.generate(prompts, max_new_tokens=30, speculative=each) for each in (True, False))
     assert output.token_ids == plain.token_ids

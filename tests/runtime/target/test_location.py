@@ -85,10 +85,16 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("stored", "instructions", "dtype"),
-    [("bfloat16", "avx512f avx512_bf16", "auto"), ("bfloat16", "avx512f avx512_fp16", torch.float32),
-     ("bfloat16", "", torch.float32), ("float16", "asimd asimdhp", "auto"), ("float16", "bf16", torch.float32),
-     ("float32", "", "auto"), (None, "", "auto")],
-)  # fmt: skip
+    [
+        ("bfloat16", "avx512f avx512_bf16", "auto"),
+        ("bfloat16", "avx512f avx512_fp16", torch.float32),
+        ("bfloat16", "", torch.float32),
+        ("float16", "asimd asimdhp", "auto"),
+        ("float16", "bf16", torch.float32),
+        ("float32", "", "auto"),
+        (None, "", "auto"),
+    ],
+)
 def test_sixteen_bits_only_where_the_processor_multiplies_in_them(
     monkeypatch: pytest.MonkeyPatch, stored: str | None, instructions: str, dtype: torch.dtype | str
 ) -> None:
