@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
-from eagle_slim.runtime.drafter.kernels.compile_target import CompileTarget
+from eagle_slim.runtime.compiling.kernels.compile_target import CompileTarget
 from triton import AsyncCompileMode
 from triton.runtime.driver import driver
 

@@ -37,18 +37,21 @@ _FIRST_RATE = 0.5
 """Guess of p_1, which a few steps correct."""
 _WIDTHS = {CHAIN: 1.0, SHORT: 1.5, LONG: 1.6, LARGE: 1.9}
 """Their widths on real text."""
-_MODEL_WEIGHT, _CALL_WEIGHT = 4.0, 32.0
-"""Weights of the priors, in observations."""
+_MODEL, _CALL, _SEQUENCE = (4.0, 80.0), (8.0, 128.0), (4.0, 200.0)
+"""Of what the model, a call and a sequence learn: weight of the prior in observations, and observations after which an
+old one counts a third (exponential forgetting)."""
 _SHAPE_WEIGHT, _HOPE = 64.0, 0.6
 """Weight of a shape's prior, in drafted tokens, and a bonus that shrinks with its tries, so that it is tried again."""
-_MODEL_MEMORY, _CALL_MEMORY = 4000.0, 512.0
-"""Observations after which an old one counts a third (exponential forgetting), of the model and of a call."""
+_SHAPE_CALL_WEIGHT = 40.0
+"""Weight of the model's gain of a shape in that of a call, in drafted tokens."""
 _SWITCH = 1.02
 """Least gain for which the shape changes, so that it does not flap."""
 _EVERY = 3
 """Steps that keep a choice, or a probe: taking the waiting pairs, before the first of them, is paid once for all."""
 _PROBE_SHARE = 0.004
 """Share of the time of plain steps that probes may cost; taking the waiting pairs is not counted."""
+_PROBE_FIRST = 1.2
+"""Plain steps that probes may cost besides for every new sequence: its text may be of another kind."""
 
 
 class _Rate:
@@ -66,16 +69,37 @@ class _Rate:
         return (self.hits + prior * weight) / (self.tries + weight)
 
 
+class _Levels:
+    """How often the best child at each level was accepted."""
+
+    def __init__(self, weight: float, memory: float) -> None:
+        self._weight, self._memory = weight, memory
+        self._rates: list[_Rate] = []
+
+    def add(self, level: int, hits: int, tries: int) -> None:
+        if level == len(self._rates):
+            self._rates.append(_Rate(self._memory))
+        self._rates[level].add(hits, tries)
+
+    def given(self, priors: Sequence[float] | None, num_levels: int) -> list[float]:
+        """Estimate the rates from those of ``priors``; without, each from the level above it."""
+        found = list[float]()
+        for level in range(num_levels):
+            prior = priors[level] if priors is not None else found[-1] if found else _FIRST_RATE
+            found.append(self._rates[level].given(prior, self._weight) if level < len(self._rates) else prior)
+        return found
+
+
 class Acceptance:
     """How often the best child at each level was accepted, and the gain of each shape; kept by a model."""
 
     def __init__(self) -> None:
-        self.levels: list[_Rate] = []
+        self.levels = _Levels(*_MODEL)
         self._gains: dict[TreeConfig, _Rate] = {}
 
     def gain(self, shape: TreeConfig) -> _Rate:
         """Return drafted tokens that a shape had accepted, over those expected."""
-        return self._gains.setdefault(shape, _Rate(_MODEL_MEMORY))
+        return self._gains.setdefault(shape, _Rate(_MODEL[1]))
 
 
 class Costs:
@@ -130,7 +154,9 @@ class ShapeChooser:
 
     def __init__(self, acceptance: Acceptance, costs: Costs, shapes: Sequence[Shape]) -> None:
         self._learned, self._costs, self._shapes = acceptance, costs, tuple(shapes)
-        self._levels: list[_Rate] = []
+        self._num_levels = max(0 if shape is None else shape.depth for shape in shapes) + 1
+        self._call, self._gains = _Levels(*_CALL), dict[TreeConfig, _Rate]()
+        self._sequences: dict[int, _Levels] = {}
         # Where times are known, the first step chooses, too.
         self._shape = self._taken = self._shapes[0]
         self._since, self._credit_ms = _EVERY, 0.0
@@ -139,15 +165,25 @@ class ShapeChooser:
         self.num_drafts = self.num_accepted = 0
         """Drafts of all sequences, and the tokens that the passes over them gave."""
 
-    def next(self, places: int, context: float) -> Shape:
-        """Choose the next step's shape, for ``places`` sequences of ``context`` tokens in the mean."""
+    def next(self, places: int, context: float, sequences: Sequence[int]) -> Shape:
+        """Choose the next step's shape, for as many ``places``.
+
+        ``sequences``: numbers of those that run, of ``context`` tokens in the mean.
+        """
         self._since += 1
         if self._since <= _EVERY or self.is_unmeasured(self._taken, places):
             return self._taken
-        self._since, levels = 1, self._level_rates()
+        self._since = 1
         costs = {each: self._costs.guess(each, places, context) for each in shapes_for(places, self._shapes)}
+        new = [each for each in sequences if each not in self._sequences]
+        self._sequences |= {each: _Levels(*_SEQUENCE) for each in new}
+        self._credit_ms += _PROBE_FIRST * costs[None] * len(new) / max(1, len(sequences))
+        by_sequence = self._rates_of(sequences)
         # Expected tokens of a sequence a millisecond.
-        rates = {each: self.expected(each, levels) / ms for each, ms in costs.items()}
+        rates = {
+            each: sum(self.expected(each, levels) for levels in by_sequence) / len(by_sequence) / ms
+            for each, ms in costs.items()
+        }
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self._shape, 0.0) * _SWITCH:
             self._shape = best
@@ -155,7 +191,7 @@ class ShapeChooser:
         return self._taken
 
     def _probe(self, rates: Mapping[Shape, float], costs: Mapping[Shape, float]) -> Shape:
-        """Draft now and then while decoding plainly, to learn; all probes together cost at most `_PROBE_SHARE`."""
+        """Draft now and then while decoding plainly, to learn; what all probes cost is bounded."""
         plain = costs[None]
         self._credit_ms += _PROBE_SHARE * _EVERY * plain
         probe = max((shape for shape in rates if shape is not None), key=rates.__getitem__, default=None)
@@ -184,40 +220,39 @@ class ShapeChooser:
             return 1.0
         gain = self._learned.gain(shape)
         hope = _HOPE / math.sqrt(_SHAPE_WEIGHT + gain.tries)
-        drafted = _drafted(levels[: shape.depth + 1], _width_of(shape))
-        return 1 + drafted * (gain.given(1.0, _SHAPE_WEIGHT) + hope)
+        of_call = self._gain_of_call(shape).given(gain.given(1.0, _SHAPE_WEIGHT), _SHAPE_CALL_WEIGHT)
+        return 1 + _drafted(levels[: shape.depth + 1], _width_of(shape)) * (of_call + hope)
 
-    def _level_rates(self) -> list[float]:
-        """Return p of each level of the deepest shape."""
-        rates, rate = list[float](), _FIRST_RATE
-        for level in range(max(0 if shape is None else shape.depth for shape in self._shapes) + 1):
-            for known, weight in ((self._learned.levels, _MODEL_WEIGHT), (self._levels, _CALL_WEIGHT)):
-                rate = known[level].given(rate, weight) if level < len(known) else rate
-            rates.append(rate)
-        return rates
+    def _gain_of_call(self, shape: TreeConfig) -> _Rate:
+        return self._gains.setdefault(shape, _Rate(_CALL[1]))
 
-    def see(self, shape: Shape, verdicts: Sequence[Sequence[int]]) -> None:
-        """Take the verdicts on one step's drafts: of each sequence, the rank of each accepted node, in order."""
+    def _rates_of(self, sequences: Sequence[int]) -> list[list[float]]:
+        """Return p of each level, for each of the sequences: its own steps count most, then the call's, the model's."""
+        call = self._call.given(self._learned.levels.given(None, self._num_levels), self._num_levels)
+        return [self._sequences[each].given(call, self._num_levels) for each in sequences] or [call]
+
+    def see(self, shape: Shape, verdicts: Mapping[int, Sequence[int]]) -> None:
+        """Take the verdicts on one step's drafts: by sequence, the rank of each accepted node, in order."""
         if shape is None:
             return
-        num_tokens = sum(map(len, verdicts))
+        num_tokens = sum(map(len, verdicts.values()))
         self.num_drafts += len(verdicts)
         self.num_accepted += len(verdicts) + num_tokens
         # Deeper levels of a small tree lack nodes.
         full = shape.depth + 1 if shape.top_k == 1 else min(shape.depth + 1, max(1, shape.total_tokens // 4))
-        for level in range(full):
-            reached = sum(len(ranks) >= level for ranks in verdicts)
-            if reached == 0:
-                break
-            best = sum(len(ranks) > level and ranks[level] == 0 for ranks in verdicts)
-            for rates, memory in ((self._learned.levels, _MODEL_MEMORY), (self._levels, _CALL_MEMORY)):
-                if level == len(rates):
-                    rates.append(_Rate(memory))
-                rates[level].add(best, reached)
-        chained = sum(len(list(takewhile(lambda rank: rank == 0, ranks))) for ranks in verdicts)
-        levels = self._level_rates()[: shape.depth + 1]
-        expected = chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
-        self._learned.gain(shape).add(num_tokens, expected)
+        for sequence, ranks in verdicts.items():
+            of_sequence = self._sequences.setdefault(sequence, _Levels(*_SEQUENCE))
+            for level in range(min(full, len(ranks) + 1)):
+                is_best = len(ranks) > level and ranks[level] == 0
+                for learned in (self._learned.levels, self._call, of_sequence):
+                    learned.add(level, is_best, 1)
+        best = [len(list(takewhile(lambda rank: rank == 0, ranks))) for ranks in verdicts.values()]
+        by_sequence = self._rates_of([*verdicts])
+        expected = 0.0
+        for chained, levels in zip(best, by_sequence, strict=True):
+            expected += chained * _drafted(levels[: shape.depth + 1], _width_of(shape)) / _drafted(levels[: shape.depth + 1], 1.0)
+        for gain in (self._learned.gain(shape), self._gain_of_call(shape)):
+            gain.add(num_tokens, expected)
 
 
 def _drafted(levels: Sequence[float], width: float) -> float:

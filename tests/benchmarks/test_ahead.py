@@ -13,7 +13,7 @@ pytestmark = pytest.mark.compiled
 REHEARSAL = """
 import json
 import triton
-from eagle_slim.runtime.drafter.kernels.compile_target import CompileTarget
+from eagle_slim.runtime.compiling.kernels.compile_target import CompileTarget
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from triton.runtime.driver import driver
 from benchmarks.shared.ahead import Recorder, compile_in_forks

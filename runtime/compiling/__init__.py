@@ -1,0 +1,1 @@
+"""Compile kernels in processes of their own, while the caller goes on."""

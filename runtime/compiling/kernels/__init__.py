@@ -1,0 +1,1 @@
+"""Know what Triton compiles, and compile it."""

@@ -1,0 +1,120 @@
+"""Record which kernels a piece of work launches, and compile them elsewhere; Triton's cache on disk hands them over."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from inspect import getclosurevars
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton import AsyncCompileMode
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.driver import driver
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Triton has one driver for all threads."""
+_DEVICES = itertools.count(-1, -1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel to compile; equal to every other that gives the same machine code.
+
+    It goes to another process with the kernel by name: kernels are functions of modules.
+    """
+
+    key: str
+    """Of the compiled kernel in Triton's cache."""
+    name: str
+    source: tuple[Any, ...] = field(compare=False, repr=False)
+    """Module and name of the kernel; the types of its arguments, its constants, and what is known of the arguments."""
+    target: GPUTarget = field(compare=False)
+    options: dict[str, Any] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Job:
+        """Describe what Triton is about to compile."""
+        parsed = make_backend(target).parse_options(dict(options))
+        key = get_cache_key(source, make_backend(target), parsed, env_vars=get_cache_invalidating_env_vars())
+        function = source.fn.fn
+        described = (function.__module__, function.__qualname__, source.signature, source.constants, source.attrs)
+        return cls(hashlib.sha256(key.encode()).hexdigest(), source.name, described, target, options)
+
+    def is_cached(self) -> bool:
+        """Whether Triton's cache on disk has it."""
+        # The file that Triton looks for, by a name that is cut.
+        return get_cache_manager(self.key).get_group(f"{self.name[:150]}.json") is not None
+
+    def compile(self) -> None:
+        """Compile into Triton's cache. The process launches nothing any more (`compile_target`)."""
+        module, name, *described = self.source
+        source = ASTSource(getattr(import_module(module), name), *described)
+        kernel = triton.compile(source, target=self.target, options=self.options)
+        # Triton 3.6 builds a module in C for each signature of a launch.
+        if hasattr(nvidia, "make_launcher"):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _do_nothing(*_: object) -> None: ...
+
+
+_NO_KERNEL = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=_do_nothing, run=_do_nothing)
+
+
+class _Recorder:
+    """Takes the place of Triton's driver, and of the threads to which it gives what is to be compiled.
+
+    The recording thread is on a device of its own, so that kernels compiled for other devices are recorded, too, and
+    no other launch finds those of the recording, which do nothing.
+    """
+
+    def __init__(self, jobs: dict[Job, None]) -> None:
+        self._jobs, self._driver = jobs, driver.active
+        self._thread, self._device = threading.get_ident(), next(_DEVICES)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def get_current_device(self) -> int:
+        """Return a device that is not there; to other threads, theirs."""
+        return self._device if threading.get_ident() == self._thread else int(self._driver.get_current_device())
+
+    def get_current_stream(self, device: int) -> int:
+        """Return no stream for the device that is not there."""
+        return 0 if device == self._device else int(self._driver.get_current_stream(device))
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        """Note what compiles a kernel; its launches do nothing."""
+        given = getclosurevars(compile_kernel).nonlocals
+        self._jobs[Job.of(given["src"], given["target"], given["options"].__dict__)] = None
+        future = Future[Any]()
+        future.set_result(_NO_KERNEL)
+        return future
+
+
+@contextmanager
+def recording(jobs: dict[Job, None]) -> Iterator[None]:
+    """Add every kernel that a block launches to ``jobs``, and launch none. What PyTorch itself does is done.
+
+    Other threads go on launching.
+    """
+    with _ONE_AT_A_TIME:
+        recorder, before = _Recorder(jobs), driver.active
+        driver.set_active(recorder)
+        try:
+            with AsyncCompileMode(recorder):  # type: ignore[arg-type]
+                yield
+        finally:
+            driver.set_active(before)

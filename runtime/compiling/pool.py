@@ -1,0 +1,121 @@
+"""Compile kernels in other processes, so that this one goes on meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from .kernels.jobs import Job
+
+logger = logging.getLogger(__name__)
+MOST_PROCESSES = 14
+"""Most compilations at a time: those of a step are some fifty, of which a few take ten times as long as the others."""
+
+
+class CompilePool:
+    """Compiles jobs for one kind of GPU into Triton's cache; ``capability``: 90 for sm_90.
+
+    A job that cannot be compiled here counts as done: the launch compiles it again, and fails in full where it must.
+    """
+
+    def __init__(self, capability: int, most: int | None = None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.capability = capability
+        self.most = most or max(1, min(MOST_PROCESSES, cores - 1))
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._numbers: dict[Job, int] = {}
+        self._pending: dict[int, Job] = {}
+
+    def start(self) -> None:
+        """Start the process that compiles, unless it runs: it imports Triton meanwhile."""
+        if self._worker is not None and self._worker.poll() is None:
+            return
+        self._drop_worker()
+        here, there = Pipe()
+        command = [sys.executable, "-m", "eagle_slim.runtime.compiling.worker"]
+        numbers = [str(each) for each in (there.fileno(), self.capability, self.most)]
+        # In a session of its own: an interrupt is this process's alone. No GPU: it would take memory there.
+        self._worker = subprocess.Popen(
+            [*command, *numbers],
+            pass_fds=[there.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        there.close()
+        self._pipe = here
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Have jobs compiled, in order, behind those submitted before; what is compiled or under way is not again."""
+        for job in jobs:
+            if job in self._numbers:
+                continue
+            number = self._numbers[job] = len(self._numbers)
+            if job.is_cached():
+                continue
+            self._pending[number] = job
+            self._send(number, job)
+
+    def _send(self, number: int, job: Job) -> None:
+        self.start()
+        assert self._pipe is not None
+        try:
+            self._pipe.send((number, job))
+        except OSError as error:
+            self._give_up(f"the process that compiles has ended ({error})")
+
+    def are_done(self, jobs: Iterable[Job]) -> bool:
+        """Whether jobs that were submitted are compiled, or have failed."""
+        self._receive(0.0)
+        return all(self._numbers[job] not in self._pending for job in jobs)
+
+    def wait(self, jobs: Iterable[Job], timeout_s: float | None = None) -> bool:
+        """Wait until submitted jobs are done; returns whether they are (False after ``timeout_s``)."""
+        wanted = [*jobs]
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.are_done(wanted):
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._receive(left)
+        return True
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Take what has been compiled; waits for something up to ``timeout_s`` where jobs are pending."""
+        while self._pending and self._pipe is not None:
+            try:
+                if not self._pipe.poll(timeout_s):
+                    return
+                number, failure = self._pipe.recv()
+            except (EOFError, OSError):
+                self._give_up("the process that compiles has ended")
+                return
+            job = self._pending.pop(number)
+            if failure is not None:
+                logger.warning("%s is compiled where it is launched: %s", job.name, failure.strip())
+            timeout_s = 0.0
+
+    def _give_up(self, reason: str) -> None:
+        logger.warning("%d kernels are compiled where they are launched: %s.", len(self._pending), reason)
+        self._pending.clear()
+        self._drop_worker()
+
+    def _drop_worker(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        self._pipe = self._worker = None
+
+
+@cache
+def pool_for(capability: int) -> CompilePool:
+    """Return this process's pool for GPUs of a capability, 90 for sm_90."""
+    return CompilePool(capability)
