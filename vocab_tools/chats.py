@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from .compat import compile_chat_template
 from .errors import EagleSlimError, TokenizerError
 from .tokenizer import LoadedTokenizer
 
@@ -191,12 +192,11 @@ class ChatTemplate:
 
     def __init__(self, spec: ChatSpec) -> None:
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         self.source = spec.template
         self._refusal = TemplateError
         try:
-            self._template = _compile_jinja_template(spec.template)
+            self._template = compile_chat_template(spec.template)
             self.syntax_tree = self._template.environment.parse(spec.template)
         except TemplateError as error:
             raise TokenizerError(f"the tokenizer's template, or --chat-template, does not parse: {error}.") from error
