@@ -26,6 +26,7 @@ OTHERS = ("benchmarks", "examples", "tests")
 FLOORS = {
     "vocab_tools": """
         errors compat
+        messages
         hub
         files
         common_cli
