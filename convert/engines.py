@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .heads import config as head_config
-from .heads import names
+from . import names
+from .heads.config import QWEN3_ARCHITECTURE
 from .heads.draft_head import DraftHead
+from .heads.taps import AUX_LAYER_KEY, default_taps, tap_layers, uses_aux_layers
+from .heads.window import sliding_window
 
 Severity = Literal["error", "warning", "note"]
 Found = tuple[Severity, str, str]
@@ -35,7 +37,7 @@ _NOT_LOADED: Mapping[str, tuple[str, ...]] = {
 }
 """Optional parts of an EAGLE-3 head that an engine does not load, or refuses."""
 
-_NESTED_AUX = f"eagle_config.{head_config.AUX_LAYER_KEY}"
+_NESTED_AUX = f"eagle_config.{AUX_LAYER_KEY}"
 _BY_TOKEN_MAP = "serve it with SGLang (--speculative-token-map)"
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate if transformers has it, else correct hidden_act"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
@@ -239,7 +241,7 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
     if engine == "vllm":
         if _HEAD_NORMS in head.parts:
             yield "error", "the norms of q and k raise ValueError with an EAGLE-1/2 head", ""
-        if head_config.sliding_window(head.config) is not None:
+        if sliding_window(head.config) is not None:
             yield "error", "layer_types raises AssertionError with an EAGLE-1/2 head", ""
         if name.endswith("Eagle"):
             yield "error", f"class {name} does not exist there", "convert without --for sglang"
@@ -257,7 +259,7 @@ def _of_eagle1(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
     config, plain = head.config, "LlamaForCausalLM" if engine == "lmdeploy" else "LlamaForCausalLMEagle3"
-    if head.architecture not in (plain, head_config.QWEN3_ARCHITECTURE, None):
+    if head.architecture not in (plain, QWEN3_ARCHITECTURE, None):
         problem = f"class {head.architecture} is no draft class of it"
         if engine == "tensorrt-llm":
             problem = f"class {head.architecture} is for its one-model path only"
@@ -273,7 +275,7 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
         # Its Qwen3 layer (`qwen3_eagle3.py`) normalises q and k, but builds none of these, and drops what it lacks.
         if _MLP in head.parts or names.ATTENTION_BIASES["eagle3"][-1] in head.tensor_names:
             yield "error", "biases of output projection and MLP are dropped beside norms of q and k", ""
-        if head_config.sliding_window(config) is not None:
+        if sliding_window(config) is not None:
             yield "warning", "up to 0.25.1 the sliding window of such a layer is not read", "serve it with vLLM 0.32"
     if engine == "llama.cpp":
         if any(name.startswith("fc_norm.") for name in head.tensor_names):
@@ -296,9 +298,9 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
 
 def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
     """Compare the target layers that an engine captures with those that an EAGLE-3 head reads."""
-    is_tapped, layers = head_config.uses_aux_layers(head.config), head.target_layers
-    taps = head_config.tap_layers(head.config, "config.json", layers) if is_tapped else None
-    default = None if layers is None else head_config.default_taps(layers)
+    is_tapped, layers = uses_aux_layers(head.config), head.target_layers
+    taps = tap_layers(head.config, "config.json", layers) if is_tapped else None
+    default = None if layers is None else default_taps(layers)
     if head.num_taps == 1 and not head.config.get("target_hidden_size") and (engine == "sglang" or not is_tapped):
         yield "error", "fc is not applied to one hidden state that is as wide as the head", ""
     if engine in ("llama.cpp", "safeailab", "lmdeploy") and head.num_taps != 3:
@@ -310,7 +312,7 @@ def _of_taps(head: HeadFacts, engine: str) -> Iterator[Found]:
         yield "warning", "tap layers are not read from the head", f"set eagle3_layers_to_capture to [{outputs}]"
     # A head of the last hidden state alone: vLLM builds no fc, and leaves the file's unread.
     if engine == "sglang" or (engine == "vllm" and is_tapped):
-        nested, top = head.layers(_NESTED_AUX), head.layers(head_config.AUX_LAYER_KEY)
+        nested, top = head.layers(_NESTED_AUX), head.layers(AUX_LAYER_KEY)
         if head.num_taps not in (0, 3) and nested is None and not head.config.get("num_aux_hidden_states"):
             problem = f"fc takes {head.num_taps} captured layers; without num_aux_hidden_states it builds 3"
             way = f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json'
@@ -342,7 +344,7 @@ def _of_layer(head: HeadFacts, engine: str) -> Iterator[Found]:
         yield "error", f"rope_scaling {head.rope_kind!r} raises ValueError (it knows null, 'linear', 'dynamic')", ""
     if engine in ("llama.cpp", "safeailab") and part not in (None, 1):
         yield "error", f"partial_rotary_factor {part} is not read, so it rotates other values", ""
-    window = head_config.sliding_window(head.config)
+    window = sliding_window(head.config)
     if engine != "vllm" and window is not None:
         # SGLang counts the tokens before the current one.
         is_optional = (engine, head.kind) == ("sglang", "eagle3")

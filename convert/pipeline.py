@@ -20,25 +20,24 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact.card import model_card
+from . import names
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, OWN_NAMES, freq_bytes, freq_name
-from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
-from .artifact.tensors import config_of, plan_tensors
-from .artifact.writer import TensorPlan, write_safetensors
+from .artifact.files import CARD_NAME, CONFIG_NAME, MANIFEST_NAME, OWN_NAMES, WEIGHTS_NAME, freq_bytes, freq_name
+from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
-from .heads import names
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
-from .rows.dtypes import item_size
-from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
-from .rows.safetensors_file import SafetensorsFile
-from .rows.target import open_target_lm_head, settle_embedding
-from .sources import target as targets
+from .rows.files import SafetensorsFile, item_size
+from .rows.writer import TensorPlan, write_safetensors
+from .slim.card import model_card
+from .slim.tensors import config_of, plan_tensors
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
+from .targets import model as targets
+from .targets.lm_head import LmHead, all_ids, fitting, own_lm_head
+from .targets.matrix import open_target_lm_head, settle_embedding
 from .vocabulary_choice import Count, Ranking, Say, make_ranking, ranked_manifest
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"

@@ -45,15 +45,13 @@ FLOORS = {
     """,
     "convert": """
         errors default
-        artifact/checksums atomic heads/names
+        atomic names
+        artifact
         rows
-        artifact/manifest artifact/writer
-        rows/hub_tensor
         sources
         heads
-        engines rows/lm_head sources/target
-        rows/target
-        artifact
+        engines targets
+        slim
         verify vocabulary_choice
         options
         pipeline

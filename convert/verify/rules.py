@@ -18,18 +18,16 @@ from eagle_slim.vocab_tools.token_maps import ids_from_d2t, read_pickle
 from eagle_slim.vocab_tools.vocabulary import uncounted_warning
 from numpy.typing import NDArray
 
+from .. import names
 from ..artifact.checksums import row_checksums, sha256_file
-from ..artifact.format import CARD_NAME, OWN_NAMES, freq_name
-from ..artifact.manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
-from ..artifact.tensors import config_of
+from ..artifact.files import CARD_NAME, CONFIG_NAME, OWN_NAMES, WEIGHTS_NAME, freq_name
+from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
-from ..heads import names
 from ..heads.draft_head import DraftHead
 from ..heads.open import QUANT_NAME, head_from_checkpoint
 from ..rows.checkpoint import Checkpoint
-from ..rows.dtypes import FLOATS, LONG_NAMES, all_finite
-from ..rows.paths import TORCH_SUFFIXES
-from ..rows.safetensors_file import SafetensorsFile
+from ..rows.files import FLOATS, LONG_NAMES, TORCH_SUFFIXES, SafetensorsFile, all_finite
+from ..slim.tensors import config_of
 
 _MAPS = frozenset(names.MAPS)
 _READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)

@@ -16,17 +16,17 @@ from typing import Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 
-from ..artifact.tensors import config_of
+from .. import names
 from ..engines import ENGINES, HeadFacts, head_findings, require_engines, version_findings
 from ..errors import ArtifactError, CheckpointError, SourceError
-from ..heads import names
-from ..heads.config import with_tap_layers
 from ..heads.draft_head import DraftHead
 from ..heads.open import open_head
-from ..rows.lm_head import fitting, own_lm_head, rows_of_ids
-from ..rows.target import is_embedding_of, open_target_lm_head
-from ..sources import target as targets
+from ..heads.taps import with_tap_layers
+from ..slim.tensors import config_of
 from ..sources.source import open_head_source
+from ..targets import model as targets
+from ..targets.lm_head import fitting, own_lm_head, rows_of_ids
+from ..targets.matrix import is_embedding_of, open_target_lm_head
 from .rules import CHECKS, Doubt, Parts, SkipCheck, config_differences, join, refuse
 
 

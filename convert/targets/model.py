@@ -14,8 +14,8 @@ from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 
 from ..errors import MismatchError, SourceError
 from ..heads.draft_head import DraftHead, has_padding_of
-from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from .source import ResolvedSource, target_files
+from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
+from ..sources.source import ResolvedSource, target_files
 
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
 _MOST_SURPLUS = 8
