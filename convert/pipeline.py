@@ -59,7 +59,7 @@ class Inputs:
     head: DraftHead
     source: ResolvedSource
     choice: targets.TargetChoice | None
-    target: targets.Target | None
+    target: targets.TargetModel | None
     target_layers: int | None
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
