@@ -22,7 +22,7 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
 from . import names
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.files import CARD_NAME, CONFIG_NAME, MANIFEST_NAME, OWN_NAMES, WEIGHTS_NAME, freq_bytes, freq_name
+from .artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, MANIFEST_NAME, WEIGHTS_NAME, freq_bytes, freq_name
 from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
@@ -126,7 +126,7 @@ class Conversion:
 
         Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
         """
-        with atomic_directory(self.folder, force, MANIFEST_NAME, OWN_NAMES) as folder:
+        with atomic_directory(self.folder, force, MANIFEST_NAME, FILE_NAMES) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
@@ -141,11 +141,7 @@ class Conversion:
 
 
 def convert_head(
-    head: str | Path | None,
-    options: ConvertOptions,
-    *,
-    count: Count = count_tokens,
-    say: Say = lambda message: None,
+    head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
     """Convert a draft head to slim artifacts: one conversion for each size of draft vocabulary, in the order given.
 
@@ -169,11 +165,7 @@ def convert_head(
 
 
 def plan_conversion(
-    head: str | Path | None,
-    options: ConvertOptions,
-    *,
-    count: Count = count_tokens,
-    say: Say = lambda message: None,
+    head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
 
@@ -182,7 +174,7 @@ def plan_conversion(
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
-        check_output(folder, options.force, MANIFEST_NAME, OWN_NAMES)
+        check_output(folder, options.force, MANIFEST_NAME, FILE_NAMES)
     inputs = _open_inputs(name, options, say)
     request, ranking = options.vocabulary, None
     if options.sizes != ("full",):

@@ -13,7 +13,7 @@ MANIFEST_NAME = "eagle_slim.json"
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 CARD_NAME = "README.md"
-OWN_NAMES = r"(config|eagle_slim)\.json|model\.safetensors|README\.md|freq_\d+\.pt|model-\w+\.gguf"
+FILE_NAMES = r"(config|eagle_slim)\.json|model\.safetensors|README\.md|freq_\d+\.pt|model-\w+\.gguf"
 """Pattern of the names that a conversion writes."""
 
 

@@ -24,32 +24,14 @@ QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 # Keys that must not reach the output: paths of the machine that trained the head, code references, what is flattened,
 # and the EAGLE-1/2 flag `bias` that makes vLLM and SGLang build attention biases and leave them uninitialised.
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
-_DROPPED_KEYS = (
-    "_name_or_path",
-    "auto_map",
-    "bias",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "rope_parameters",
-    *_SPECULATORS_KEYS,
-)
+_DROPPED_KEYS = ("_name_or_path", "auto_map", "bias", "dtype", "torch_dtype", "quantization_config", "rope_parameters")
 
 # Flags by which a DFlashDraftModel has other layers or chooses otherwise (SGLang, `speculative/dflash_utils.py`).
 _OTHER_FORM_FLAGS = ("projector_type", "conv_kernel_size", "selector_rank")
 _REQUIRED_SIZES = ("hidden_size", "num_attention_heads")
-SIZES = (
-    *_REQUIRED_SIZES,
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "num_aux_hidden_states",
-    "max_position_embeddings",
-    "num_hidden_layers",
-)
+_WIDTHS = ("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size")
+_COUNTS = ("target_hidden_size", "num_aux_hidden_states", "max_position_embeddings", "num_hidden_layers")
+SIZES = (*_REQUIRED_SIZES, *_WIDTHS, *_COUNTS)
 
 # Keys of targets (Granite, MiniCPM, Gemma, Cohere, Falcon-H1, DBRX, GPT-NeoX) that change what a layer computes, each
 # with the value that changes nothing, as null does. Of a draft's, vLLM reads logit_scale and SGLang
@@ -98,7 +80,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
                 raise MismatchError.of_key(where, key, "true, false or null", flag)
     _settle_norm_flags(config)
     drop_empty_taps(config)
-    for key in _DROPPED_KEYS:
+    for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
 
     for key in SIZES:

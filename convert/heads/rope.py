@@ -8,25 +8,9 @@ from typing import Any
 
 from ..errors import MismatchError
 
-# Those of transformers, and vLLM's (`rotary_embedding/__init__.py`).
-_SCALINGS = (
-    "default",
-    "linear",
-    "dynamic",
-    "yarn",
-    "longrope",
-    "llama3",
-    "proportional",
-    "mrope",
-    "su",
-    "mllama4",
-    "ntk",
-    "xdrope",
-    "deepseek_yarn",
-    "deepseek_llama_scaling",
-    "openpangu",
-    "telechat3-yarn",
-)
+# Those of transformers, and vLLM's of one model each (`rotary_embedding/__init__.py`).
+_COMMON = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "su", "ntk")
+_SCALINGS = (*_COMMON, "mllama4", "xdrope", "deepseek_yarn", "deepseek_llama_scaling", "openpangu", "telechat3-yarn")
 # Numbers that a scaled RoPE computes with, and those without which transformers or an engine refuses it, by type.
 _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NUMBERS = (*_LLAMA3_NUMBERS, "alpha")

@@ -9,16 +9,11 @@ from ..errors import MismatchError
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 TAPS_FLAG = "--tap-layers"
+_COMMON = {"layer_ids": 0, "target_layer_ids": 1}
 TAP_KEYS: Mapping[str, Mapping[str, int]] = {
-    "": {
-        AUX_LAYER_KEY: 0,
-        "aux_hidden_state_layer_ids": 0,
-        "layer_ids": 0,
-        "target_layer_ids": 1,
-        "dspark_target_layer_ids": 1,
-    },
-    "eagle_config": {AUX_LAYER_KEY: 1, "aux_hidden_state_layer_ids": 0, "layer_ids": 0, "target_layer_ids": 1},
-    "dflash_config": {"layer_ids": 0, "target_layer_ids": 1},
+    "": {AUX_LAYER_KEY: 0, "aux_hidden_state_layer_ids": 0, "dspark_target_layer_ids": 1, **_COMMON},
+    "eagle_config": {AUX_LAYER_KEY: 1, "aux_hidden_state_layer_ids": 0, **_COMMON},
+    "dflash_config": _COMMON,
 }
 """Keys by the object that holds them, each with the number that makes an id that of the layer's input.
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from .. import names
 from ..artifact.checksums import row_checksums, sha256_file
-from ..artifact.files import CARD_NAME, CONFIG_NAME, OWN_NAMES, WEIGHTS_NAME, freq_name
+from ..artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, WEIGHTS_NAME, freq_name
 from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
 from ..heads.draft_head import DraftHead
@@ -208,7 +208,7 @@ def _file_checksums(parts: ArtifactParts) -> Outcome:
     small = {name: entry for name, entry in manifest.files.items() if name != WEIGHTS_NAME}
     for name, entry in small.items():
         path = parts.folder / name
-        if not re.fullmatch(OWN_NAMES, name) or "sha256" not in entry:
+        if not re.fullmatch(FILE_NAMES, name) or "sha256" not in entry:
             problems.append(f"{name} is no file of an artifact, or has no checksum")
         elif not path.is_file():
             problems.append(f"{name} is missing")
