@@ -6,12 +6,10 @@ from .drafter.buffers import Buffers as Buffers
 from .drafter.dimensions import DrafterConfig as DrafterConfig
 from .drafter.drafter import Drafter as Drafter
 from .drafter.drafter import check_finished as check_finished
-from .drafter.follow import FollowRows as FollowRows
 from .drafter.launch import DraftFunction as DraftFunction
 from .drafter.launch import allocate_buffers as allocate_buffers
 from .drafter.launch import launch_drafter as launch_drafter
 from .drafter.launch import prefill_drafter as prefill_drafter
-from .drafter.launch import set_tail as set_tail
 from .drafter.packing import Weights as Weights
 from .drafter.rope import RotaryEmbedding as RotaryEmbedding
 from .drafter.tuned_cache import open_tuned_cache as open_tuned_cache

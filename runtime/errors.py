@@ -11,10 +11,6 @@ _LONGEST = 100
 OTHER_NAMES = "docs/upstream.md, Names used elsewhere, says what other drafters' names are called here."
 
 
-class NothingToFollowError(UsageError):
-    """The draft vocabulary holds every id that could join it: take a smaller one."""
-
-
 class TargetError(EagleSlimError):
     """The target cannot be loaded: name another folder, repository or revision, or connect to the Hub."""
 

@@ -10,7 +10,7 @@ import click
 from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .options_cli import load_heads, model_options, read_by, show_warnings_as_lines
+from .options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
 
 if TYPE_CHECKING:
     from .api.output import GenerationOutput
@@ -26,7 +26,6 @@ _COMMANDS = "/reset starts over, /quit or Ctrl-D ends the chat, Ctrl-C an answer
 Examples:
   eagle-generate --prompt "Why is the sky blue?"
   eagle-generate out/llama-slim --draft-vocab 8192 --temperature 0.7 --top-p 0.9
-  eagle-generate --draft-vocab 2048 --follow prompt < a-long-prompt.txt
   eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
 )
 @model_options
@@ -49,7 +48,7 @@ Examples:
     callback=read_by(lambda n: None if n == "full" else int(n), "8192 or full"),
     help="Draft over the best N ids only; `full`, the default, is all of the head's.",
 )
-@click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
+@no_follow_option
 @click.option(
     "--prompt", metavar="TEXT", help="Answer this prompt and exit. Default: the text on stdin, or a chat in a terminal."
 )
@@ -88,7 +87,6 @@ def generate(
     draft_top_k: int,
     total_tokens: int | None,
     draft_vocab: int | None,
-    follow: str | None,
     **options: Any,
 ) -> None:
     """Generate with a draft head; the text is the target's own.
@@ -106,9 +104,7 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    (model,) = load_heads(
-        options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab, follow=follow
-    )
+    (model,) = load_heads(options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab)
     if check and model.is_tree_sized and model.target.device.type == "cuda":
         # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
         model = model.with_tree(model.drafter.tree)

@@ -30,14 +30,13 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import nn
 
-from .drafter.follow import FollowRows
-from .drafter.weights import HeadWeights, JoinableRows, choose_draft_ids, load_joinable_rows
+from .drafter.weights import choose_draft_ids
 from .errors import DeviceMemoryError, PairingError, SpeedWarning, TargetError, UsageError, check_choice, misfit
 from .ops import lacks_fp8
 from .target.fp8_forms import AT_LOAD, Fp8Form, read_form
 from .target.fp8_loading import UNREAD, fetch_target, load_fp8
 from .target.location import given_target, recorded_target
-from .target.wrapper import TargetModel, check_supported
+from .target.wrapper import check_supported
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INSTRUCTIONS = {
@@ -101,18 +100,6 @@ class OpenedHead:
         place = np.full(self.head.target_vocab, len(given), dtype=np.int64)
         place[given.target_ids] = np.arange(len(given))
         return np.argsort(place[draft_ids], kind="stable")
-
-    def rows_to_follow(self, target: TargetModel, weights: HeadWeights, follow_rows: int) -> FollowRows:
-        """Rank the rows that may join the draft vocabulary of ``weights``; the head's ranking says what is rare.
-
-        Raises as `load_joinable_rows` and `FollowRows` do.
-        """
-        base = weights.draft_to_target
-        known: FollowRows | JoinableRows = weights.follow or load_joinable_rows(self.head, target, base.cpu().numpy())
-        rank_order = known.rank_order
-        if rank_order is None and self.ranking is not None:
-            rank_order = self.ranking.target_ids
-        return FollowRows.of(follow_rows, base, known.rows, known.row_of_id, rank_order)
 
 
 def open_any_head(

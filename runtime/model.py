@@ -41,7 +41,6 @@ from .drafter.drafter import (
     check_tree_fits,
     choose_drafter,
 )
-from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError, misfit
@@ -94,8 +93,6 @@ class SpeculativeModel:
         head: str | Path | DraftHead | Artifact | None = None,
         *,
         draft_vocab: int | DraftVocab | None = None,
-        follow: str | None = None,
-        follow_rows: int = DEFAULT_FOLLOW_ROWS,
         depth: int = 5,
         top_k: int = 10,
         total_tokens: int | None = None,
@@ -120,9 +117,6 @@ class SpeculativeModel:
             head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
             draft_vocab: rows to draft over, from the forced ids up to the converted head's, without converting again;
                 or a `DraftVocab`; None takes all.
-            follow: "prompt" lets ids of each prompt join its draft vocabulary, those that ``draft_vocab`` leaves out.
-                Needs a head with more rows than ``draft_vocab``, or one that drafts with the target's LM head.
-            follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`). ``total_tokens`` None: where rows are exact,
                 steps choose between plain decoding and trees of up to 60 nodes, by measured times and acceptance
                 (`step.shapes`); elsewhere sizes alone fix the tree before the call. A number is kept.
@@ -158,8 +152,6 @@ class SpeculativeModel:
                 "serves patches of SafeAILab's EaModel alone: docs/upstream.md."
             )
         tree = TreeConfig.of(depth, top_k, total_tokens)
-        if follow is not None:
-            check_follow(follow, follow_rows)
         for name, given, loaded in (("target", target, (nn.Module,)), ("head", head, (DraftHead, Artifact))):
             if given is not None and not isinstance(given, (str, Path, *loaded)):
                 raise misfit(name, "a folder, the name of a Hub repository, or a loaded one", given)
@@ -212,8 +204,6 @@ class SpeculativeModel:
         taps = loading.resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, target_backend)
         weights = load_head_weights(opened.head, wrapped, draft_ids)
-        if follow is not None:
-            weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device)
         built = choose_drafter(drafter, weights, tree, draft_weights, order)
@@ -236,24 +226,9 @@ class SpeculativeModel:
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids)
         kept = torch.from_numpy(ids).to(weights.device)
-        follow = None if weights.follow is None else weights.follow.over(kept)
-        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
+        other = replace(weights, lm_head=rows, draft_to_target=kept)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device)
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
-
-    def with_follow(self, follow: str | None, follow_rows: int = DEFAULT_FOLLOW_ROWS) -> SpeculativeModel:
-        """Return a model whose draft vocabulary follows the prompt, or stays as it is (None).
-
-        All that is loaded is shared. Raises `UsageError` as `from_pretrained` does, and without its opened head.
-        """
-        weights, rows = self.drafter.weights, None
-        if follow is not None:
-            check_follow(follow, follow_rows)
-            if self.opened is None:
-                raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
-            rows = self.opened.rows_to_follow(self.target, weights, follow_rows)
-        followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
-        return self._with_drafter(followed, self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig | None) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.

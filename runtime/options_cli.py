@@ -80,6 +80,19 @@ def model_options(function: _Decorated) -> _Decorated:
     return function
 
 
+def removed_option(name: str, now: str) -> Callable[[_Decorated], _Decorated]:
+    """Refuse an option that was removed: it is not in the help, and whoever types it reads ``now``, what to do."""
+
+    def refuse(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{name} was removed. {now}", ctx)
+
+    return click.option(name, hidden=True, expose_value=False, callback=refuse, help=now)
+
+
+no_follow_option = removed_option("--follow", "Draft over 16,000 rows instead, which gains as much.")
+
+
 def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
     """Take the options of `model_options` out of a command's options and load the head with its target.
 

@@ -66,7 +66,6 @@ FLOORS = {
         target/fp8
         target/kernels
         target
-        drafter/follow
         drafter/kernels
         drafter
         drafter/tuning

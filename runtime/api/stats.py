@@ -51,8 +51,8 @@ class GenerationStats:
     """Tokens accepted beyond an answer's end. They are in no accepted length, so that a size that needs one pass more
     for the same answer does not seem to accept more."""
     missed_ids: dict[int, int] = field(default_factory=dict)
-    """Counts of generated target ids that the draft vocabulary, joined ids included, did not hold. Of all new tokens,
-    the first of an answer too; empty with ``speculative=False``."""
+    """Counts of generated target ids that the draft vocabulary did not hold. Of all new tokens, the first of an answer
+    too; empty with ``speculative=False``."""
     num_reused_tokens: int = 0
     """Prompt tokens that were not run again, as a slot held them from an earlier call."""
     total_s: float = 0.0

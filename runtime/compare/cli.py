@@ -23,12 +23,10 @@ from eagle_slim.vocab_tools.common_cli import (
 from eagle_slim.vocab_tools.errors import INTERRUPTED
 from tqdm import tqdm
 
-from ..options_cli import load_heads, model_options, read_by, show_warnings_as_lines
+from ..options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
 from .comparison_options import MARKER, CompareOptions
 from .prompts import load_prompts
-
-_FOLLOW = {"prompt": "prompt", "none": None}
 
 
 def _list_of(read: Callable[[str], Any], example: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -64,7 +62,6 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     epilog="""\b
 Examples:
   eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,4096 --out out/compare
-  eagle-compare --prompts prompts.jsonl --sizes 4096,2048 --follow prompt,none
   eagle-compare slim --head other --tree 5,10,60 --tree 3,1,4 --batch 1,4,16 --prompts prompts.txt --json
   OMP_NUM_THREADS=1 eagle-compare --device cpu --dtype bfloat16 --prompts prompts.txt --sizes 4096 --tree 4,4,16""",
 )
@@ -94,13 +91,7 @@ Examples:
     callback=_list_of(lambda text: text if text == "full" else int(text), "full,16384,4096"),
     help="Draft-vocabulary sizes; `full` is the head's own. Default: full and powers of two.",
 )
-@click.option(
-    "--follow",
-    default="none",
-    metavar="F,F",
-    callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
-    help="prompt: ids of the prompt join each size; none: each size as it is (default).",
-)
+@no_follow_option
 @click.option(
     "--modes",
     default="greedy,sampled",

@@ -23,7 +23,6 @@ class CompareOptions:
         sizes: draft vocabularies to compare: numbers of rows, in the order of the head's own ranking, or "full" for all
             that it has. None is "full" and the powers of two from 32,768 to 2,048 that a head can be cut to.
         trees: shapes of the draft tree, of which None is the choice by step; None for the shape that the models have.
-        follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
         modes: "greedy", "sampled", or both.
         sampling: how the mode "sampled" chooses tokens.
         batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
@@ -36,7 +35,6 @@ class CompareOptions:
 
     sizes: Sequence[int | Literal["full"]] | None = None
     trees: Sequence[TreeConfig | None] | None = None
-    follow: Sequence[Literal["prompt"] | None] = (None,)
     modes: Sequence[str] = MODES
     sampling: SamplingConfig = _SAMPLING
     batches: Sequence[int] = (1,)
@@ -44,17 +42,16 @@ class CompareOptions:
     partial_verification: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "trees", "follow", "modes", "batches"):
+        for name in ("sizes", "trees", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):
                 raise misfit(name, "one value or more, each once", values)
         for size in self.sizes or ():
             if size != "full" and not (isinstance(size, int) and size > 0):
                 raise misfit("sizes", 'numbers of rows, or "full"', size)
-        for name, known in (("modes", MODES), ("follow", ("prompt", None))):
-            for value in getattr(self, name):
-                if value not in known:
-                    raise misfit(name, " or ".join(map(str, known)), value)
+        for value in self.modes:
+            if value not in MODES:
+                raise misfit("modes", " or ".join(MODES), value)
         for name, least in (("batches", 1), ("max_new_tokens", 2)):
             value = getattr(self, name)
             if min(value if isinstance(value, Sequence) else (value,)) < least:

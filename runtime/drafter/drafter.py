@@ -81,10 +81,9 @@ class Drafter:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights read to draft a tree: on each level the layer, the LM head and all rows that may join."""
+        """Bytes of weights read to draft a tree: on each level the layer and the LM head."""
         head = self.weights
-        joining = 0 if head.follow is None else min(head.follow.most, len(head.follow.ids))
-        num_weights = sum(tensor.numel() for tensor in (*head.tensors.values(), head.lm_head)) + joining * head.hidden
+        num_weights = sum(tensor.numel() for tensor in (*head.tensors.values(), head.lm_head))
         # Norms and biases stay as they are; they are negligible.
         return num_weights * self.stored_dtype.itemsize * (self.tree.depth + 1)
 

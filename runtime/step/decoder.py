@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter, bound_of, reset_barrier
-from ..drafter.follow import Tails
-from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
 from ..ops import Ops, count_launches, counted_apart, is_set, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS, TreeConfig
@@ -215,8 +213,6 @@ class Decoder:
         self.waits, self._offsets = waits, offsets
         self.draft_waits = drafter is not None and drafter.waits
         self.ops = Ops.for_device(device)
-        self.follow = None if drafter is None else drafter.head.follow
-        """Rows that may join each slot's draft vocabulary; None without following."""
         drafted = None if chain is not None else drafter
         tree = chain if drafter is None or chain is not None else drafter.tree
         self.tree = tree
@@ -302,14 +298,8 @@ class Decoder:
         if tree.top_k not in self._drafters:
             alike = [shape for shape in shapes_up_to(self.drafter.tree) if shape and shape.top_k == tree.top_k]
             self._drafters[tree.top_k] = self.drafter.of_bound(bound_of([tree, *alike]))
-            self._gather_rows()
         drafter = self._drafters[tree.top_k]
         return drafter if drafter.tree == tree else drafter.of_tree(tree)
-
-    @property
-    def tails(self) -> Tails | None:
-        """Rows that joined each slot's draft vocabulary."""
-        return None if self.drafter is None else self.drafter.bufs.tails
 
     def step(
         self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None, host: HostChoice | None = None
@@ -403,11 +393,10 @@ class Decoder:
     ) -> None:
         """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
 
-        The slot's tail has been set before. ``held`` (`hold_row`): of the first of these tokens; the second number in
+        ``held`` (`hold_row`): of the first of these tokens; the second number in
         the record's last row says whether its keys and values have changed.
         """
         self.ops(begin_prompt)(self.box, self.state)
-        self._gather_rows()
         left = num_tokens
         while left > 0:
             chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
@@ -451,7 +440,7 @@ class Decoder:
         if not missing:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.graph_bytes
-        self._practise([*missing.values(), self._gather_rows])
+        self._practise(missing.values())
         compiled = time.perf_counter()
         for key, run in missing.items():
             kept[key] = self._record(run)
@@ -623,12 +612,6 @@ class Decoder:
     def new_chunk(self, nodes: int) -> _Chunk:
         """Allocate the buffers of a prompt's chunk of ``nodes`` rows."""
         return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
-
-    def _gather_rows(self) -> None:
-        """Copy LM-head rows that joined a draft vocabulary to where the drafters read them."""
-        for drafter in self._drafters.values():
-            if self.follow is not None and drafter.bufs.tails is not None:
-                self.ops(gather_rows)(self.follow, drafter.bufs.tails)
 
     @cached_property
     def _scratch(self) -> ChoiceScratch:

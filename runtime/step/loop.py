@@ -142,8 +142,6 @@ class GenerationLoop:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
-        if decoder.follow is not None and decoder.tails is not None:
-            decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
         held = hold_row(decoder.cache, slot, first, self.decoders.model.has_exact_rows) if first > 0 else None
         decoder.enter(len(prompt) - first, self.rules, self.host, held)
 

@@ -13,11 +13,11 @@ from eagle_slim.runtime.drafter import packing
 from eagle_slim.runtime.drafter.buffers import BLANK
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import Drafter, bound_of
-from eagle_slim.runtime.drafter.launch import launch_drafter, set_tail
+from eagle_slim.runtime.drafter.launch import launch_drafter
 from eagle_slim.runtime.drafter.packing import SharedPacking
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
-from support.drafting import problem, random_head, with_follow
+from support.drafting import problem, random_head
 from support.raising import raises
 from support.tiny_models import VOCAB, tiny_target, write_head
 
@@ -89,7 +89,7 @@ def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: str) -> None:
     """Smaller trees of one kernel, and chains of another: each drafts what a drafter of that tree alone does."""
-    head = with_follow(random_head(device=device), 20)
+    head = random_head(device=device)
     wide = Drafter(head, bound_of([TreeConfig(1, 3, 12), TreeConfig(2, 3, 8)]), backend).on_slots(2, 30)
     assert wide.tree == TreeConfig(2, 3, 12)
     chains = wide.of_bound(TreeConfig(4, 1, 6))
@@ -97,12 +97,10 @@ def test_drafters_of_several_trees_over_the_same_inputs(backend: str, device: st
     wide.features.normal_(generator=torch.Generator(device).manual_seed(1))
     step = ([1, 0], [[3, 5], [7]], [0, 0])
     wide.bufs.set_step(*step)
-    set_tail(wide.cfg, wide.weights, wide.bufs, 0, range(0, 300, 5))
     for drafter in (wide.of_tree(TreeConfig(1, 3, 7)), chains.of_tree(TreeConfig(2, 1, 4)), chains, wide):
         own = Drafter(head, drafter.tree, backend).on_slots(2, 30)
         own.features.copy_(wide.features)
         own.bufs.set_step(*step)
-        set_tail(own.cfg, own.weights, own.bufs, 0, range(0, 300, 5))
         for each in (drafter, own):
             each.draft()
         for name in BLANK:

@@ -139,9 +139,16 @@ def test_json_from_stdin_and_a_smaller_vocabulary(generate: Run) -> None:
     assert fixed["draft_vocab"] == 270
     assert len(fixed["token_ids"]) == fixed["stats"]["num_new_tokens"] <= 6
     assert fixed["finish_reason"] in ("length", "eos")
-    followed = answer(generate(*args, "--follow", "prompt", "--check", stdin="hello you\n"))
-    assert followed["token_ids"] == fixed["token_ids"]
-    assert followed["stats"]["num_missed"] <= fixed["stats"]["num_missed"]
+    checked = answer(generate(*args, "--check", stdin="hello you\n"))
+    assert checked["token_ids"] == fixed["token_ids"]
+
+
+@pytest.mark.parametrize("arguments", [("--prompt", "hello", "--follow", "prompt"), ("--follow=prompt",)])
+def test_following_the_prompt_was_removed(generate: Run, compare: Run, arguments: tuple[str, ...]) -> None:
+    for ended in (generate(*arguments), compare(*arguments[-2:])):
+        assert ended.code == 2
+        assert "--follow was removed. Draft over 16,000 rows instead" in ended.err
+    assert "--follow" not in generate("--help").out + compare("--help").out
 
 
 def test_a_stop_string_is_not_printed(generate: Run) -> None:
@@ -387,7 +394,6 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
         (["--sizes", "full,x"], "the form full,16384,4096"),
         (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
         (["--batch", "1,x"], "1,4,16"),
-        (["--follow", "prompt,text"], "prompt,none"),
     ],
 )
 def test_compare_mistakes(compare: Run, args: list[str], message: str) -> None:

@@ -14,7 +14,7 @@ from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, NothingToFollowError, UsageError
+from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.raising import raises
@@ -116,24 +116,6 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
 
-def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
-    """Each size as it is and following; one that holds every id has nothing to follow with."""
-    prompts = [Prompt(("one two three",)), Prompt(("four five six",))]
-    result = compare(model, prompts, greedy("full", 270, follow=("prompt", None)))
-    full, alone, follows = drafted(result)
-    assert [each.label for each in (full, alone, follows)] == [FULL, "270", "270 + prompt"]
-    # 360 less 270 ids may join, read in each of three passes.
-    assert follows.draft_bytes - alone.draft_bytes == 90 * model.drafter.weights.hidden * 4 * 3
-    assert all(row.num_identical == row.num_answers for row in result.rows)
-    rows = {row.label: row.to_json() for row in result.rows}
-    assert (rows["270"]["follow"], rows["270 + prompt"]["follow"]) == (None, "prompt")
-    assert rows["270"]["num_missed"] >= rows["270 + prompt"]["num_missed"]
-    only = compare(model, prompts, greedy("full", 270, follow=("prompt",), max_new_tokens=2))
-    assert [each.label for each in drafted(only)] == [FULL, "270 + prompt"]
-    with raises(NothingToFollowError):
-        compare(model, prompts, greedy(follow=("prompt",)))
-
-
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
     other = SpeculativeModel.from_pretrained(
@@ -206,7 +188,6 @@ def test_a_batch_that_cannot_be_answered_costs_no_other(
         ({"sizes": (0,)}, "0"),
         ({"modes": ("greedy", "greedy")}, "modes"),
         ({"modes": ("wild",)}, "wild"),
-        ({"follow": ("text",)}, "text"),
         ({"batches": (0, 1)}, "batches"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"sampling": SamplingConfig()}, "temperature"),

@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
@@ -18,7 +17,6 @@ from eagle_slim.runtime.errors import CheckError, LogitsError
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.shapes import ShapeChooser, shapes_for, shapes_up_to
-from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
@@ -136,21 +134,6 @@ def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
     ids, rest = torch.tensor([prompt], device="cuda"), {"do_sample": False, "pad_token_id": 0}
     output = model.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **rest)  # type: ignore[operator]
     return output[0, len(prompt) :].tolist()
-
-
-def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path) -> None:
-    """Nine ids and at most seven that join; slots are taken again, and steps are replayed from graphs."""
-    model, prompts = pair(tmp_path, "llama")
-    nine = DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"])
-    few = model.with_draft_vocab(nine).with_follow("prompt", 7)
-    reference = few.with_drafter("reference")
-    wanted = reference.generate(prompts, max_new_tokens=40, max_slots=2)
-    for slots in (2, 16):
-        output = few.generate(prompts, max_new_tokens=40, max_slots=slots)
-        assert "CUDA graphs" in output.stats.path
-        assert output.token_ids == wanted.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
-        assert output.stats.accepted_lengths == wanted.stats.accepted_lengths
-    assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
 
 
 @pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
