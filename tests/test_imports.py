@@ -55,9 +55,9 @@ FLOORS = {
         rows/target
         artifact
         verify vocabulary_choice
-        options push
+        options
         pipeline
-        cli push_cli verify_cli
+        cli removed_cli verify_cli
     """,
     "runtime": """
         errors
@@ -82,7 +82,7 @@ FLOORS = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/sources\.py",
-    "huggingface_hub": r"convert/push\.py|convert/rows/hub_tensor\.py|vocab_tools/hub\.py",
+    "huggingface_hub": r"convert/rows/hub_tensor\.py|vocab_tools/hub\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 

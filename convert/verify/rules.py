@@ -32,7 +32,7 @@ from ..rows.paths import TORCH_SUFFIXES
 from ..rows.safetensors_file import SafetensorsFile
 
 _MAPS = frozenset(names.MAPS)
-READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
+_READ_TOO = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf", QUANT_NAME)
 _T = TypeVar("_T")
 
 
@@ -157,7 +157,7 @@ def _stray_files(parts: Parts) -> str:
     others = sorted({path.name for path in parts.folder.iterdir()} - {*parts.manifest.files})
     # The token map, also a pickle, is no weights file.
     own = freq_name(parts.manifest.draft_vocab)
-    weights = [name for name in others if name.endswith(READ_TOO) and name != own]
+    weights = [name for name in others if name.endswith(_READ_TOO) and name != own]
     refuse(bool(weights), f"{', '.join(weights)}: an engine may read this, too, or instead; remove it")
     return "none"
 

@@ -127,7 +127,6 @@ def _check_engine(parts: Parts, engine: str, version: str | None) -> str:
         config=parts.config,
         draft_vocab=manifest.draft_vocab,
         target_layers=parts.target_layers,
-        has_gguf=any(name.endswith(".gguf") for name in manifest.files),
     )
     findings = [*head_findings(facts, engine), *version_findings(engine, version)]
     errors, warnings, notes = (

@@ -714,7 +714,7 @@ def test_a_dry_run_warns_of_what_the_real_run_warns(run, tmp_path):
 
 NO_TORCH = """
 import sys
-from eagle_slim.convert import cli, push_cli, verify_cli
+from eagle_slim.convert import cli, removed_cli, verify_cli
 at_import = {"transformers"} & set(sys.modules)
 cli.convert.main(sys.argv[1:], standalone_mode=False)
 print(*sorted(at_import | {"torch", "datasets", "matplotlib"} & set(sys.modules)))
