@@ -152,8 +152,8 @@ def test_every_folder_and_file_has_a_floor(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_contributing_tells_the_floors(package: str) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    table = page.split(f"| `{package}/` | |\n", 1)[1].split("\n\n", 1)[0]
-    named = [name for row in table.splitlines()[1:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    rows = page.split(f"\n### `{package}/`\n\n", 1)[1].split("\n\n", 1)[0]
+    named = [name for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.partition(": ")[0])]
     commands = re.compile(r".*cli(\.py)?|errors(\.py)?")
     floors = [name for name in FLOORS[package].split() if not commands.fullmatch(name)]
     told = [name.removesuffix("/").removesuffix(".py") for name in named if not commands.fullmatch(name)]
