@@ -24,7 +24,7 @@ from eagle_slim.runtime.compiling.kernels.jobs import recording
 from eagle_slim.runtime.compiling.pool import CompilePool
 from eagle_slim.runtime.step.kernels import prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import list_active
-from eagle_slim.runtime.step.kernels.acceptance import SlotState
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 
 logging.basicConfig(format="%(message)s")
 compile_only_for(90)
