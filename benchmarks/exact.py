@@ -183,7 +183,7 @@ class ChangingShapes(ShapeChooser):
         super().__init__(Acceptance(), Costs(1, 1), shapes)
         self.rng, self.last, self.num_plain, self.steps = rng, shapes[0], 0, steps
 
-    def next(self, places: int, context: float) -> TreeConfig | None:
+    def next(self, *_: Any) -> TreeConfig | None:
         """Draw a shape; a run of plain steps may be longer than what the drafter takes at a time."""
         if self.num_plain > 0:
             self.num_plain -= 1

@@ -134,13 +134,13 @@ class NotedChooser(ShapeChooser):
         yield
         self.host_s += time.perf_counter() - started
 
-    def next(self, places: int, context: float) -> TreeConfig | None:
+    def next(self, *given: Any) -> TreeConfig | None:
         """Choose as `ShapeChooser.next`, noted."""
         with self._noted():
-            self.order.append(super().next(places, context))
+            self.order.append(super().next(*given))
         return self.order[-1]
 
-    def see(self, shape: TreeConfig | None, verdicts: Sequence[Sequence[int]]) -> None:
+    def see(self, shape: TreeConfig | None, verdicts: Mapping[int, Sequence[int]]) -> None:
         """Learn as `ShapeChooser.see`, noted."""
         with self._noted():
             super().see(shape, verdicts)

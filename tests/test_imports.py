@@ -60,6 +60,8 @@ FLOORS = {
     """,
     "runtime": """
         errors
+        compiling/kernels
+        compiling
         ops settings
         tree
         target/fp8

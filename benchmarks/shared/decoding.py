@@ -443,13 +443,13 @@ def run_steps(
     begun = time.perf_counter()
     for step in range(steps + 1):
         if step < steps:
-            shape = decoder.tree if chooser is None else chooser.next(places, context)
+            shape = decoder.tree if chooser is None else chooser.next(places, context, range(num_active))
             while chooser is not None and any(chooser.is_unmeasured(each, places) for each in (shape, None)):
                 started = time.perf_counter()
                 for each in (shape, None):
                     chooser.time(each, places, context, decoder.time_step(num_active, GREEDY, each))
                 apart_s += time.perf_counter() - started
-                shape = chooser.next(places, context)
+                shape = chooser.next(places, context, range(num_active))
             decoder.step(num_active, GREEDY, shape)
             values[step].copy_(record, non_blocking=True)
             if ready:
@@ -461,11 +461,11 @@ def run_steps(
         read = step - 1
         if ready:
             ready[read].synchronize()
-        rows = [row for row in values[read].tolist()[:-1] if row[0] > 0]
-        tokens += sum(row[0] for row in rows)
+        rows = {slot: row for slot, row in enumerate(values[read].tolist()[:-1]) if row[0] > 0}
+        tokens += sum(row[0] for row in rows.values())
         if chooser is not None:
             chooser.steps[shapes[read]] += 1
-            chooser.see(shapes[read], [row[first_rank : first_rank + row[0] - 1] for row in rows])
+            chooser.see(shapes[read], {slot: row[first_rank : first_rank + row[0] - 1] for slot, row in rows.items()})
             if ready and read > 0 and pauses[read - 1] == pauses[read]:
                 chooser.time(shapes[read], places, context, ready[read - 1].elapsed_time(ready[read]))
     synchronize(device)

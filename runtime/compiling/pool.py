@@ -12,6 +12,8 @@ from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+import torch
+
 from .kernels.jobs import Job
 
 logger = logging.getLogger(__name__)
@@ -115,7 +117,14 @@ class CompilePool:
         self._pipe = self._worker = None
 
 
+def pool_for(device: torch.device) -> CompilePool | None:
+    """Return this process's pool for a GPU; None for other devices, where nothing is compiled."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return _pool(10 * major + minor)
+
+
 @cache
-def pool_for(capability: int) -> CompilePool:
-    """Return this process's pool for GPUs of a capability, 90 for sm_90."""
+def _pool(capability: int) -> CompilePool:
     return CompilePool(capability)

@@ -16,11 +16,12 @@ PyTorch twins.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
+from ..compiling.pool import pool_for
 from ..drafter.drafter import BufferedDrafter
 from ..ops import Ops, counted_apart, is_set, ranges_wanted
 from ..settings import TreeConfig
@@ -66,7 +67,8 @@ class Decoder:
         self.checks = Checks(device, slots.state, slots.entering) if is_set("EAGLE_SLIM_CHECK") else None
         """Rules of ``EAGLE_SLIM_CHECK``; None without it."""
         own_pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
-        self.graphs = Graphs(own_pool, slots.hidden)
+        compiler = None if own_pool is None else pool_for(device)
+        self.graphs = Graphs(own_pool, slots.hidden, compiler)
         nodes = 1 if drafts.tree is None else drafts.tree.total_tokens
         choice = TokenChoice(self.ops, slots.choice, target.vocab_size, nodes)
         self.steps = StepPhases(target, cache, slots, drafts, choice, waits=waits, checks=self.checks, revise=revise)
@@ -209,11 +211,35 @@ class Decoder:
         for batch in buckets_up_to(num_active):
             # A single shape is what was asked for.
             for tree in shapes_for(batch, trees) if len(trees) > 1 else trees:
-                groups |= group_phases(("step", tree, batch), self.steps.of(batch, rules, tree))
+                groups |= self._step_groups(batch, rules, tree)
         if len(trees) > 1:
-            groups |= group_phases(("pairs",), [Phase("pairs", self._take_pairs)])
+            groups |= self._pair_groups()
         groups |= self.prompts.groups(rules)
         return self.graphs.warm_up(groups, rules)
+
+    def begin_compiling(
+        self, num_active: int, rules: ChoiceRules, trees: Sequence[TreeConfig | None], num_tokens: Iterable[int]
+    ) -> None:
+        """Have what a call begins with compiled in other processes: steps of ``trees``, and prompts.
+
+        ``num_tokens``: of the prompts. What ``trees`` names first is compiled first, with the prompts; of the rest, the
+        largest trees, which take longest.
+        """
+        first, *rest = trees
+        self.graphs.submit(self.prompts.groups(rules, num_tokens), rules)
+        self.is_compiled(num_active, rules, first)
+        if rest:
+            self.graphs.submit(self._pair_groups(), rules)
+        for tree in sorted(rest, key=lambda each: 0 if each is None else each.total_tokens, reverse=True):
+            self.is_compiled(num_active, rules, tree)
+
+    def is_compiled(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> bool:
+        """Return whether a step's kernels are compiled; they will be, where this is asked. Arguments as in `step`."""
+        if self.is_ready(num_active, rules, tree):
+            return True
+        groups = self._step_groups(self.batch_for(num_active), rules, tree)
+        self.graphs.submit(groups, rules)
+        return self.graphs.are_compiled(groups, rules)
 
     def _begin_step(self, num_active: int, rules: ChoiceRules, tree: TreeConfig | None) -> int:
         """Make room for a step, and count the tokens that will wait for the drafter after it; returns its batch."""
@@ -230,6 +256,12 @@ class Decoder:
         if self.drafts.drafter is not None and self._max_waiting > room:
             self.graphs.run(("pairs",), rules, [Phase("pairs", self._take_pairs)])
             self._max_waiting = 1
+
+    def _step_groups(self, batch: int, rules: ChoiceRules, tree: TreeConfig | None) -> Mapping[GraphKey, Phase]:
+        return group_phases(("step", tree, batch), self.steps.of(batch, rules, tree))
+
+    def _pair_groups(self) -> Mapping[GraphKey, Phase]:
+        return group_phases(("pairs",), [Phase("pairs", self._take_pairs)])
 
     def _take_pairs(self) -> None:
         assert self.drafts.drafter is not None

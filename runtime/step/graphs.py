@@ -16,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ..compiling.kernels.jobs import Job, recording
+from ..compiling.pool import CompilePool
 from ..ops import count_launches, counted_apart, side_stream
 from .kernels.choice_kernels import ChoiceRules
 
@@ -115,11 +117,16 @@ class Graphs:
     """Runs phases, from graphs where they can be captured; keeps those of the `MAX_RULES` rules used last.
 
     ``pool``: memory of the graphs; None captures nothing. ``hidden``: tensors, each with the value under which it shows
-    no slots; they have it while work is run to be compiled, and get theirs back.
+    no slots; they have it while work is run to be compiled, and get theirs back. ``compiler`` compiles what groups
+    launch in other processes; None: in this one, when it is launched.
     """
 
-    def __init__(self, pool: GraphPool | None, hidden: Sequence[tuple[Tensor, int]]) -> None:
-        self._pool, self._hidden = pool, hidden
+    def __init__(
+        self, pool: GraphPool | None, hidden: Sequence[tuple[Tensor, int]], compiler: CompilePool | None = None
+    ) -> None:
+        self._pool, self._hidden, self._compiler = pool, hidden, compiler
+        self._jobs: dict[tuple[ChoiceRules, GraphKey], dict[Job, None]] = {}
+        """What groups launch, as far as they were submitted."""
         self.kept: dict[ChoiceRules, dict[GraphKey, Work]] = {}
         """Replays by rules of choice, those used last at the end, and by the work that a graph holds."""
         self.size_bytes = 0
@@ -144,7 +151,8 @@ class Graphs:
                 group.run()
                 continue
             if name not in kept:
-                self.practise([group.run])
+                self._compile({name: group}, rules)
+                self._practise([group.run])
                 kept[name] = self._capture(group.run)
             kept[name]()
 
@@ -155,15 +163,41 @@ class Graphs:
         if not missing:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.size_bytes
-        self.practise(missing.values())
+        self._compile(groups, rules)
+        self._practise(missing.values())
         compiled = time.perf_counter()
         for key, run in missing.items():
             kept[key] = self._capture(run)
         captured = time.perf_counter()
         return WarmUp(compiled - started, captured - compiled, len(missing), self.size_bytes - bytes_before)
 
-    def practise(self, runs: Iterable[Work]) -> None:
-        """Run work over no slots, to compile kernels and create handles, which a capture cannot."""
+    def submit(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
+        """Have kernels of the groups compiled in other processes, in order, while this one goes on."""
+        kept = self._kept_for(rules)
+        new = {key: group.run for key, group in groups.items() if not group.waits and key not in kept}
+        new = {key: run for key, run in new.items() if (rules, key) not in self._jobs}
+        if self._compiler is None or not new:
+            return
+        with counted_apart(), self._no_slots(), side_stream():
+            for key, run in new.items():
+                jobs = self._jobs[rules, key] = {}
+                with recording(jobs):
+                    run()
+                self._compiler.submit(jobs)
+
+    def are_compiled(self, keys: Iterable[GraphKey], rules: ChoiceRules) -> bool:
+        """Return whether nothing is left to compile of groups that were submitted."""
+        return self._compiler is None or all(self._compiler.are_done(self._jobs.get((rules, key), ())) for key in keys)
+
+    def _compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
+        """Compile what groups launch, side by side, and wait for it."""
+        self.submit(groups, rules)
+        if self._compiler is not None:
+            for key in groups:
+                self._compiler.wait(self._jobs.get((rules, key), ()))
+
+    def _practise(self, runs: Iterable[Work]) -> None:
+        """Run work over no slots, to load kernels and create handles, which a capture cannot."""
         with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from ..ops import counted_apart, current, named_range, tuned_counts
 from ..settings import TreeConfig
 from .choice import HostChoice
 from .decoders import Decoders, KeptRows, match_slots
+from .graphs import BUCKETS
 from .kernels.choose_tokens import no_distribution, token_bits
 from .kernels.slot_state import ENDED_BY_FAULT, RECORD_HEAD, RUNNING
 from .plan import Plan
-from .shapes import ShapeChooser
+from .shapes import ShapeChooser, shapes_for
 
 
 @dataclass
@@ -42,6 +44,8 @@ class _Record:
     """Mean tokens of a sequence, where shapes are chosen."""
     num_pauses: int
     """Pauses of the decoder up to this launch."""
+    batch: int
+    """Sequences that it was launched for."""
 
 
 class GenerationLoop:
@@ -101,6 +105,13 @@ class GenerationLoop:
         if rules.suppressed is not None:
             self._upload(decoder.slots.choice.suppressed, rules.suppressed)
         self.timer = PhaseTimer(decoder.target.device)
+        trees = [decoder.tree]
+        if self.chooser is not None:
+            # Plain decoding comes first: its kernels are few, and the call can begin with them.
+            drafted = [shape for shape in self.plan.shapes if shape is not None]
+            trees = [None, *shapes_for(decoder.batch_for(self.num_slots), drafted)]
+        prompts = [len(state.prompt_ids) for state in self.waiting]
+        decoder.begin_compiling(self.num_slots, self.rules, trees, prompts)
         while self.waiting or self.running or self.in_flight:
             self._fill_slots()
             if self.host is not None:
@@ -150,12 +161,12 @@ class GenerationLoop:
 
     def _step(self) -> None:
         decoder, tree = self.decoder, self._choose_tree()
-        if not decoder.is_ready(len(self.running), self.rules, tree):
+        if not decoder.is_ready(self._num_active(), self.rules, tree):
             # Compiling takes seconds: what has been generated is delivered before.
             self._read_all_but(0)
-        num_active = len(self.running)
-        if num_active == 0:
+        if not self.running:
             return
+        num_active = self._num_active()
         if self.plan.time_phases:
             for phase in decoder.timed_step(num_active, self.rules, tree, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
@@ -166,7 +177,15 @@ class GenerationLoop:
                 decoder.step(num_active, self.rules, tree, self.host)
         if self.chooser is not None:
             self.chooser.steps[tree] += 1
-        self._keep_record(decoder.state.record, dict(self.running), is_step=True, tree=tree)
+        self._keep_record(decoder.state.record, dict(self.running), True, tree, decoder.batch_for(num_active))
+
+    def _num_active(self) -> int:
+        """Count the sequences to launch the next step for: more than run, while no kernels of fewer are compiled."""
+        if self.chooser is None or not self.decoder.has_graphs:
+            return len(self.running)
+        buckets = (bucket for bucket in BUCKETS if len(self.running) <= bucket < self.num_slots)
+        compiled = (bucket for bucket in buckets if self.decoder.is_compiled(bucket, self.rules, None))
+        return next(compiled, self.num_slots)
 
     def _choose_tree(self) -> TreeConfig | None:
         """Choose the next step's shape; time it first if it is new for this number of sequences."""
@@ -174,18 +193,19 @@ class GenerationLoop:
         if self.chooser is None:
             return tree
         for _ in self.plan.shapes:
-            batch, context = self.decoder.batch_for(len(self.running)), self._mean_context()
-            tree = self.chooser.next(batch, context)
+            num_active, context = self._num_active(), self._mean_context()
+            batch = self.decoder.batch_for(num_active)
+            running = [state.index for state in self.running.values()]
+            ready = partial(self.decoder.is_compiled, num_active, self.rules)
+            tree = self.chooser.next(batch, context, running, ready)
             missing = [each for each in dict.fromkeys((tree, None)) if self.chooser.is_unmeasured(each, batch)]
             if not missing:
                 break
             self._read_all_but(0)
             if not self.running:
                 break
-            batch = self.decoder.batch_for(len(self.running))
             for each in missing:
-                ms = self.decoder.time_step(len(self.running), self.rules, each)
-                self.chooser.time(each, batch, context, ms)
+                self.chooser.time(each, batch, context, self.decoder.time_step(num_active, self.rules, each))
         return tree
 
     def _mean_context(self) -> float:
@@ -194,7 +214,12 @@ class GenerationLoop:
         return sum(lengths) / len(lengths)
 
     def _keep_record(
-        self, record: Tensor, sequences: dict[int, Request], is_step: bool, tree: TreeConfig | None = None
+        self,
+        record: Tensor,
+        sequences: dict[int, Request],
+        is_step: bool,
+        tree: TreeConfig | None = None,
+        batch: int = 1,
     ) -> None:
         on_gpu = record.is_cuda
         values = self._free.pop() if self._free else torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
@@ -204,7 +229,7 @@ class GenerationLoop:
             ready.record()
         context = 0.0 if self.chooser is None else self._mean_context()
         pauses = self.decoder.graphs.num_pauses
-        self.in_flight.append(_Record(values, ready, sequences, is_step, tree, context, pauses))
+        self.in_flight.append(_Record(values, ready, sequences, is_step, tree, context, pauses, batch))
 
     def _read(self) -> None:
         record = self.in_flight.popleft()
@@ -261,12 +286,11 @@ class GenerationLoop:
         width = self.decoder.state.path.shape[1]
         # The root, which is always accepted, has a rank too.
         first = RECORD_HEAD + width + 1
-        took_part = [rows[slot] for slot in record.sequences if rows[slot][0] > 0]
-        chooser.see(record.tree, [row[first : first + row[0] - 1] for row in took_part])
+        took_part = {state.index: rows[slot] for slot, state in record.sequences.items() if rows[slot][0] > 0}
+        chooser.see(record.tree, {index: row[first : first + row[0] - 1] for index, row in took_part.items()})
         before = self._last
         if before is None or before.ready is None or record.ready is None or self.plan.time_phases:
             return
         # Nothing else ran between the ends of two steps of the same sequences.
         if before.is_step and before.num_pauses == record.num_pauses and before.sequences == record.sequences:
-            batch = self.decoder.batch_for(len(record.sequences))
-            chooser.time(record.tree, batch, record.context, before.ready.elapsed_time(record.ready))
+            chooser.time(record.tree, record.batch, record.context, before.ready.elapsed_time(record.ready))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,22 +49,27 @@ class Prefill:
     def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
         """Run ``num_tokens`` of the prompt, its last ones, and choose its first new token."""
         self._ops(begin_prompt)(self._slots.box, self._slots.state)
-        left = num_tokens
-        while left > 0:
-            chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
-            nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
+        for nodes in self._sizes(num_tokens):
             self._graphs.run(("chunk", nodes), rules, self._phases(nodes, rules, host))
-            left -= nodes
         self._ops(list_active)(self._slots.state)
         if self._drafts.prompt_queries is not None:
             self._drafts.enter(self._slots.box.numbers[:1])
 
-    def groups(self, rules: ChoiceRules) -> dict[GraphKey, Phase]:
-        """Return all chunks that may be captured, grouped into graphs."""
+    def groups(self, rules: ChoiceRules, num_tokens: Iterable[int] = CHUNKS) -> dict[GraphKey, Phase]:
+        """Return the chunks of prompts of as many tokens, or all that there are, grouped into graphs."""
         groups: dict[GraphKey, Phase] = {}
-        for nodes in CHUNKS:
+        for nodes in sorted({nodes for each in num_tokens for nodes in self._sizes(each)}):
             groups |= group_phases(("chunk", nodes), self._phases(nodes, rules, None))
         return groups
+
+    def _sizes(self, num_tokens: int) -> Iterator[int]:
+        """Cut a prompt into chunks; the last may have more rows than are left."""
+        left = num_tokens
+        while left > 0:
+            chunk = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+            nodes = chunk if self._ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
+            yield nodes
+            left -= nodes
 
     def _phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """Return the phases of a chunk; the last chunk chooses the first new token."""

@@ -165,7 +165,9 @@ class ShapeChooser:
         self.num_drafts = self.num_accepted = 0
         """Drafts of all sequences, and the tokens that the passes over them gave."""
 
-    def next(self, batch: int, context: float, sequences: Sequence[int], ready: Callable[[Shape], bool]) -> Shape:
+    def next(
+        self, batch: int, context: float, sequences: Sequence[int], ready: Callable[[Shape], bool] = lambda _: True
+    ) -> Shape:
         """Choose the next step's shape, for ``batch`` sequences of ``context`` tokens in the mean.
 
         ``sequences``: numbers of those that run; ``ready``: whether the kernels of a shape are compiled, as those of
@@ -179,7 +181,7 @@ class ShapeChooser:
         costs = {each: self._costs.guess(each, batch, context) for each in usable}
         new = [each for each in sequences if each not in self._sequences]
         self._sequences |= {each: _Levels(*_SEQUENCE) for each in new}
-        self._credit_ms += _PROBE_FIRST * costs[None] * len(new) / max(1, len(sequences))
+        self._credit_ms += _PROBE_FIRST * costs.get(None, 0.0) * len(new) / max(1, len(sequences))
         by_sequence = self._rates_of(sequences)
         # Expected tokens of a sequence a millisecond.
         rates = {
@@ -248,11 +250,10 @@ class ShapeChooser:
                 is_best = len(ranks) > level and ranks[level] == 0
                 for learned in (self._learned.levels, self._call, of_sequence):
                     learned.add(level, is_best, 1)
-        best = [len(list(takewhile(lambda rank: rank == 0, ranks))) for ranks in verdicts.values()]
-        by_sequence = self._rates_of([*verdicts])
         expected = 0.0
-        for chained, levels in zip(best, by_sequence, strict=True):
-            expected += chained * _drafted(levels[: shape.depth + 1], _width_of(shape)) / _drafted(levels[: shape.depth + 1], 1.0)
+        for ranks, rates in zip(verdicts.values(), self._rates_of([*verdicts]), strict=True):
+            chained, levels = len(list(takewhile(lambda rank: rank == 0, ranks))), rates[: shape.depth + 1]
+            expected += chained * _drafted(levels, _width_of(shape)) / _drafted(levels, 1.0)
         for gain in (self._learned.gain(shape), self._gain_of_call(shape)):
             gain.add(num_tokens, expected)
 

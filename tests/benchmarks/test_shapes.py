@@ -88,7 +88,7 @@ def test_steps_of_any_shape_accept_the_drawn_ranks(random_model: RandomModel) ->
     chooser.next.side_effect = [tree, chain, None, tree]
     with torch.inference_mode():
         found = run_steps(decoder, 2, 4, chooser, 30)
-    seen = [(tree, [[1], []]), (chain, [[0, 0], []]), (None, [[], []]), (tree, [[0], [0]])]
+    seen = [(tree, {0: [1], 1: []}), (chain, {0: [0, 0], 1: []}), (None, {0: [], 1: []}), (tree, {0: [0], 1: [0]})]
     assert [call.args for call in chooser.see.call_args_list] == seen
     assert found.tokens == 4 * 2 + 5
     assert chooser.steps == {tree: 2, chain: 1, None: 1}

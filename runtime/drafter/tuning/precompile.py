@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..dimensions import DrafterConfig
 from ...compiling.kernels.compile_target import compile_only_for
+from ..dimensions import DrafterConfig
 from ..kernels.persistent import draft_kernel
 from ..launch import allocate_buffers, compile_options, kernel_arguments, kernel_constants
 from ..launch_params import LaunchParams

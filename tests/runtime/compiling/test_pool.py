@@ -1,4 +1,4 @@
-"""Kernels compiled in processes of their own: recorded without a launch, kept by Triton's cache, whatever ends early."""
+"""Kernels compiled in processes of their own: recorded without a launch, kept by Triton, whatever ends early."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 TESTS = Path(__file__).resolve().parents[2]
-# No GPU, and two small kernels of a step. Not in this process: Triton's interpreter takes the place of its compiler here.
+# No GPU, and two small kernels of a step. Not in this process, where Triton's interpreter replaces its compiler.
 BEGIN = """
 import json, logging, os, sys, time
 import torch
@@ -92,7 +90,7 @@ def test_what_was_recorded_is_compiled_and_nothing_launched(tmp_path: Path) -> N
     assert (found["listed"], found["gpu"]) == ([0], False)
     # What the cache has needs no process.
     assert (found["again"], found["processes"]) == (True, True)
-    assert not err
+    assert "compiled where" not in err
 
 
 def test_kernels_of_a_killed_process_are_left_to_their_launch(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class InTurn(ShapeChooser):
         super().__init__(acceptance, costs, shapes)
         self.shapes = shapes
 
-    def next(self, batch: int, context: float) -> TreeConfig | None:
+    def next(self, batch: int, *_: Any) -> TreeConfig | None:
         shapes = shapes_for(batch, self.shapes)
         return shapes[self.steps.total() % len(shapes)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ def model_of_any_shape(
             super().__init__(*given)
             self.turns = itertools.cycle(order)
 
-        def next(self, places: int, context: float) -> TreeConfig | None:
+        def next(self, *_: Any) -> TreeConfig | None:
             return next(self.turns)
 
-        def see(self, shape: TreeConfig | None, verdicts: Sequence[Sequence[int]]) -> None:
+        def see(self, shape: TreeConfig | None, verdicts: Mapping[int, Sequence[int]]) -> None:
             super().see(shape, verdicts)
             if seen is not None:
-                seen.extend((shape is not None, len(ranks)) for ranks in verdicts)
+                seen.extend((shape is not None, len(ranks)) for ranks in verdicts.values())
 
         def is_unmeasured(self, shape: TreeConfig | None, places: int) -> bool:
             return False
@@ -155,9 +155,9 @@ def test_the_shape_with_the_most_expected_tokens_a_second_is_taken(
 ) -> None:
     found = chooser(times)
     for _ in range(400):
-        shape = found.next(1, 100)
-        found.see(shape, [ranks[: 0 if shape is None else shape.depth + 1]])
-    last = [found.next(1, 100) for _ in range(20)]
+        shape = found.next(1, 100, [0])
+        found.see(shape, {0: ranks[: 0 if shape is None else shape.depth + 1]})
+    last = [found.next(1, 100, [0]) for _ in range(20)]
     assert max(last, key=last.count) == wanted
 
 
@@ -165,11 +165,11 @@ def test_a_shape_is_judged_by_the_best_children_of_its_own_steps() -> None:
     """So neither hard text nor a wrong first guess speaks against it."""
     learned = Acceptance()
     found = chooser(TIMES, learned)
-    found.see(SHORT, [[]] * 20)
-    found.see(CHAIN, [[0, 0], [0], []])
+    found.see(SHORT, {index: [] for index in range(20)})
+    found.see(CHAIN, {0: [0, 0], 1: [0], 2: []})
     assert learned.gain(SHORT).tries == 0
     assert (learned.gain(CHAIN).hits, learned.gain(CHAIN).tries) == (3, 3)
-    found.see(SHORT, [[1, 0], [0, 2]])
+    found.see(SHORT, {0: [1, 0], 1: [0, 2]})
     # Of four tokens, the best children's chain has one; the width lets expect less than twice as many.
     assert learned.gain(SHORT).hits == 4
     assert 1 < learned.gain(SHORT).tries < 2
@@ -178,8 +178,8 @@ def test_a_shape_is_judged_by_the_best_children_of_its_own_steps() -> None:
 def test_a_probe_lasts_as_long_as_a_choice() -> None:
     found = chooser(TIMES)
     for _ in range(300):
-        found.see(found.next(1, 100), [[]])
-    drafted = [found.next(1, 100) is not None for _ in range(2000)]
+        found.see(found.next(1, 100, [0]), {0: []})
+    drafted = [found.next(1, 100, [0]) is not None for _ in range(2000)]
     probes = [len([*steps]) for is_draft, steps in itertools.groupby(drafted[100:-100]) if is_draft]
     assert len(probes) > 2
     assert set(probes[1:-1]) == {3}
@@ -188,16 +188,16 @@ def test_a_probe_lasts_as_long_as_a_choice() -> None:
 def test_plain_decoding_comes_back_to_trees_once_drafts_are_accepted_again() -> None:
     found = chooser(TIMES)
     for _ in range(300):
-        found.see(found.next(1, 100), [[]])
+        found.see(found.next(1, 100, [0]), {0: []})
     drafted = 0
     for _ in range(300):
-        shape = found.next(1, 100)
+        shape = found.next(1, 100, [0])
         drafted += shape is not None
     assert 0 < drafted < 60
     for _ in range(1500):
-        shape = found.next(1, 100)
-        found.see(shape, [[0] * (0 if shape is None else shape.depth + 1)])
-    assert found.next(1, 100) is not None
+        shape = found.next(1, 100, [0])
+        found.see(shape, {0: [0] * (0 if shape is None else shape.depth + 1)})
+    assert found.next(1, 100, [0]) is not None
 
 
 def test_a_context_not_met_yet_takes_the_time_of_its_keys() -> None:
@@ -224,8 +224,8 @@ def test_no_step_passes_over_more_rows_than_pay() -> None:
     found = chooser(times)
     for shape, ms in times.items():
         found.time(shape, 8, 100, ms)
-    assert LARGE not in {found.next(8, 100) for _ in range(40)}
-    assert LARGE in {found.next(1, 100) for _ in range(40)}
+    assert LARGE not in {found.next(8, 100, [*range(8)]) for _ in range(40)}
+    assert LARGE in {found.next(1, 100, [0]) for _ in range(40)}
 
 
 def test_sizes_alone_fix_a_shape_where_the_text_may_depend_on_it() -> None:
