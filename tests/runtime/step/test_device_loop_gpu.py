@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, open_target
 from eagle_slim.runtime.errors import CheckError, LogitsError
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step import decoder, decoders
@@ -20,7 +20,7 @@ from eagle_slim.runtime.step.shapes import ShapeChooser, shapes_for, shapes_up_t
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 24}
+TREE = {"tree": TreeConfig(3, 4, 24)}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 
 
@@ -35,7 +35,7 @@ def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[l
     target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
     head = write_head(folder, hidden=64)
     model = SpeculativeModel.from_pretrained(
-        target.cuda(), head, drafter="triton", target_backend="fused", **tree or TREE
+        open_target(target.cuda(), target_backend="fused"), head, drafter="triton", **tree or TREE
     )
     return model, random_prompts([1, 9, 70, 2, 33])
 
@@ -112,7 +112,8 @@ class InTurn(ShapeChooser):
 def test_shapes_chosen_by_step_change_no_token(
     tmp_path: Path, sampling: dict[str, Any], is_forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts = pair(tmp_path, "llama", depth=3, top_k=4)
+    model, prompts = pair(tmp_path, "llama", tree=TreeConfig.of(3, 4))
+    model = model.with_tree(None)
     decoders = model._decoders
     if is_forced:
         monkeypatch.setattr(decoders, "new_chooser", lambda each: InTurn(decoders.acceptance, decoders.costs, each))
@@ -156,7 +157,7 @@ def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
 
 def smollm2(dtype: torch.dtype, drafter: str) -> tuple[SpeculativeModel, list[list[int]]]:
     # The tree that was measured, whatever size is the fastest on this GPU.
-    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, total_tokens=60)
+    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, tree=TreeConfig())
     lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
     return model, [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
 

@@ -53,7 +53,9 @@ def model_of_any_shape(
 
     # In float64, so that no near-tie of a sampled token falls the other way.
     target = tiny_target("llama").double()
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), depth=3, top_k=4)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), tree=TreeConfig.of(3, 4)).with_tree(
+        None
+    )
     own = model._decoders
     monkeypatch.setattr(own, "new_chooser", lambda found: InTurn(own.acceptance, own.costs, found))
     return model
