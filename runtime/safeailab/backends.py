@@ -200,7 +200,8 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     if not isinstance(kept, _Kept) or place not in kept:
         kept = vars(model)["_eagle_slim_kept"] = _Kept({place: {}})
     # Objects by identity: they are kept alive here, so that none takes another's place.
-    key = tuple((name, each if isinstance(each, str | int | Path | TreeConfig) else id(each)) for name, each in given.items())
+    by_value = str | int | Path | TreeConfig
+    key = tuple((name, each if isinstance(each, by_value) else id(each)) for name, each in given.items())
     return recall(kept[place], key, MOST_KEPT, lambda: (build(**given), given))[0]
 
 
