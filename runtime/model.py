@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from eagle_slim.convert.artifact.format import Artifact
+from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
@@ -46,8 +46,8 @@ from .opening.heads import OpenedHead, open_head
 from .opening.pairing import check_pairing, check_tokenizers, check_vocabulary, resolve_tap_layers
 from .opening.targets import OpenedTarget, open_target, read_place
 from .settings import TreeConfig, check_tree
-from .step.decoder import WarmUp
 from .step.decoders import Decoders
+from .step.graphs import WarmUp
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
@@ -434,7 +434,7 @@ class SpeculativeModel:
             partial_verification=partial_verification,
         )
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
-        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.ahead))
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.

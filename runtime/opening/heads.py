@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
 from eagle_slim.convert.heads import open as published
+from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.draft_head import DraftHead
 from eagle_slim.convert.heads.open import D2tForm
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
-from eagle_slim.convert.sources.target import choose_target
+from eagle_slim.convert.targets.model import choose_target
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -46,7 +46,7 @@ class OpenedHead:
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
-            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving/dflash.md."
+            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving.md."
             raise UnsupportedHeadError.at(self.head.location, problem)
 
     @cached_property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_slim.convert.heads.config import default_taps
 from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
+from eagle_slim.convert.heads.taps import default_taps
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 
