@@ -40,7 +40,7 @@ def _refuse_gguf(ctx: click.Context, param: click.Parameter, value: str | None) 
     """Say what writes GGUF files now."""
     if value is not None:
         ways = "`convert_hf_to_gguf.py slim --target-model-dir TARGET`, of llama.cpp, makes one of the artifact"
-        raise click.UsageError(f"--gguf was removed: {ways} (docs/serving).", ctx)
+        raise click.UsageError(f"--gguf was removed: {ways} (docs/serving.md).", ctx)
 
 
 @click.command(

@@ -222,7 +222,7 @@ def _of_dflash(has_markov: bool, engine: str) -> Iterator[Found]:
         yield "warning", "what it makes of a DFlash draft was not read", ""
     # Executed: `convert_hf_to_gguf.py` of b11434.
     elif engine == "llama.cpp" and has_markov:
-        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving/dflash.md"
+        yield "warning", "it reads GGUF alone, which its own converter makes", "see docs/serving.md"
     elif engine == "llama.cpp":
         yield "error", "its converter refuses the map of a DFlash draft; it takes the draft as published", ""
     elif engine == "safeailab":

@@ -14,7 +14,7 @@ def push() -> NoReturn:
 def servers() -> NoReturn:
     """Refuse eagle-servers."""
     _refuse(
-        "eagle-servers was removed: examples/same_text.py compares two servers' answers, and docs/serving names the "
+        "eagle-servers was removed: examples/same_text.py compares two servers' answers, and docs/serving.md names the "
         "engines' own benchmarks."
     )
 

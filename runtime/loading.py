@@ -66,7 +66,7 @@ class OpenedHead:
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
-            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving/dflash.md."
+            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving.md."
             raise UnsupportedHeadError.at(self.head.location, problem)
 
     @cached_property

@@ -25,7 +25,8 @@ OTHERS = ("benchmarks", "examples", "tests")
 # its own, and nothing of its own line. A file that stands higher than its folder is named with it.
 FLOORS = {
     "vocab_tools": """
-        errors
+        errors compat
+        messages
         hub
         files
         common_cli
@@ -80,7 +81,7 @@ FLOORS = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/sources\.py",
-    "huggingface_hub": r"convert/rows/hub_tensor\.py|vocab_tools/hub\.py",
+    "huggingface_hub": r"convert/rows/hub_tensor\.py|vocab_tools/(compat|hub)\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 
