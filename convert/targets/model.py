@@ -84,7 +84,7 @@ def known_target(head: str | None) -> str | None:
 
 
 def is_missing_folder(name: str) -> bool:
-    """Tell whether a name is spelled as a path, perhaps of the machine that trained a head, and no such folder is here."""
+    """Tell whether a name is a path, perhaps of the machine that trained a head, and no such folder is here."""
     return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
 
 
