@@ -42,8 +42,8 @@ from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import bucket_of
 from eagle_slim.runtime.step.decoders import capacity_for
+from eagle_slim.runtime.step.graphs import bucket_of
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
 
 from benchmarks.shared.ahead import Recorder, compile_in_forks

@@ -92,9 +92,9 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
     for phase in filled_phases(decoder, 1, prefix):
         phase.run()
     attentions = {f"attention at {n}": as_graph(attention_of_layers(decoder, n)) for n in prefixes}
-    assert decoder.drafter is not None
+    assert decoder.drafts.drafter is not None
     num_bytes = {
-        "draft": draft_bytes(decoder.drafter.cfg, [prefix]),
+        "draft": draft_bytes(decoder.drafts.drafter.cfg, [prefix]),
         "verify": model.weight_bytes + model.kv_bytes(prefix),
         "accept": micro["nodes"] * model.dims.vocab * element,
         "commit": 2 * (model.kv_bytes(accepted) + accepted * model.target.feature_width * element),

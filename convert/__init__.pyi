@@ -1,4 +1,3 @@
-from .artifact.format import Artifact as Artifact
 from .artifact.manifest import Manifest as Manifest
 from .errors import ArtifactError as ArtifactError
 from .errors import CheckpointError as CheckpointError
@@ -8,6 +7,7 @@ from .errors import OutputError as OutputError
 from .errors import OutputExistsError as OutputExistsError
 from .errors import SourceError as SourceError
 from .errors import UnsupportedHeadError as UnsupportedHeadError
+from .heads.artifact import Artifact as Artifact
 from .heads.draft_head import DraftHead as DraftHead
 from .heads.draft_head import LazyTensors as LazyTensors
 from .heads.open import open_head as open_head

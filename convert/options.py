@@ -14,7 +14,7 @@ from eagle_slim.vocab_tools.ranking import check_share
 
 from .artifact.manifest import Flavour
 from .heads.open import D2tForm
-from .rows.paths import clean_subfolder
+from .rows.files import clean_subfolder
 from .sources.builtin import EMBEDDED_HEAD_NAME
 from .vocabulary_choice import VocabRequest
 

@@ -20,25 +20,24 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 
-from .artifact.card import model_card
+from . import names
 from .artifact.checksums import row_checksums, sha256_of
-from .artifact.format import CARD_NAME, OWN_NAMES, freq_bytes, freq_name
-from .artifact.manifest import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_NAME, Manifest
-from .artifact.tensors import config_of, plan_tensors
-from .artifact.writer import TensorPlan, write_safetensors
+from .artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, MANIFEST_NAME, WEIGHTS_NAME, freq_bytes, freq_name
+from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output
 from .engines import HeadFacts, conversion_findings, in_words
-from .heads import names
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
-from .rows.dtypes import item_size
-from .rows.lm_head import LmHead, all_ids, fitting, own_lm_head
-from .rows.safetensors_file import SafetensorsFile
-from .rows.target import open_target_lm_head, settle_embedding
-from .sources import target as targets
+from .rows.files import SafetensorsFile, item_size
+from .rows.writer import TensorPlan, write_safetensors
+from .slim.card import model_card
+from .slim.tensors import config_of, plan_tensors
 from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .sources.source import ResolvedSource, open_head_source
+from .targets import model as targets
+from .targets.lm_head import LmHead, all_ids, fitting, own_lm_head
+from .targets.matrix import open_target_lm_head, settle_embedding
 from .vocabulary_choice import Count, Ranking, Say, make_ranking, ranked_manifest
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
@@ -60,7 +59,7 @@ class Inputs:
     head: DraftHead
     source: ResolvedSource
     choice: targets.TargetChoice | None
-    target: targets.Target | None
+    target: targets.TargetModel | None
     target_layers: int | None
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
@@ -127,7 +126,7 @@ class Conversion:
 
         Raises CheckpointError or MismatchError as `check`, and what `atomic_directory` raises.
         """
-        with atomic_directory(self.folder, force, MANIFEST_NAME, OWN_NAMES) as folder:
+        with atomic_directory(self.folder, force, MANIFEST_NAME, FILE_NAMES) as folder:
             written = write_safetensors(folder / WEIGHTS_NAME, self.tensors)
             files = {WEIGHTS_NAME: written}
             for name, data in self.files.items():
@@ -142,11 +141,7 @@ class Conversion:
 
 
 def convert_head(
-    head: str | Path | None,
-    options: ConvertOptions,
-    *,
-    count: Count = count_tokens,
-    say: Say = lambda message: None,
+    head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
     """Convert a draft head to slim artifacts: one conversion for each size of draft vocabulary, in the order given.
 
@@ -170,11 +165,7 @@ def convert_head(
 
 
 def plan_conversion(
-    head: str | Path | None,
-    options: ConvertOptions,
-    *,
-    count: Count = count_tokens,
-    say: Say = lambda message: None,
+    head: str | Path | None, options: ConvertOptions, *, count: Count = count_tokens, say: Say = lambda message: None
 ) -> tuple[Conversion, ...]:
     """Do everything of `convert_head` but writing; arguments and errors are the same.
 
@@ -183,7 +174,7 @@ def plan_conversion(
     name = None if head is None else str(head)
     folders = [options.folder_of(options.name_of(name, size)) for size in options.sizes]
     for folder in folders:
-        check_output(folder, options.force, MANIFEST_NAME, OWN_NAMES)
+        check_output(folder, options.force, MANIFEST_NAME, FILE_NAMES)
     inputs = _open_inputs(name, options, say)
     request, ranking = options.vocabulary, None
     if options.sizes != ("full",):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from eagle_slim.convert.artifact.format import Artifact
+from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.open import D2tForm, DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
@@ -45,8 +45,8 @@ from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError, misfit
 from .settings import TreeConfig
-from .step.decoder import WarmUp
 from .step.decoders import Decoders
+from .step.graphs import WarmUp
 from .step.loop import GenerationLoop
 from .step.plan import DEFAULT_MAX_SLOTS, describe, plan_call
 from .target.wrapper import TargetModel
@@ -472,7 +472,7 @@ class SpeculativeModel:
             partial_verification=partial_verification,
         )
         slots, rules = min(num_prompts, plan.max_slots), plan.rules.rules
-        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.ahead))
+        return self._decoders.run(lambda: self._decoders.warm_up(slots, max_length, plan.shapes, rules, plan.partial))
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.

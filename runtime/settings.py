@@ -71,7 +71,7 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class PartialVerification:
-    """How steps run ahead on a part of the cache, between passes over all of it (`step.run_ahead`).
+    """How steps run ahead on a part of the cache, between passes over all of it (`step.partial`).
 
     ``mode``: "exact" keeps what the full pass confirms; "lossy" keeps what the partial passes accepted.
     ``num_blocks``: blocks of 64 keys that a partial pass sees of the prefix, for each layer and KV head, besides the

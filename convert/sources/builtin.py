@@ -29,11 +29,10 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
-from ..artifact.writer import TensorPlan, write_safetensors
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
-from ..rows.dtypes import rounded
-from ..rows.safetensors_file import Bytes
+from ..rows.files import Bytes, rounded
+from ..rows.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     import gguf

@@ -18,7 +18,7 @@ from ..drafter.packing import Weights
 from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
 from ..settings import TreeConfig
-from ..step.decoder import recall
+from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 

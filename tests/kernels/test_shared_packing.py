@@ -50,11 +50,11 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
 
     def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
         decoder = model._decoders.get(slots, tokens, model.drafter.tree)
-        assert decoder.drafter is not None
-        assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
-        packed = decoder.drafter.weights.packed
+        assert decoder.drafts.drafter is not None
+        assert decoder.drafts.drafter.cfg.draft_vocab == model.draft_vocab
+        packed = decoder.drafts.drafter.weights.packed
         assert packed is not None
-        assert not packed.launches(decoder.drafter.cfg)[1]
+        assert not packed.launches(decoder.drafts.drafter.cfg)[1]
 
     for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
         allocate(model, slots, tokens)

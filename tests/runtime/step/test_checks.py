@@ -12,6 +12,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import CheckError, DrafterError
 from eagle_slim.runtime.step.kernels import acceptance
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -116,7 +117,7 @@ ACCEPTED = {
 def test_wrong_paths_and_spans_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (spoil, message), walk = ACCEPTED[name], acceptance.walk_ref
 
-    def spoiled(choices: Any, trees: Any, longest: int, state: acceptance.SlotState, *rest: Any) -> None:
+    def spoiled(choices: Any, trees: Any, longest: int, state: SlotState, *rest: Any) -> None:
         walk(choices, trees, longest, state, *rest)
         # Steps alone: there both slots have taken part.
         if int((state.record[:-1, 0] > 0).sum()) == 2:

@@ -17,7 +17,7 @@ from eagle_slim.runtime import Buffers, DrafterConfig, SpeculativeModel
 from eagle_slim.runtime.drafter import reference
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.step import decoder
+from eagle_slim.runtime.step import prefill
 from support.raising import raises
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
 
@@ -148,7 +148,7 @@ def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pyt
     model = build(tmp_path, "mistral")
     prompt = random_prompts([50], seed=3)[0]
     whole = model.generate(prompt, max_new_tokens=12)
-    monkeypatch.setattr(decoder, "LARGEST_EAGER_CHUNK", 7)
+    monkeypatch.setattr(prefill, "LARGEST_EAGER_CHUNK", 7)
     assert model.generate(prompt, max_new_tokens=12).token_ids == whole.token_ids
     assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
 

@@ -42,7 +42,7 @@ def passed(model: SpeculativeModel, **options: Any) -> set[str]:
 
 def test_a_token_passes_the_files_that_are_listed(tmp_path: Path) -> None:
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), depth=2, top_k=3)
-    assert len(listed()) <= 18
+    assert len(listed()) <= 20
     assert listed() - passed(model) == set()
 
 

@@ -13,6 +13,9 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import PartialVerification
+from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
+from eagle_slim.runtime.step.kernels.prompt_chunks import MAX_EOS
+from eagle_slim.runtime.step.partial import PartialChains, partial_decoder
 from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.short_cache import RECENT, ROWS, ShortCache
@@ -195,8 +198,14 @@ def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     model, (prompt,) = models("llama", backend), prompts(100)
-    model.generate([prompt], max_new_tokens=1, partial_verification="exact")
-    decoder = model._decoders.get(1, 101, model.drafter.tree, PartialVerification(num_blocks=2, min_length=0))
+    target, option = model.target.runs, PartialVerification(num_blocks=2, min_length=0)
+    target.reserve_positions(200)
+    decoder = partial_decoder(target, KVCache.allocate(target, 1, 150), model.drafter.on_slots(1, 150), option)
+    decoder.slots.box.numbers.copy_(torch.tensor([0, len(prompt), 1, 0, *[-1] * MAX_EOS]))
+    decoder.slots.box.tokens[: len(prompt)] = torch.tensor(prompt)
+    with torch.inference_mode():
+        decoder.enter(len(prompt), ChoiceRules())
+    assert isinstance(decoder.drafts, PartialChains)
     llama = model.target.model.model
     tokens, positions = torch.tensor([prompt[::-1][:ROWS]]), torch.tensor([[99 - back for back in range(ROWS)]])
     layer = llama.layers[0]
@@ -206,4 +215,4 @@ def test_queries_are_those_of_the_last_rows(models: Any, backend: str) -> None:
         query, _ = apply_rotary_pos_emb(query.transpose(1, 2), query.transpose(1, 2), cos, sin)
     # Two heads share a KV head.
     expected = query[0].unflatten(0, (2, 2)).transpose(1, 2).flatten(1, 2)
-    torch.testing.assert_close(decoder.part.queries[0, 0], expected)
+    torch.testing.assert_close(decoder.drafts.part.queries[0, 0], expected)

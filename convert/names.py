@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import CheckpointError, UnsupportedHeadError
+from .errors import CheckpointError, UnsupportedHeadError
 
 HeadKind = Literal["eagle3", "eagle", "dflash"]
 
