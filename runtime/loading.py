@@ -13,14 +13,14 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from eagle_slim.convert.artifact.format import Artifact
 from eagle_slim.convert.errors import UnsupportedHeadError
-from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.draft_head import DraftHead, has_padding_of
 from eagle_slim.convert.heads.open import D2tForm, open_head
+from eagle_slim.convert.heads.taps import default_taps
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, load_embedded_counts
 from eagle_slim.convert.sources.source import open_head_source
-from eagle_slim.convert.sources.target import choose_target
+from eagle_slim.convert.targets.model import choose_target
 from eagle_slim.vocab_tools.errors import EagleSlimError, TokenizerError
 from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import keep_limit, trouble_of
@@ -66,7 +66,7 @@ class OpenedHead:
 
     def __post_init__(self) -> None:
         if self.head.kind == "dflash":
-            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving/dflash.md."
+            problem = "is a DFlash draft; this runtime drafts with EAGLE heads.\nServe it: docs/serving.md."
             raise UnsupportedHeadError.at(self.head.location, problem)
 
     @cached_property

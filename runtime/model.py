@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from eagle_slim.convert.artifact.format import Artifact
+from eagle_slim.convert.heads.artifact import Artifact
 from eagle_slim.convert.heads.open import D2tForm, DraftHead
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from eagle_slim.convert.heads.config import default_taps
+from eagle_slim.convert.heads.taps import default_taps
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter, choose_drafter

@@ -1,15 +1,14 @@
 """`compare`: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
 Every candidate answers a prompt before the next prompt begins, so that a machine that slows down or warms up does so
-for all. Their order is drawn anew for each prompt and balanced (`balanced_orders`): no candidate gains by its place or
-by the one before it. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the same
-seed), and identical ones are counted. Where `GenerationStats.is_exact`, a difference is an error. Times are of this
-device alone.
+for all. Their order is drawn anew for each prompt, so that no candidate gains by its place. Every answer is compared
+with plain decoding of the same prompt (greedy, or sampled with the same seed), and identical ones are counted. Where
+`GenerationStats.is_exact`, a difference is an error. Times are of this device alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from operator import eq
 from typing import Any
@@ -21,10 +20,10 @@ from ..api.output import GenerationOutput, difference, first_difference
 from ..errors import DeviceMemoryError, EagleSlimError, LogitsError, PromptError, UsageError
 from ..model import SpeculativeModel
 from .candidates import PLAIN, Candidate, find_candidates
-from .options import CompareOptions
+from .comparison_options import CompareOptions
 from .prompts import Prompt
 from .recommend import recommend
-from .report import Answer, Comparison, Finding, build_rows
+from .report import Answer, Comparison, Omission, build_rows
 
 Progress = Callable[[int, int], object]
 
@@ -51,7 +50,7 @@ def compare(
         UsageError: the options fit neither models nor prompts.
         EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
         PromptError: a first turn has no room in the context; nothing is measured then. A later one without room, and
-            any for which the memory does not suffice or logits are no numbers, is left out and told (`findings`).
+            any for which the memory does not suffice or logits are no numbers, is left out and told (`omissions`).
     """
     options = options or CompareOptions()
     models = [models] if isinstance(models, SpeculativeModel) else models
@@ -59,29 +58,12 @@ def compare(
     if not prompts:
         raise UsageError("prompts: a comparison takes one or more; got none.")
     candidates = [Candidate(PLAIN, PLAIN, models[0]), *drafted]
-    run = Run(prompts, candidates, options, progress)
-    answers = run.answer_all()
+    measurement = Measurement(prompts, candidates, options, progress)
+    answers = measurement.answer_all()
     if not answers:
-        raise EagleSlimError(f"No prompt was answered: {run.findings[0]}")
-    rows = build_rows(candidates, options, answers)
-    return Comparison(rows, run.setup(), recommend(rows), answers, len(answers) == run.num_calls, run.findings)
-
-
-def balanced_orders(count: int, random: np.random.Generator) -> Iterator[list[int]]:
-    """Yield orders of ``count`` things without end: the rows of Williams' designs, each shuffled over a new draw.
-
-    Once all its rows are used, each thing stood equally often in each place, and directly after each other thing.
-    Williams (1949), "Experimental designs balanced for the estimation of residual effects of treatments". For four
-    things: 0 1 3 2, 1 2 0 3, 2 3 1 0, 3 0 2 1; for an odd number the reversed rows too.
-    """
-    first = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
-    rows = [[(each + shift) % count for each in first] for shift in range(count)]
-    if count % 2:
-        rows += [row[::-1] for row in rows]
-    while True:
-        things = random.permutation(count)
-        for number in random.permutation(len(rows)):
-            yield [int(things[place]) for place in rows[number]]
+        raise EagleSlimError(f"No prompt was answered: {measurement.omissions[0]}")
+    rows, is_complete = build_rows(candidates, options, answers), len(answers) == measurement.num_calls
+    return Comparison(rows, measurement.setup(), recommend(rows), answers, is_complete, measurement.omissions)
 
 
 def groups_of(count: int, size: int) -> list[tuple[int, ...]]:
@@ -89,7 +71,7 @@ def groups_of(count: int, size: int) -> list[tuple[int, ...]]:
     return [tuple((first + i) % count for i in range(size)) for first in range(0, count, size)]
 
 
-class Run:
+class Measurement:
     """The calls of one comparison; ``candidates`` begin with plain decoding, which the others are compared with."""
 
     def __init__(
@@ -97,13 +79,10 @@ class Run:
     ) -> None:
         self.prompts, self.candidates, self.options, self.progress = prompts, candidates, options, progress
         self.model = candidates[0].model
-        self.answers, self.findings = list[Answer](), list[Finding]()
-        # The figures of each mode and batch size are worked out by themselves.
+        self.answers, self.omissions = list[Answer](), list[Omission]()
+        # The figures of each mode and batch are worked out by themselves.
         kinds = [(mode, batch) for mode in options.modes for batch in options.batches]
-        self.orders = {
-            kind: balanced_orders(len(candidates), np.random.default_rng([0, number]))
-            for number, kind in enumerate(kinds)
-        }
+        self.random = {kind: np.random.default_rng([0, number]) for number, kind in enumerate(kinds)}
         groups = [group for batch in options.batches for group in groups_of(len(prompts), batch)]
         num_turns = sum(max(len(prompts[place].turns) for place in group) for group in groups)
         self.num_calls = len(candidates) * num_turns * len(options.modes)
@@ -166,7 +145,7 @@ class Run:
             for place in dict.fromkeys(asked):
                 talks[place].append(_said("user", prompts[place].turns[turn]))
             ids, outputs = [self.model.encode_chat(talks[place]) for place in asked], dict[str, GenerationOutput]()
-            for number in next(self.orders[mode, len(group)]):
+            for number in self.random[mode, len(group)].permutation(len(self.candidates)):
                 candidate = self.candidates[number]
                 try:
                     outputs[candidate.label] = self._generate(candidate, ids, mode, len(group))
@@ -174,14 +153,14 @@ class Run:
                     # What was measured stays: the conversations of this group end here.
                     place = asked[error.prompt] if isinstance(error, PromptError) else group[0]
                     message = f"left out from turn {turn + 1} on, with the conversation before it: {error}"
-                    self.findings.append(Finding(candidate.label, message, len(group), place))
+                    self.omissions.append(Omission(candidate.label, message, len(group), place))
                     self.num_calls -= len(self.candidates) * (num_turns - turn)
                     return
                 self.progress(len(self.answers) + len(outputs), self.num_calls)
             plain = outputs[PLAIN]
             for label, output in outputs.items():
                 if label != PLAIN and output.stats.is_exact:
-                    _prove(f"{label}, {mode}, {len(group)} at a time: turn {turn + 1}", output, plain, asked)
+                    _prove(f"{label}, {mode}, batch {len(group)}: turn {turn + 1}", output, plain, asked)
             # A turn counts once every candidate has answered it: all figures are of the same turns.
             for label, output in outputs.items():
                 num_identical = sum(map(eq, output.token_ids, plain.token_ids))
@@ -210,7 +189,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 def _prove(what: str, output: GenerationOutput, plain: GenerationOutput, asked: Sequence[int]) -> None:
     """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
-    for place, ours, own in zip(asked, output.token_ids, plain.token_ids, strict=True):
-        first = first_difference(ours, own)
+    for place, drafted, expected in zip(asked, output.token_ids, plain.token_ids, strict=True):
+        first = first_difference(drafted, expected)
         if first is not None:
-            raise difference(f"{what} of prompt {place}", ours, own, first, str(output.stats.exactness))
+            raise difference(f"{what} of prompt {place}", drafted, expected, first, str(output.stats.exactness))

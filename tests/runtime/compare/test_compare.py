@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import asdict, replace
-from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from eagle_slim.runtime.api.stats import GenerationStats
 from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.compare.run import balanced_orders
 from eagle_slim.runtime.errors import DeviceMemoryError, EagleSlimError, LogitsError, UsageError
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary import DraftVocab
@@ -139,17 +136,6 @@ def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path
     assert all(row.num_identical == row.num_answers for row in result.rows)
 
 
-def test_the_order_of_each_prompt_is_drawn_and_balanced() -> None:
-    for count, rows in ((2, 2), (3, 6), (4, 4)):
-        orders = balanced_orders(count, np.random.default_rng(0))
-        block = [next(orders) for _ in range(rows)]
-        for place in range(count):
-            assert Counter(order[place] for order in block) == dict.fromkeys(range(count), rows // count)
-        pairs = Counter(pair for order in block for pair in pairwise(order))
-        assert pairs == dict.fromkeys(permutations(range(count), 2), rows // count)
-    assert len({tuple(next(orders)) for _ in range(60)}) > rows
-
-
 def test_a_single_category_has_no_rows_of_its_own(model: SpeculativeModel) -> None:
     result = compare(model, [Prompt(("one",), "a"), Prompt(("two",), "a")], greedy())
     assert [(row.label, row.category, row.num_answers) for row in result.rows] == [(PLAIN, ALL, 2), (FULL, ALL, 2)]
@@ -170,9 +156,9 @@ def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel)
     result = compare(model, [Prompt(("one", "x " * 300, "two")), Prompt(("two",))], greedy())
     assert result.is_complete
     assert [row.num_answers for row in result.rows] == [2, 2]
-    (finding,) = result.findings
-    assert finding.prompt == 0
-    assert re.match("left out from turn 2 on, .* no room", finding.message)
+    (omission,) = result.omissions
+    assert omission.prompt == 0
+    assert re.match("left out from turn 2 on, .* no room", omission.message)
 
 
 @pytest.mark.parametrize("fault", [DeviceMemoryError, LogitsError])
@@ -189,7 +175,7 @@ def test_a_batch_that_cannot_be_answered_costs_no_other(
     monkeypatch.setattr(SpeculativeModel, "generate", generate)
     result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
     assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
-    assert [finding.batch for finding in result.findings] == [2]
+    assert [omission.batch for omission in result.omissions] == [2]
     with raises(EagleSlimError, option="too small"):
         compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(2,)))
 

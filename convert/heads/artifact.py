@@ -1,27 +1,18 @@
-"""The artifact: a folder with a slim head, its manifest and its side files (FORMAT.md), and how it is loaded.
-
-config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md
-"""
+"""`Artifact`: a folder that eagle-convert wrote (FORMAT.md), loaded and checked."""
 
 from __future__ import annotations
 
-import io
-import pickle
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..artifact.files import CONFIG_NAME, WEIGHTS_NAME
+from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
-from ..heads.open import DraftHead, open_head
 from ..sources.source import ResolvedSource, open_head_source
-from .manifest import CONFIG_NAME, WEIGHTS_NAME, Manifest
-
-CARD_NAME = "README.md"
-OWN_NAMES = r"(config|eagle_slim)\.json|model\.safetensors|README\.md|freq_\d+\.pt|model-\w+\.gguf"
-"""Pattern of the names that a conversion writes."""
+from .draft_head import DraftHead
+from .open import open_head
 
 
 @dataclass(frozen=True)
@@ -79,26 +70,3 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
     if ids is not None and ranked is not None and not np.array_equal(ids, np.sort(ranked)):
         return "d2t and rank_order_ids name different ids"
     return None
-
-
-def freq_name(draft_vocab: int) -> str:
-    """Name the token map with `draft_vocab` ids, as FR-Spec does."""
-    return f"freq_{draft_vocab}.pt"
-
-
-def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
-    """Write a token map as SGLang and FR-Spec read it with `torch.load`: a list[int] in rank order.
-
-    The archive of `torch.save`, whose import takes longer than many a conversion, with a fixed name and time.
-    Format: `torch/serialization.py`, `_save`; `caffe2/serialize/inline_container.h`.
-    """
-    records = {
-        "data.pkl": pickle.dumps([int(token_id) for token_id in rank_order_ids], protocol=2),
-        "byteorder": b"little",
-        "version": b"3\n",
-    }
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in records.items():
-            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
-    return buffer.getvalue()

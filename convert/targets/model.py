@@ -14,8 +14,8 @@ from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 
 from ..errors import MismatchError, SourceError
 from ..heads.draft_head import DraftHead, has_padding_of
-from .builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from .source import ResolvedSource, target_files
+from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
+from ..sources.source import ResolvedSource, target_files
 
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
 _MOST_SURPLUS = 8
@@ -33,7 +33,7 @@ class TargetChoice:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """A target whose small files are at hand.
 
     Attributes:
@@ -88,20 +88,20 @@ def is_missing_folder(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
 
 
-def open_target(name: str | None, revision: str | None, offline: bool) -> Target:
+def open_target(name: str | None, revision: str | None, offline: bool) -> TargetModel:
     """Fetch the small files of a target, None for the embedded one, and read its configuration."""
     if name is None:
         folder = embedded_target_folder()
         source = ResolvedSource(folder)
-        return Target(EMBEDDED_TARGET_REPO, source, _config(folder), embedded_target_provenance())
+        return TargetModel(EMBEDDED_TARGET_REPO, source, _config(folder), embedded_target_provenance())
     source = target_files(name, revision=revision, offline=offline)
     provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
     if source.repo_id is None:
         provenance["name"] = Path(name).resolve().name
-    return Target(name, source, _config(source.folder), provenance)
+    return TargetModel(name, source, _config(source.folder), provenance)
 
 
-def check_head_fits(head: DraftHead, target: Target) -> None:
+def check_head_fits(head: DraftHead, target: TargetModel) -> None:
     """Raise MismatchError where a target's configuration has other sizes than a head, or lacks a layer that it taps."""
     hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
     for key, found, value, fits in (
@@ -117,7 +117,7 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
 
 
 def open_tokenizer(
-    given: str | Path | None, target: Target | None, target_vocab: int, offline: bool
+    given: str | Path | None, target: TargetModel | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
     """Load the tokenizer that is given, else the target's own; None where there is neither.
 

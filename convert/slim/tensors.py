@@ -21,15 +21,15 @@ import numpy as np
 from eagle_slim.vocab_tools.token_maps import d2t_from_ids, t2d_from_ids
 from numpy.typing import NDArray
 
+from .. import names
+from ..artifact.manifest import Flavour
 from ..engines import flavoured_architecture
-from ..heads import config as head_config
-from ..heads import names
+from ..heads.config import QWEN3_ARCHITECTURE, flattened_text
 from ..heads.draft_head import DraftHead
 from ..rows.checkpoint import SourceRows
-from ..rows.dtypes import LONG_NAMES
-from ..rows.lm_head import LmHead, all_ids, rows_of_ids
-from .manifest import Flavour
-from .writer import TensorPlan, array_plan, zeros_plan
+from ..rows.files import LONG_NAMES
+from ..rows.writer import TensorPlan, array_plan, zeros_plan
+from ..targets.lm_head import LmHead, all_ids, rows_of_ids
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Paths of the machine that trained the head, code that is not in the artifact.
@@ -80,14 +80,14 @@ def config_of(head: DraftHead, draft_vocab: int, flavour: Flavour) -> dict[str, 
         return _in_own_form(head, draft_vocab)
     architecture, model_type = flavoured_architecture("eagle3", flavour, _ARCHITECTURE), "llama"
     if head.has_head_norms:
-        architecture, model_type = head_config.QWEN3_ARCHITECTURE, "qwen3"
+        architecture, model_type = QWEN3_ARCHITECTURE, "qwen3"
     settled = {"architectures": [architecture], "model_type": model_type, "draft_vocab_size": draft_vocab}
     return head.config | settled | {"torch_dtype": LONG_NAMES[head.dtype_name]}
 
 
 def _repaired_config(head: DraftHead, flavour: Flavour) -> dict[str, Any]:
     """Copy an EAGLE-1/2 head's without the keys that no engine may read, and with the class name of the flavour."""
-    source = head_config.flattened_text(head.source_config)
+    source = flattened_text(head.source_config)
     config = {key: value for key, value in source.items() if key not in (*_DROPPED_KEYS, "bias")}
     config["num_hidden_layers"] = head.config["num_hidden_layers"]
     if "layer_types" not in head.config:

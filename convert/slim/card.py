@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .manifest import Manifest
+from ..artifact.manifest import Manifest
 
 
 def model_card(

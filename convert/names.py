@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import CheckpointError, UnsupportedHeadError
+from .errors import CheckpointError, UnsupportedHeadError
 
 HeadKind = Literal["eagle3", "eagle", "dflash"]
 
@@ -85,7 +85,7 @@ OTHER_DRAFTS = {
     ),
     "dflash": ("a DFlash draft of another form than DFlashDraftModel", _WHOLE + "in an engine that knows its class"),
     "dspark": ("a DSpark draft of another form than Qwen3DSparkModel", _WHOLE + "in an engine that knows its class"),
-    # What each engine reads: docs/serving/dflash.md, MTP.
+    # What each engine reads: docs/serving.md, MTP.
     "mtp": (
         "a multi-token-prediction (MTP) layer",
         _WHOLE

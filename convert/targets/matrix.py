@@ -17,17 +17,15 @@ from eagle_slim.vocab_tools.files import read_object
 from eagle_slim.vocab_tools.hub import fetch, is_offline, not_cached
 from eagle_slim.vocab_tools.target import says_tied
 
+from .. import names
 from ..errors import CheckpointError, MismatchError
-from ..heads import names
 from ..heads.config import EMBEDDING_TRAINED_KEY
 from ..heads.draft_head import DraftHead
+from ..rows.checkpoint import Checkpoint, SourceRows, open_checkpoint
+from ..rows.files import FLOATS, TORCH_SUFFIXES, SafetensorsFile, choose_weights, list_names, read_index, shorten
+from ..rows.hub_tensor import HubFile, cached_tensor, fetch_tensor
 from ..sources.source import ResolvedSource
-from .checkpoint import Checkpoint, SourceRows, open_checkpoint
-from .dtypes import FLOATS
-from .hub_tensor import HubFile, cached_tensor, fetch_tensor
 from .lm_head import LmHead
-from .paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
-from .safetensors_file import SafetensorsFile, shorten
 
 _MODEL = ("", "model.", "language_model.", "model.language_model.", "language_model.model.", "text_model.")
 LM_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _MODEL)

@@ -13,12 +13,11 @@ import numpy as np
 from eagle_slim.vocab_tools.vocabulary import MOST_PADDING
 from numpy.typing import NDArray
 
+from .. import names
 from ..errors import MismatchError
-from ..heads import names
 from ..heads.draft_head import DraftHead
-from .checkpoint import Checkpoint, SourceRows
-from .dtypes import LONG_NAMES
-from .safetensors_file import TensorInfo
+from ..rows.checkpoint import Checkpoint, SourceRows
+from ..rows.files import LONG_NAMES, TensorInfo
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..rows.checkpoint import SourceRows
-from ..rows.dtypes import LONG_NAMES, item_size
-from ..rows.safetensors_file import Bytes, SafetensorsFile, TensorInfo, header_bytes
-from .checksums import sha256_of
+from ..artifact.checksums import sha256_of
+from .checkpoint import SourceRows
+from .files import LONG_NAMES, Bytes, SafetensorsFile, TensorInfo, header_bytes, item_size
 
 
 @dataclass(frozen=True)
