@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from torch import Tensor
 
 
 def compile_chat_template(source: str) -> Template:
@@ -21,3 +23,10 @@ def http_error_type() -> type[Exception]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return HfHubHTTPError.__bases__[0]
+
+
+def copy_together_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its tensor, on a GPU in few launches."""
+    import torch
+
+    torch._foreach_copy_(list(tensors), list(sources))
