@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
+from eagle_slim.vocab_tools.compat import copy_together_
 
 from ..compiling.pool import pool_for
 from ..drafter.drafter import BufferedDrafter
@@ -190,13 +191,13 @@ class Decoder:
             run()
             for _ in range(_TIMED):
                 # Few launches: a host that comes late would leave a gap within what is timed.
-                torch._foreach_copy_(changed, before)
+                copy_together_(changed, before)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
                 run()
                 end.record()
                 spans.append((begin, end))
-        torch._foreach_copy_(changed, before)
+        copy_together_(changed, before)
         torch.cuda.synchronize()
         return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
 
