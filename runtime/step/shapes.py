@@ -237,7 +237,7 @@ class ShapeChooser:
 
     def see(self, shape: Shape, verdicts: Mapping[int, Sequence[int]]) -> None:
         """Take the verdicts on one step's drafts: by sequence, the rank of each accepted node, in order."""
-        if shape is None:
+        if shape is None or not verdicts:
             return
         num_tokens = sum(map(len, verdicts.values()))
         self.num_drafts += len(verdicts)
