@@ -8,15 +8,19 @@ closes the pipe, what has begun is finished, as Triton's cache keeps it for the 
 from __future__ import annotations
 
 import os
+import pkgutil
 import signal
 import sys
 import traceback
 from collections import deque
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 
 from .kernels.compile_target import compile_only_for
 from .kernels.jobs import Job
 
+KERNELS = tuple(f"eagle_slim.runtime.{room}.kernels" for room in ("target", "step", "drafter"))
+"""Packages whose modules are imported before the first job: they bring PyTorch, which takes seconds."""
 IDLE_S = 60.0
 """Seconds without work after which this process ends."""
 
@@ -90,6 +94,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     compile_only_for(capability)
+    for package in KERNELS:
+        for module in pkgutil.iter_modules(import_module(package).__path__, f"{package}."):
+            import_module(module.name)
     Worker(Connection(descriptor), most).run()
 
 
