@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError, check_choice, misfit
+from ..errors import DrafterError, UsageError, check_choice, explain_unknown, misfit
 from ..ops import Launches, Ops, count_launches
 from ..tree import layout_tree
 from .buffers import Buffers, buffer_layout, check_ids, check_room
@@ -41,6 +41,7 @@ DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
 trees of the active slots into the outputs of these buffers."""
 
 
+@explain_unknown({})
 def launch_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
@@ -115,6 +116,7 @@ def _check_drafted(cfg: DrafterConfig, bufs: Buffers) -> None:
         )
 
 
+@explain_unknown({})
 def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
 
@@ -126,6 +128,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
     return Buffers.allocate(cfg, weights.head, params, shared)
 
 
+@explain_unknown({})
 def prefill_drafter(
     cfg: DrafterConfig,
     X: Tensor | Sequence[Tensor],

@@ -159,7 +159,13 @@ def test_a_generate_of_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize("kinds", [["attention", "attention"], ["attention", "mamba"]], ids=str)
 def test_attention_layers_alone_are_no_recurrent_model(kinds: list[str], tmp_path: Path) -> None:
-    sizes = {**SMALL, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    sizes = {
+        **SMALL,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
     rope = {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "shared_intermediate_size": 32}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
