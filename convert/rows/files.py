@@ -197,7 +197,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, where: str = "") -> None:
         self.path = path
-        refuse_pointers(path)
+        refuse_pointers(path, where)
         try:
             with safe_open(path, framework="numpy") as file:
                 self.metadata: dict[str, str] = file.metadata() or {}
@@ -248,14 +248,14 @@ def damaged(where: str | Path, problem: str) -> CheckpointError:
     return CheckpointError.at(where, f"{problem}.\n{advice}")
 
 
-def refuse_pointers(path: Path) -> None:
+def refuse_pointers(path: Path, where: str = "") -> None:
     """Raise CheckpointError for what is no regular file, and for the text that Git LFS leaves in a file's place."""
     if not path.exists():
-        raise damaged(path, "not there")
+        raise damaged(where or path, "not there")
     with regular_file(path, CheckpointError, "file of weights").open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             advice = "Run `git lfs pull` in that folder, or fetch the repository with `hf download`."
-            raise CheckpointError.at(path, f"this is a Git LFS pointer, not the weights.\n{advice}")
+            raise CheckpointError.at(where or path, f"this is a Git LFS pointer, not the weights.\n{advice}")
 
 
 def shorten(value: object, limit: int = 80) -> str:
