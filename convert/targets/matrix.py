@@ -22,7 +22,7 @@ from ..errors import CheckpointError, MismatchError
 from ..heads.config import EMBEDDING_TRAINED_KEY
 from ..heads.draft_head import DraftHead
 from ..rows.checkpoint import Checkpoint, SourceRows, open_checkpoint
-from ..rows.files import FLOATS, TORCH_SUFFIXES, choose_weights, list_names, read_index, shorten
+from ..rows.files import FLOATS, TORCH_SUFFIXES, check_blob, choose_weights, list_names, read_index, shorten
 from ..rows.hub_tensor import HubFile, cached_tensor, fetch_tensor, kept_tensor
 from ..sources.source import ResolvedSource
 from .lm_head import LmHead
@@ -138,6 +138,8 @@ def open_local_lm_head(folder: Path, label: str, tied: bool | None = None) -> Lm
     if chosen.endswith(".index.json"):
         only = {find_lm_head(read_index(folder / chosen), label, tied)}
     checkpoint = open_checkpoint(folder, only)
+    for file in checkpoint.files:
+        check_blob(file.path)
     return _checked(LmHead(checkpoint, find_lm_head(checkpoint.names, label, tied), label, "target"))
 
 
