@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import product
@@ -41,13 +41,14 @@ _HEADINGS = (
 class Answer:
     """One call of `generate`.
 
-    ``group`` is the number of its first prompt. ``category`` is None for a batch of several. ``num_identical``: answers
-    equal to plain decoding's, token for token, of ``num_answers``.
+    ``group``: the number of its first prompt; ``turn``: from 0. ``category`` is None for a batch of several.
+    ``num_identical``: answers equal to plain decoding's, token for token, of ``num_answers``.
     """
 
     mode: str
     batch: int
     group: int
+    turn: int
     candidate: str
     category: str | None
     num_identical: int
@@ -62,6 +63,7 @@ class ComparisonRow:
     ``num_prompts``: prompts (groups of them in a batch) that the intervals are over. ``num_identical``: answers equal
     to plain decoding's, token for token. ``stats``: of all answers; ``is_exact`` if each of them is. ``measured`` is
     None where no step was made, as every answer ended with its first token; ``speedup``: over plain decoding.
+    ``is_compared``: false for a candidate that failed at so many turns that its figures are of the others alone.
     """
 
     candidate: Candidate
@@ -74,6 +76,7 @@ class ComparisonRow:
     stats: GenerationStats
     measured: Measured | None = None
     speedup: Estimate | None = None
+    is_compared: bool = True
 
     @property
     def label(self) -> str:
@@ -93,7 +96,7 @@ class ComparisonRow:
             "tokens_per_s": found.tokens_per_s if found else None,
             "speedup": self.speedup,
         }
-        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical")
+        names = ("mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_compared")
         counts = ("is_exact", "num_new_tokens", "num_passes", "num_accepted_tokens", "num_missed")
         times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
         return {
@@ -152,15 +155,22 @@ class Advice:
 
 @dataclass(frozen=True)
 class Omission:
-    """Turns that are in no figure, and why; ``prompt``: the first of the group."""
+    """Answers that are in no figure, and why.
 
-    candidate: str
+    ``candidates``: whose; ``prompt``: the first of the first group; ``is_fault``: whether it comes neither of a prompt
+    nor of the device's memory.
+    """
+
+    candidates: tuple[str, ...]
     message: str
     batch: int
     prompt: int
+    is_fault: bool
+    num_times: int = 0
 
     def __str__(self) -> str:
-        return f"{self.candidate}, prompt {self.prompt}, batch {self.batch}: {self.message}"
+        times = f" ({self.num_times} times)" if self.num_times > 1 else ""
+        return f"{'; '.join(self.candidates)}, batch {self.batch}, prompt {self.prompt}{times}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ class Comparison:
 
     ``rows``: the figures of each candidate, mode, batch and category; ``setup``: what was compared, on which device and
     how; ``recommendations``: for each mode and batch; ``answers``: in the order in which they were made;
-    ``is_complete``: whether all that were planned are in; ``omissions``: turns that were left out.
+    ``is_complete``: whether it came to its end; ``omissions``: what is missing, and why.
     """
 
     rows: Sequence[ComparisonRow]
@@ -236,22 +246,47 @@ def build_rows(
 def _rows(
     candidates: Sequence[Candidate], answers: Sequence[Answer], names: tuple[str, int, str]
 ) -> Iterator[ComparisonRow]:
-    given = {each.label: [answer for answer in answers if answer.candidate == each.label] for each in candidates}
-    groups = {group: number for number, group in enumerate(sorted({answer.group for answer in answers}))}
-    found = measure({each.label: _timings(each, given[each.label], groups) for each in candidates})
-    plain = found.get(candidates[0].label)
-    for candidate in candidates:
-        measured = found.get(candidate.label)
+    given = {
+        each.label: {(answer.group, answer.turn): answer for answer in answers if answer.candidate == each.label}
+        for each in candidates
+    }
+    plain = candidates[0]
+    # Figures are of the turns that all have answered, but for candidates that failed so often that hardly any are left.
+    turns, compared = given[plain.label].keys(), list[Candidate]()
+    for each in sorted(candidates, key=lambda each: -len(given[each.label])):
+        shared = turns & given[each.label].keys()
+        if 2 * len(shared) > len(given[plain.label]):
+            turns = shared
+            compared.append(each)
+    found = _measured(compared, given, turns)
+    for each in candidates:
+        is_compared = each in compared
+        own_turns = turns if is_compared else given[each.label].keys()
+        figures = found if is_compared else _measured([plain, each], given, own_turns)
+        chosen = [answer for turn, answer in given[each.label].items() if turn in own_turns]
+        measured, base = figures.get(each.label), figures.get(plain.label)
+        num_groups = len({group for group, _ in own_turns})
         yield ComparisonRow(
-            candidate,
+            each,
             *names,
-            len(groups),
-            sum(answer.num_answers for answer in given[candidate.label]),
-            sum(answer.num_identical for answer in given[candidate.label]),
-            GenerationStats.sum(answer.stats for answer in given[candidate.label]),
+            num_groups,
+            sum(answer.num_answers for answer in chosen),
+            sum(answer.num_identical for answer in chosen),
+            GenerationStats.sum(answer.stats for answer in chosen),
             measured,
-            ratio(measured, plain, len(groups)) if measured and plain else None,
+            ratio(measured, base, num_groups) if measured and base else None,
+            is_compared,
         )
+
+
+def _measured(
+    candidates: Sequence[Candidate], given: Mapping[str, Mapping[tuple[int, int], Answer]], turns: Set[tuple[int, int]]
+) -> dict[str, Measured]:
+    groups = {group: number for number, group in enumerate(sorted({group for group, _ in turns}))}
+    answers = {
+        each.label: [answer for turn, answer in given[each.label].items() if turn in turns] for each in candidates
+    }
+    return measure({each.label: _timings(each, answers[each.label], groups) for each in candidates})
 
 
 def _timings(candidate: Candidate, answers: Sequence[Answer], groups: Mapping[int, int]) -> Timings:
