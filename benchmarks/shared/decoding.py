@@ -41,7 +41,7 @@ from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels import attention
+from eagle_slim.runtime.target.kernels import attention, attention_kernels
 from eagle_slim.runtime.target.kernels.attention import AttentionScratch, AttentionTiles, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
@@ -421,7 +421,7 @@ class CountingKernel:
 
     def __init__(self, device: torch.device) -> None:
         self.num_blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        self._kernel = attention.kernels.main_kernel
+        self._kernel = attention_kernels.main_kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         """Return the launch over a grid, with a counter in the place of the last argument."""
@@ -444,7 +444,7 @@ def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: Attentio
     sizes = [(shape.heads, shape.kv_heads, shape.key_dim)]
     counting = CountingKernel(device)
     with (
-        mock.patch.object(attention.kernels, "main_kernel", counting),
+        mock.patch.object(attention_kernels, "main_kernel", counting),
         mock.patch.object(attention, "attention_tiles", return_value=tiles),
     ):
         scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
