@@ -17,8 +17,9 @@ of target's weights has its rows, one after another; ``--seconds`` ends a run th
 four after 16,384: a grid over programs (half of those that `attention_tiles` chooses, as many, twice as many), query
 rows, stages and warps of tails, in turn with the default. Where keys are split decides bits, and stays: ``is_equal``
 tells whether a variant gives the default's logits, bit by bit; what does not cannot be the best. ``blocks_executed``:
-blocks of 64 keys that a layer's main parts go through, of all key heads and blocks of query rows; ``blocks_skipped``:
-those of the cache behind the sequences. Exit status 1: a default takes more than 1.03 of the best step.
+blocks of 64 keys that a layer's main parts go through, of all key heads and blocks of query rows, counted by the kernel
+for each number of query rows; ``blocks_skipped``: the others of the cache. Exit status 1: a default takes more than
+1.03 of the best step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning.problem import MODELS
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.kernels.attention import attention_tiles
-from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK, REACH
+from eagle_slim.runtime.target.kernels.attention_kernels import BLOCK
 from eagle_slim.runtime.target.kernels.machine import gpu_name, num_processors
 
 from benchmarks.shared.command import Command, show, write
@@ -47,6 +48,7 @@ from benchmarks.shared.decoding import (
     TARGET_WEIGHTS,
     RandomModel,
     compile_ahead,
+    count_blocks,
     fill,
     phase_times,
     prompt_time,
@@ -121,18 +123,21 @@ def sweep(
         for (run, _), each in zip(steps, samples, strict=True):
             fill(decoder, sequences, prefix)
             each.append(time_queued_us(run, device, times) / 1e3)
-    last = (prefix + tree.depth + 1 - REACH) // (BLOCK - REACH) * (BLOCK - REACH)
-    seen, held = -(-last // BLOCK), -(-decoder.cache.capacity // BLOCK)
+    in_cache, group = -(-decoder.cache.capacity // BLOCK), dims.heads // dims.kv_heads
+    # Only the query rows of a program decide how often a block is read.
+    executed = {
+        n: count_blocks(decoder, sequences, prefix, replace(own, rows=n)) for n in {each.rows for each in tiles}
+    }
     variants: list[dict[str, Any]] = []
     for found, (_, logits), times_ms in zip(tiles, steps, samples, strict=True):
-        parts = sequences * dims.kv_heads * -(-nodes * dims.heads // dims.kv_heads // found.rows)
+        all_blocks = sequences * dims.kv_heads * -(-nodes * group // found.rows) * in_cache
         variants.append(
             {
                 **asdict(found),
                 "step_ms": statistics.median(times_ms),
                 "is_equal": torch.equal(logits, steps[0][1]),
-                "blocks_executed": parts * seen,
-                "blocks_skipped": parts * (held - seen),
+                "blocks_executed": executed[found.rows],
+                "blocks_skipped": all_blocks - executed[found.rows],
             }
         )
     best = min((each for each in variants if each["is_equal"]), key=lambda each: float(each["step_ms"]))

@@ -41,8 +41,8 @@ from eagle_slim.runtime.step.slots import Slots
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Linear, Fp8Weight, quantise_rows
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels import attention
-from eagle_slim.runtime.target.kernels.attention import AttentionTiles, tree_attention
+from eagle_slim.runtime.target.kernels import attention, attention_kernels
+from eagle_slim.runtime.target.kernels.attention import AttentionScratch, AttentionTiles, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel
 from eagle_slim.runtime.tree import Trees
@@ -414,6 +414,43 @@ def step_with_tiles(
     run = decoder.graphs.get(("step", decoder.tree, decoder.batch_for(num_active)), GREEDY)
     logits = decoder.drafts.buffers(decoder.tree).bufs.logits.clone()
     return run or partial(decoder.step, num_active, GREEDY, decoder.tree), logits
+
+
+class CountingKernel:
+    """Launches attention's main parts, and counts the blocks of keys that they go through."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_blocks = torch.zeros(1, dtype=torch.int32, device=device)
+        self._kernel = attention_kernels.main_kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the launch over a grid, with a counter in the place of the last argument."""
+
+        def launch(*given: Any, **options: Any) -> None:
+            self._kernel[grid](*given[:-1], self.num_blocks, **options)
+
+        return launch
+
+
+def count_blocks(decoder: Decoder, num_active: int, prefix: int, tiles: AttentionTiles) -> int:
+    """Count the blocks of keys that main parts of these tiles go through in one layer of a step, by the kernel."""
+    for phase in filled_phases(decoder, num_active, prefix):
+        phase.run()
+        if phase.name == "verify":
+            break
+    trees, (keys, values) = decoder.drafts.buffers(decoder.tree), decoder.cache.layers[0]
+    batch, shape, device = decoder.batch_for(num_active), decoder.target.layer_shapes[0], decoder.target.device
+    query = torch.zeros((batch * trees.nodes, shape.heads * shape.key_dim), dtype=keys.dtype, device=device)
+    sizes = [(shape.heads, shape.kv_heads, shape.key_dim)]
+    counting = CountingKernel(device)
+    with (
+        mock.patch.object(attention_kernels, "main_kernel", counting),
+        mock.patch.object(attention, "attention_tiles", return_value=tiles),
+    ):
+        scratch = AttentionScratch.allocate(batch, trees.nodes, sizes, decoder.cache.capacity, device)
+        rows = trees.rows(batch).attention
+        tree_attention(query, keys, values, rows, 1.0, None, torch.empty_like(query), scratch)
+    return int(counting.num_blocks)
 
 
 class StepsRun(NamedTuple):
