@@ -9,8 +9,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..model import SpeculativeModel
-from .options import CompareOptions
-from .server import Server
+from .comparison_options import CompareOptions
 
 PLAIN = "plain"
 _DEFAULT_SIZES = (32768, 16384, 8192, 4096, 2048)
@@ -24,8 +23,7 @@ class Candidate:
     """Unique name."""
     size: str
     """The draft vocabulary in words, such as "4,096" or "full (49,152)"."""
-    model: Any = field(repr=False, compare=False)
-    """The `SpeculativeModel` or `Server` that answers."""
+    model: SpeculativeModel = field(repr=False, compare=False)
     draft_vocab: int = 0
     draft_bytes: int = 0
     """See `Drafter.draft_bytes`."""
@@ -46,11 +44,6 @@ class Candidate:
             head,
             (0, 0, 0) if model.is_tree_sized else (tree.depth, tree.top_k, tree.total_tokens),
         )
-
-    @property
-    def is_server(self) -> bool:
-        """Whether it is a running server; only its label is known."""
-        return isinstance(self.model, Server)
 
     @property
     def is_plain(self) -> bool:

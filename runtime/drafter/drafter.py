@@ -215,9 +215,13 @@ def check_finished(bufs: Buffers) -> None:
 
 def reset_barrier(bufs: Buffers) -> None:
     """Make a grid barrier that timed out usable again."""
-    for name in ("barrier", "node_arrivals"):
-        if name in bufs.workspace:
-            bufs.workspace[name].zero_()
+    for tensor in barriers_of(bufs):
+        tensor.zero_()
+
+
+def barriers_of(bufs: Buffers) -> list[Tensor]:
+    """Return the tensors in which a kernel's programs wait for one another: all zero between drafts."""
+    return [bufs.workspace[name] for name in ("barrier", "node_arrivals") if name in bufs.workspace]
 
 
 def timed_out() -> DrafterError:

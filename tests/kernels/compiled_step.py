@@ -19,9 +19,9 @@ import torch
 from eagle_slim.runtime.drafter.kernels import pair_rows
 from eagle_slim.runtime.drafter.launch_params import Chip
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
-from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from eagle_slim.runtime.target.fp8 import SCALE_BLOCK, Fp8Weight
 from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
 from eagle_slim.runtime.target.kernels.attention import AttentionScratch, tree_attention
@@ -151,7 +151,7 @@ def run_all(compiler: Compiler) -> None:
     acceptance.list_active(state)
     case = random_case(VOCAB, parents=[-1] + [0] * (NODES - 1), dtype=torch.bfloat16)
     for rules in (*RULES.values(), ALL_RULES):
-        case.choose(rules, part=2048)
+        case.choose(rules, tile=2048)
     mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
     draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths, state.lengths)
     compiler.variant = "ranks"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.drafter import packing
 from eagle_slim.runtime.drafter.buffers import BLANK
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
@@ -41,7 +41,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
     ranked = DraftVocab(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)).numpy(), 1, VOCAB)
-    loaded = SpeculativeModel.from_pretrained(target, head, draft_vocab=ranked, target_backend="fused")
+    loaded = SpeculativeModel.from_pretrained(open_target(target, target_backend="fused"), head, draft_vocab=ranked)
     ids = loaded.drafter.weights.draft_to_target.numpy()
     assert loaded.opened is not None
     order = torch.from_numpy(loaded.opened.rank_rows(ids, ranked))
@@ -50,11 +50,11 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
 
     def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
         decoder = model._decoders.get(slots, tokens, model.drafter.tree)
-        assert decoder.drafter is not None
-        assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
-        packed = decoder.drafter.weights.packed
+        assert decoder.drafts.drafter is not None
+        assert decoder.drafts.drafter.cfg.draft_vocab == model.draft_vocab
+        packed = decoder.drafts.drafter.weights.packed
         assert packed is not None
-        assert not packed.launches(decoder.drafter.cfg)[1]
+        assert not packed.launches(decoder.drafts.drafter.cfg)[1]
 
     for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
         allocate(model, slots, tokens)
