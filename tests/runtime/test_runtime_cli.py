@@ -388,6 +388,26 @@ def test_ctrl_c_writes_what_there_is(compare: Run, tmp_path: Path, monkeypatch: 
     assert {row["num_answers"] for row in written["rows"]} == {1}
 
 
+def test_a_candidate_that_fails_is_told_and_costs_no_other(
+    compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SpeculativeModel.generate
+
+    def fail(self: SpeculativeModel, *args: Any, **options: Any) -> Any:
+        if self.draft_vocab == 300 and options["max_new_tokens"] == 6:
+            raise RuntimeError("CUDA error")
+        return made(self, *args, **options)
+
+    monkeypatch.setattr(SpeculativeModel, "generate", fail)
+    args = ("--max-new-tokens", "6", "--sizes", "full,300", "--out", str(tmp_path / "out"))
+    code, out, err = compare(*args, prompts="one\ntwo\n")
+    assert (code, out.startswith("size")) == (1, True), err
+    assert "300, batch 1, prompt 0 (2 times): turn 1 left out: RuntimeError: CUDA error" in err
+    written = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [row["num_answers"] for row in written["rows"]] == [2, 2, 0]
+    assert [each["num_times"] for each in written["omissions"]] == [2]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
