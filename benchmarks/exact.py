@@ -394,7 +394,7 @@ def main(argv: list[str] | None = None) -> None:
     device = command.gpu()
     # Of a text that is forced every node is chosen on the host.
     nodes = 16 if args.quality else 60
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "total_tokens": nodes}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "tree": TreeConfig(total_tokens=nodes)}
     model = SpeculativeModel.from_pretrained(**options, target_weights=args.target_weights, max_model_len=LONG)
     named = {"dims": args.dims, "target_weights": args.target_weights, "changing": args.changing}
     tokenizer, result = model.tokenizer, {"machine": machine(device), **named}

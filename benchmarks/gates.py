@@ -43,7 +43,7 @@ from benchmarks.shared.decoding import (
     compile_ahead,
     draft_bytes,
     filled_phases,
-    measure_ahead,
+    measure_partial,
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
@@ -144,7 +144,7 @@ def measure_full(
     if gate["partial_blocks"]:
         option = PartialVerification("exact", gate["partial_blocks"])
         chances, accepted = [gate["survival"]] * times, gate["accepted_length"]
-        for row in measure_ahead(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
+        for row in measure_partial(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
             yield [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
         return
     cache = model.new_cache(sequences, prefix + steps * tree.path_width + tree.total_tokens + 1)

@@ -59,7 +59,7 @@ class Inputs:
     head: DraftHead
     source: ResolvedSource
     choice: targets.TargetChoice | None
-    target: targets.TargetModel | None
+    target: targets.HeadTarget | None
     target_layers: int | None
     lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
@@ -259,7 +259,7 @@ def _check_options(head: DraftHead, options: ConvertOptions) -> None:
 
 
 def _is_wanted(choice: targets.TargetChoice, head: DraftHead, options: ConvertOptions) -> bool:
-    """Whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
+    """Tell whether a target is opened though no row comes from it: it was named, is at hand, or has the tokenizer."""
     if choice.name is None or choice.reason == "given":
         return True
     request = options.vocabulary

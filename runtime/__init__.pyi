@@ -30,6 +30,11 @@ from .errors import TargetWarning as TargetWarning
 from .errors import UnsupportedModelError as UnsupportedModelError
 from .errors import UsageError as UsageError
 from .model import SpeculativeModel as SpeculativeModel
+from .model import pair as pair
+from .opening.heads import OpenedHead as OpenedHead
+from .opening.heads import open_head as open_head
+from .opening.targets import OpenedTarget as OpenedTarget
+from .opening.targets import open_target as open_target
 from .safeailab.backends import frontier_generate as frontier_generate
 from .safeailab.backends import fused_draft_token_generation as fused_draft_token_generation
 from .safeailab.backends import register_triton_backend as register_triton_backend

@@ -11,6 +11,7 @@ from eagle_slim.vocab_tools.common_cli import EagleCommand, emit_json, json_opti
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 from .options_cli import load_heads, model_options, no_follow_option, read_by, show_warnings_as_lines
+from .settings import TreeConfig
 
 if TYPE_CHECKING:
     from .api.output import GenerationOutput
@@ -104,10 +105,10 @@ def generate(
         raise UsageError("--system is part of the chat template, which --raw leaves out. Give one of them.")
     if prompt is None and (as_json or check):
         raise UsageError("--json and --check answer one prompt. Give --prompt.")
-    (model,) = load_heads(options, depth=depth, top_k=draft_top_k, total_tokens=total_tokens, draft_vocab=draft_vocab)
-    if check and model.is_tree_sized and model.target.device.type == "cuda":
-        # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
-        model = model.with_tree(model.drafter.tree)
+    (model,) = load_heads(options, tree=TreeConfig.of(depth, draft_top_k, total_tokens), draft_vocab=draft_vocab)
+    # --check compares drafted tokens, and steps that choose their trees may decode plainly throughout.
+    if total_tokens is None and not (check and model.target.device.type == "cuda"):
+        model = model.with_tree(None)
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
     if prompt is None:
         session.chat()
@@ -226,15 +227,15 @@ def _check(
 
     options = {**options, "seed": output.seed or 0}
     plain = model.generate(ids, speculative=False, **options)
-    ours, own = output.token_ids[0], plain.token_ids[0]
+    tokens, expected = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"
-    place, proof = first_difference(ours, own), output.stats.exactness
+    place, proof = first_difference(tokens, expected), output.stats.exactness
     if place is None:
         because = "" if proof is None else f"; {proof}"
-        note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")
+        note(f"check: all {len(expected)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")
         return
     if output.stats.is_exact:
-        raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, str(proof))
+        raise difference(f"check: the answer to {prompt[:60]!r}", tokens, expected, place, str(proof))
     reason = proof or "below float32 a forward over a tree rounds differently than one over a token: --dtype float32"
     if options.get("partial_verification") == "lossy":
         reason = "with --partial-verification lossy tokens may differ"
@@ -244,3 +245,7 @@ def _check(
 def main(args: list[str] | None = None) -> NoReturn:
     """Run `eagle-generate`."""
     run_cli(generate, args, "eagle-generate")
+
+
+if __name__ == "__main__":
+    main()

@@ -520,7 +520,7 @@ def take_turns(
 
 
 @torch.inference_mode()
-def measure_ahead(
+def measure_partial(
     model: RandomModel,
     draft_vocab: int,
     tree: TreeConfig,
@@ -532,27 +532,31 @@ def measure_ahead(
     steps: int,
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
-    """Measure a row for every option and chance: ``steps`` with full passes, as many that run ahead, and their ratio.
+    """Measure a row for every option and chance: plain steps, ``steps`` with full passes, and partial verification.
 
-    The ratio is that of tokens/s. A step that runs ahead holds ``num_steps`` trees, so fewer of them are run.
+    All in turn. Ratios are those of tokens/s: partial verification over full passes, and either over plain steps. A
+    step of partial verification holds ``num_steps`` trees, so fewer of them are run; plain steps are all alike.
     """
     room = tree.total_tokens + (steps + 2) * max(option.num_tokens + 1 for option in options)
     cache = model.new_cache(batch, prefix + room)
     lengths = draw_lengths(accepted + SPARE_LENGTH, tree.path_width)
-    full = model.drawn_decoder(cache, tree, draft_vocab, lengths)
+    plain, full = model.decoder(cache, None), model.drawn_decoder(cache, tree, draft_vocab, lengths)
     base = {"batch": batch, "prefix": prefix, "nodes": tree.total_tokens}
     for option in options:
         drawn = [survivals(chance, option.num_tokens) for chance in chances]
         ahead, confirmed = model.partial_decoder(cache, tree, draft_vocab, option, lengths, drawn[0])
         for chance, own in zip(chances, drawn, strict=True):
             confirmed.survivals.copy_(torch.tensor(own))
-            numbers = [steps, max(1, steps // option.num_steps)]
-            before, now = take_turns([full, ahead], batch, prefix, numbers, rounds)
+            numbers = [max(1, steps // 4), steps, max(1, steps // option.num_steps)]
+            without, before, now = take_turns([plain, full, ahead], batch, prefix, numbers, rounds)
             yield base | {
                 "blocks": option.num_blocks,
                 "steps_ahead": option.num_steps,
                 "survival": chance,
+                "plain": without,
                 "full": before,
                 "ahead": now,
                 "ratio": now["tokens_per_s"] / before["tokens_per_s"],
+                "full_over_plain": before["tokens_per_s"] / without["tokens_per_s"],
+                "over_plain": now["tokens_per_s"] / without["tokens_per_s"],
             }

@@ -64,7 +64,7 @@ def item_size(name: str) -> int:
 
 
 def all_finite(raw: Bytes, dtype: str) -> bool:
-    """Whether contiguous bytes of BF16, F16 or F32 hold neither NaN nor infinity.
+    """Tell whether contiguous bytes of BF16, F16 or F32 hold neither NaN nor infinity.
 
     The bits of both exceed those of every finite number of their sign: as signed integers the positive ones come to the
     top, as unsigned integers the negative ones. Two maxima cost a tenth of testing every exponent.
@@ -139,7 +139,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def stays_inside(name: object) -> bool:
-    """Whether `name` is a relative path without `..`, which no shell or terminal reads as anything else."""
+    """Tell whether `name` is a relative path without `..`, which no shell or terminal reads as anything else."""
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False
     path = PurePosixPath(name)

@@ -58,7 +58,7 @@ def find_lm_head(names: Collection[str], where: str, tied: bool | None = None) -
 
 
 def ties_embedding(folder: Path) -> bool | None:
-    """Whether the config.json in `folder` ties the LM head to the input embedding; None where it does not say."""
+    """Tell whether the config.json in `folder` ties the LM head to the input embedding; None where it does not say."""
     try:
         return says_tied(read_object(folder / "config.json", CheckpointError))
     except CheckpointError:

@@ -33,7 +33,7 @@ class TargetChoice:
 
 
 @dataclass(frozen=True)
-class TargetModel:
+class HeadTarget:
     """A target whose small files are at hand.
 
     Attributes:
@@ -84,24 +84,24 @@ def known_target(head: str | None) -> str | None:
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether a name is spelled as a path, perhaps of the machine that trained a head, and no such folder is here."""
+    """Tell whether a name is a path, perhaps of the machine that trained a head, and no such folder is here."""
     return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
 
 
-def open_target(name: str | None, revision: str | None, offline: bool) -> TargetModel:
+def open_target(name: str | None, revision: str | None, offline: bool) -> HeadTarget:
     """Fetch the small files of a target, None for the embedded one, and read its configuration."""
     if name is None:
         folder = embedded_target_folder()
         source = ResolvedSource(folder)
-        return TargetModel(EMBEDDED_TARGET_REPO, source, _config(folder), embedded_target_provenance())
+        return HeadTarget(EMBEDDED_TARGET_REPO, source, _config(folder), embedded_target_provenance())
     source = target_files(name, revision=revision, offline=offline)
     provenance: dict[str, Any] = {"repo_id": source.repo_id, "revision": source.commit}
     if source.repo_id is None:
         provenance["name"] = Path(name).resolve().name
-    return TargetModel(name, source, _config(source.folder), provenance)
+    return HeadTarget(name, source, _config(source.folder), provenance)
 
 
-def check_head_fits(head: DraftHead, target: TargetModel) -> None:
+def check_head_fits(head: DraftHead, target: HeadTarget) -> None:
     """Raise MismatchError where a target's configuration has other sizes than a head, or lacks a layer that it taps."""
     hidden, vocab = target.config.get("hidden_size"), target.config.get("vocab_size")
     for key, found, value, fits in (
@@ -117,7 +117,7 @@ def check_head_fits(head: DraftHead, target: TargetModel) -> None:
 
 
 def open_tokenizer(
-    given: str | Path | None, target: TargetModel | None, target_vocab: int, offline: bool
+    given: str | Path | None, target: HeadTarget | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
     """Load the tokenizer that is given, else the target's own; None where there is neither.
 

@@ -134,7 +134,7 @@ class _SourceChecks:
     target_name: str | None
     tokenizer_name: str | None
     offline: bool
-    _target: targets.TargetModel | None = field(default=None, init=False)
+    _target: targets.HeadTarget | None = field(default=None, init=False)
     _head: DraftHead | Outcome | None = field(default=None, init=False)
 
     def rules(self) -> tuple[Rule, ...]:

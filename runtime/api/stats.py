@@ -44,7 +44,7 @@ class GenerationStats:
     """
 
     accepted_lengths: dict[int, int] = field(default_factory=dict)
-    """How many passes had each accepted length."""
+    """Passes by accepted length."""
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
     num_cut_tokens: int = 0
@@ -60,9 +60,9 @@ class GenerationStats:
     steps: tuple[StepTimes, ...] = field(default=(), repr=False)
     """Seconds of each step; a step is one pass of every sequence that runs in it."""
     active_sequences: dict[int, int] = field(default_factory=dict)
-    """How many steps of the call ran each number of sequences side by side."""
+    """Steps of the call by number of sequences that ran side by side."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    """How many answers ended by each reason (`RequestOutput.finish_reason`)."""
+    """Answers by the reason that ended them (`RequestOutput.finish_reason`)."""
     num_partial_passes: int = 0
     """Target passes over a part of the cache (`PartialVerification`), summed over sequences; in no accepted length."""
     num_rolled_back_tokens: int = 0

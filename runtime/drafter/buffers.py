@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NamedFields, UsageError, misfit
+from ..errors import UsageError, explain_fields, misfit
 from ..settings import MAX_WAITING, TreeConfig
 from ..tree import DraftTree
 from .dimensions import DrafterConfig, check_kernel_limits
@@ -43,8 +43,9 @@ INPUTS = (
 """Fields that drafters of different trees share."""
 
 
+@explain_fields
 @dataclass(frozen=True)
-class Buffers(NamedFields):
+class Buffers:
     """Inputs, KV cache and outputs of a draft, allocated once; all on one device, indexed by slot.
 
     Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 64 or more], the token after each new

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import NamedFields, UnsupportedModelError, UsageError, misfit
+from ..errors import UnsupportedModelError, UsageError, explain_fields, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from .weights import HeadWeights
 
@@ -27,8 +27,9 @@ ACTIVATIONS = {
 """Activations of the persistent drafter, by their names in `transformers.activations.ACT2FN`."""
 
 
+@explain_fields
 @dataclass(frozen=True)
-class DrafterConfig(NamedFields):
+class DrafterConfig:
     """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
 
     ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;

@@ -17,13 +17,14 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import HeadWarning, NamedFields, UnsupportedModelError, UsageError, misfit
+from ..errors import HeadWarning, UnsupportedModelError, UsageError, explain_fields, misfit
 from ..target.wrapper import TargetModel
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
 
+@explain_fields
 @dataclass(frozen=True)
-class HeadWeights(NamedFields):
+class HeadWeights:
     """Weights and dimensions of a draft head; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and

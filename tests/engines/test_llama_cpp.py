@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.sources.builtin import embedded_gguf, embedded_target_folder
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from engines.artifacts import chat_prompts, command, target_ids
 from safetensors.torch import load_file
 from support.programs import skip_or_fail
@@ -161,7 +161,7 @@ def test_the_accepted_length_is_ours(artifact: Path, converted: Path) -> None:
     theirs = sum(tokens for tokens, _ in answers) / sum(tokens - accepted for tokens, accepted in answers)
     # `depth` counts the passes after the first one.
     model = SpeculativeModel.from_pretrained(
-        head=artifact, depth=DEPTH - 1, top_k=1, total_tokens=DEPTH + 1, dtype="float32", device="cpu"
+        head=artifact, tree=TreeConfig(DEPTH - 1, 1, DEPTH + 1), dtype="float32", device="cpu"
     )
     stats = model.generate(prompts, max_new_tokens=NUM_TOKENS, max_slots=len(prompts), ignore_eos=True).stats
     assert theirs > 1.5

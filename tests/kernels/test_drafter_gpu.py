@@ -165,7 +165,7 @@ def test_fp8_is_what_the_name_gives() -> None:
 
     try:
         model = SpeculativeModel.from_pretrained(
-            dtype=torch.bfloat16, device="cuda", draft_weights="fp8", total_tokens=60
+            dtype=torch.bfloat16, device="cuda", draft_weights="fp8", tree=TreeConfig()
         )
     except EagleSlimError as error:
         pytest.skip(f"no built-in target here: {error}")

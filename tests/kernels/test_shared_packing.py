@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.drafter import packing
 from eagle_slim.runtime.drafter.buffers import BLANK
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
@@ -41,7 +41,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
     ranked = DraftVocab(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)).numpy(), 1, VOCAB)
-    loaded = SpeculativeModel.from_pretrained(target, head, draft_vocab=ranked, target_backend="fused")
+    loaded = SpeculativeModel.from_pretrained(open_target(target, target_backend="fused"), head, draft_vocab=ranked)
     ids = loaded.drafter.weights.draft_to_target.numpy()
     assert loaded.opened is not None
     order = torch.from_numpy(loaded.opened.rank_rows(ids, ranked))

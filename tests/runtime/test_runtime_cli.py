@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -431,11 +432,24 @@ def test_an_unconverted_head_needs_a_ranking(compare: Run, pair: Pair) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["plain", "full"]
 
 
-@pytest.mark.parametrize(("main", "most"), [(generate_cli.main, 27), (compare_cli.main, 28)])
-def test_help_and_version(run: Run, main: Callable[[list[str]], object], most: int) -> None:
+@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 26), (compare_cli.main, 28)])
+def test_help_and_version(run: Run, main: Callable[[list[str]], object], max_options: int) -> None:
     code, out, _ = run(main, "--help")
     assert code == 0
     assert "Examples:" in out
     options = [line for line in out.split("Options:")[1].splitlines() if line.startswith("  -")]
-    assert len(options) - 1 <= most  # without --help
+    assert len(options) - 1 <= max_options  # without --help
     assert run(main, "--version").code == 0
+
+
+# It is imported already where the tests run.
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("name", ["generate_cli", "tune"])
+def test_every_command_runs_as_a_module(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(f"eagle_slim.runtime.{name}", run_name="__main__")
+    assert stopped.value.code == 0
+    assert "Example" in capsys.readouterr().out

@@ -32,7 +32,7 @@ RANKED = DraftVocab(np.random.default_rng(0).permutation(VOCAB), 258, VOCAB)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
     target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=8, total_tokens=40)
+    model = SpeculativeModel.from_pretrained(target, head, tree=TreeConfig(2, 8, 40))
     assert model.opened is not None
     model.opened = replace(model.opened, ranks=RANKED)
     return model
@@ -114,7 +114,7 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
         tiny_target("llama", vocab_size=VOCAB),
         write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
         tokenizer=model.tokenizer,
-        top_k=2,
+        tree=TreeConfig.of(5, 2),
     )
     assert [each.label for each in drafted(compare(slim, one, greedy()))] == ["all 3 of 360"]
 
@@ -122,7 +122,10 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
 def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
     prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
     other = SpeculativeModel.from_pretrained(
-        model.target.model, write_head(tmp_path / "other", vocab=VOCAB), tokenizer=model.tokenizer, depth=1, top_k=2
+        model.target.model,
+        write_head(tmp_path / "other", vocab=VOCAB),
+        tokenizer=model.tokenizer,
+        tree=TreeConfig.of(1, 2),
     )
     trees = (TreeConfig(2, 8, 40), None)
     result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import CheckError, DrafterError
 from eagle_slim.runtime.step.kernels import acceptance
@@ -16,7 +16,7 @@ from eagle_slim.runtime.step.kernels.slot_state import SlotState
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 12}
+TREE = {"tree": TreeConfig(3, 4, 12)}
 PROMPTS = random_prompts([3, 9, 5])
 Spoil = Callable[[Any], None]
 
@@ -34,7 +34,7 @@ def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
     ("tree", "options"),
     [
         ({}, {}),
-        ({"depth": 3, "top_k": 1, "total_tokens": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
+        ({"tree": TreeConfig(3, 1, 5)}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
         ({}, {"speculative": False}),
         ({}, {"repetition_penalty": 1.2, "max_slots": 2, "ignore_eos": True}),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, open_target
 from eagle_slim.runtime.errors import CheckError, LogitsError
 from eagle_slim.runtime.settings import PartialVerification, TreeConfig
 from eagle_slim.runtime.step import decoders, graphs
@@ -22,7 +22,7 @@ from support.built_decoders import watch_decoders
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 24}
+TREE = {"tree": TreeConfig(3, 4, 24)}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 
 
@@ -37,7 +37,7 @@ def pair(folder: Path, kind: str, **tree: int) -> tuple[SpeculativeModel, list[l
     target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
     head = write_head(folder, hidden=64)
     model = SpeculativeModel.from_pretrained(
-        target.cuda(), head, drafter="triton", target_backend="fused", **tree or TREE
+        open_target(target.cuda(), target_backend="fused"), head, drafter="triton", **tree or TREE
     )
     return model, random_prompts([1, 9, 70, 2, 33])
 
@@ -118,7 +118,8 @@ class InTurn(ShapeChooser):
 def test_shapes_chosen_by_step_change_no_token(
     tmp_path: Path, sampling: dict[str, Any], is_forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompts = pair(tmp_path, "llama", depth=3, top_k=4)
+    model, prompts = pair(tmp_path, "llama", tree=TreeConfig.of(3, 4))
+    model = model.with_tree(None)
     if is_forced:
         monkeypatch.setattr(
             decoders.Decoders, "new_chooser", lambda own, shapes: InTurn(own.acceptance, own.costs, shapes)
@@ -163,7 +164,7 @@ def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
 
 def smollm2(dtype: torch.dtype, drafter: str) -> tuple[SpeculativeModel, list[list[int]]]:
     # The tree that was measured, whatever size is the fastest on this GPU.
-    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, total_tokens=60)
+    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter, tree=TreeConfig())
     lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
     return model, [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
 

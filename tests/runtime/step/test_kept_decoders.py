@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import DeviceMemoryError, UsageError
-from eagle_slim.runtime.loading import load_target
+from eagle_slim.runtime.opening.target_files import load_target
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step import decoders
 from eagle_slim.runtime.step.decoders import MAX_DECODERS, Decoders
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.Accep
 
 @pytest.fixture
 def model(tmp_path: Path) -> SpeculativeModel:
-    return SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), depth=2, top_k=2, total_tokens=5
-    )
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), tree=TreeConfig(2, 2, 5))
 
 
 def test_what_was_not_used_for_longest_makes_room() -> None:

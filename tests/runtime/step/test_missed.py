@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.step import plan
 from support.tiny_models import random_prompts, tiny_target, write_head
 
@@ -18,7 +18,7 @@ DRAFTED = [2, 3, 5, 7, 8, 11, 12, 13, 17, 19]
 def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
     head = write_head(tmp_path, draft_ids=DRAFTED)
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=2, top_k=3, total_tokens=10)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, tree=TreeConfig(2, 3, 10))
     output = model.generate(random_prompts([1, 9, 5, 2]), max_new_tokens=12, max_slots=2)
     expected = Counter(token for row in output.token_ids for token in row if token not in DRAFTED)
     assert output.stats.missed_ids == dict(expected)
@@ -33,5 +33,7 @@ def test_the_answers_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(plan, "_choose_shapes", lambda *_: ((None,), "measured"))
         chosen = model.generate(random_prompts([9]), max_new_tokens=12)
     assert chosen.stats.missed_ids == Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
-    whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
+    whole = SpeculativeModel.from_pretrained(
+        model.target.model, write_head(tmp_path / "full"), tree=TreeConfig.of(2, 3)
+    )
     assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0

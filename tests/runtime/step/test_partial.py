@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig, open_target
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import PartialVerification
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
@@ -24,7 +24,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 LONGEST = 1024
-TREE = {"depth": 3, "top_k": 4, "total_tokens": 12}
+TREE = {"tree": TreeConfig(3, 4, 12)}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 ALL = 10**6
 
@@ -54,7 +54,7 @@ def models(folder: Path) -> Any:
     @cache
     def build(kind: str = "llama", backend: str = "transformers") -> SpeculativeModel:
         target = tiny_target(kind, max_position_embeddings=LONGEST)
-        return SpeculativeModel.from_pretrained(target, folder, target_backend=backend, **TREE)
+        return SpeculativeModel.from_pretrained(open_target(target, target_backend=backend), folder, **TREE)
 
     return build
 
@@ -140,7 +140,9 @@ def test_what_is_refused_and_what_stays_full(models: Any, sizes: Sizes, folder: 
     plain = model.generate(given, partial_verification="exact", speculative=False, max_new_tokens=4)
     assert "every pass is full (plain decoding)" in plain.stats.path
     for kind, backend in (("mistral", "transformers"), ("mistral", "fused"), ("qwen2", "transformers")):
-        windowed = SpeculativeModel.from_pretrained(tiny_target(kind), folder, target_backend=backend, **TREE)
+        windowed = SpeculativeModel.from_pretrained(
+            open_target(tiny_target(kind), target_backend=backend), folder, **TREE
+        )
         with pytest.raises(UnsupportedModelError, match="sliding window"):
             windowed.generate(given, partial_verification="exact")
     sizes(min_length=65536)

@@ -55,7 +55,8 @@ def model_of_any_shape(
     # In float64, so that no near-tie of a sampled token falls the other way.
     target = tiny_target("llama").double()
     monkeypatch.setattr(Decoders, "new_chooser", lambda own, shapes: InTurn(own.acceptance, own.costs, shapes))
-    return SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), depth=3, top_k=4)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), tree=TreeConfig.of(3, 4))
+    return model.with_tree(None)
 
 
 ORDERS: dict[str, Sequence[TreeConfig | None]] = {
