@@ -432,7 +432,7 @@ def test_an_unconverted_head_needs_a_ranking(compare: Run, pair: Pair) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["plain", "full"]
 
 
-@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 26), (compare_cli.main, 28)])
+@pytest.mark.parametrize(("main", "max_options"), [(generate_cli.main, 26), (compare_cli.main, 24)])
 def test_help_and_version(run: Run, main: Callable[[list[str]], object], max_options: int) -> None:
     code, out, _ = run(main, "--help")
     assert code == 0
@@ -444,7 +444,7 @@ def test_help_and_version(run: Run, main: Callable[[list[str]], object], max_opt
 
 # It is imported already where the tests run.
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("name", ["generate_cli", "tune"])
+@pytest.mark.parametrize("name", ["compare.cli", "generate_cli", "tune"])
 def test_every_command_runs_as_a_module(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
