@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
@@ -192,7 +193,7 @@ def draw(kernels: Sequence[Event], path: Path, title: str) -> None:
     axes.set_yticks(range(len(parts)), parts)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(title)
+    figure.suptitle(textwrap.fill(title, 100), fontsize="medium")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -1,4 +1,4 @@
-"""What floors cost: five domains in Llama-3 tokens, ranked without floors and with them.
+"""Show the cost of floors: five domains in Llama-3 tokens, ranked without floors and with them.
 
     python examples/floors.py tests/data/llama3-domain-counts.npz --size 16384 --floor german=0.93,code=0.925
 
