@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from .compat import http_error_type
 from .errors import EagleSlimError, SourceError
 
 LIBRARY_NAME = "eagle-slim"
@@ -180,11 +181,10 @@ def _download(repo_id: str, name: str, revision: str | None) -> Path:
 @contextmanager
 def explained(repo_id: str, revision: str | None = None, purpose: str = "read") -> Iterator[None]:
     """Raise the errors of huggingface_hub, its HTTP library and the cache's disk as `HubError`; as `trouble_of`."""
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError
 
     keep_limit()
-    # The last is the base of all errors of the HTTP library, httpx or httpx2.
-    expected: tuple[type[Exception], ...] = (OSError, ValueError, EntryNotFoundError, HfHubHTTPError.__bases__[0])
+    expected: tuple[type[Exception], ...] = (OSError, ValueError, EntryNotFoundError, http_error_type())
     try:
         yield
     except expected as error:
@@ -195,7 +195,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     """Make the `HubError` for an error of a request, or one caused by it; `purpose` is "read" or "write"."""
     from huggingface_hub import constants, errors
 
-    http_error = errors.HfHubHTTPError.__bases__[0]
+    http_error = http_error_type()
     known = (http_error, errors.EntryNotFoundError, errors.HFValidationError, errors.OfflineModeIsEnabled)
     found = [cause for cause in causes_of(error) if isinstance(cause, known)] or [error]
     # "Not in the cache" hides why the file could not be fetched: take the error behind it.
