@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ Source = dict[str, str]
 """Text of each file, by its path from the root."""
 
 
+@cache
+def parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def nodes(text: str) -> list[ast.AST]:
+    return list(ast.walk(parse(text)))
+
+
 def read(*folders: str) -> Source:
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
@@ -79,7 +90,7 @@ def definitions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, Function
 def host_functions(source: Source) -> Iterator[tuple[str, Function]]:
     """Every function but kernels and click commands, named by file and dotted name."""
     for path, text in source.items():
-        for name, node in definitions(ast.parse(text)):
+        for name, node in definitions(parse(text)):
             if not isinstance(node, ast.ClassDef) and decorators(node).isdisjoint({"jit", "command", "group"}):
                 yield f"{path}: {name}", node
 
@@ -97,7 +108,7 @@ def names_taken_twice(source: Source) -> list[str]:
     """Top-level class names that two files define."""
     homes = defaultdict(list)
     for path, text in source.items():
-        for node in ast.parse(text).body:
+        for node in parse(text).body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(path)
     return [f"{name}: {' and '.join(paths)}" for name, paths in sorted(homes.items()) if len(paths) > 1]
@@ -119,30 +130,30 @@ def first_word(text: str) -> str:
     return re.sub(r"\W+$", "", text.split()[0]) if text.strip() else ""
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+def docstrings(text: str) -> Iterator[tuple[int, str, str]]:
     """(line, kind, first word) of the docstrings of a module, its classes, its functions, and its attributes.
 
     A string below an assignment is the attribute's.
     """
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             kind = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
             if not isinstance(node, ast.Module) and not decorators(node).isdisjoint(ATTRIBUTES):
                 kind = "attribute"
-            if text := ast.get_docstring(node):
-                yield getattr(node, "lineno", 1), kind, first_word(text)
+            if written := ast.get_docstring(node):
+                yield getattr(node, "lineno", 1), kind, first_word(written)
             for assigned, string in zip(node.body, node.body[1:], strict=False):
                 if isinstance(assigned, (ast.Assign, ast.AnnAssign)) and isinstance(string, ast.Expr):
-                    text = string.value.value if isinstance(string.value, ast.Constant) else None
-                    if isinstance(text, str):
-                        yield string.lineno, "attribute", first_word(text)
+                    written = string.value.value if isinstance(string.value, ast.Constant) else None
+                    if isinstance(written, str):
+                        yield string.lineno, "attribute", first_word(written)
 
 
 def wrong_first_words(source: Source) -> list[str]:
     """Docstrings that begin with a question word, and functions' that begin with no verb."""
     found = []
     for path, text in source.items():
-        for line, kind, word in docstrings(ast.parse(text)):
+        for line, kind, word in docstrings(text):
             if word.lower() in QUESTIONS or (kind == "function" and NO_VERBS.fullmatch(word)):
                 found.append(f"{path}:{line}: the docstring of this {kind} begins with {word}")
     return found
@@ -229,7 +240,7 @@ def undeclared(source: Source, always: set[str], optional: set[str]) -> list[str
     return [
         f"{path}:{line} imports {library}"
         for path, text in source.items()
-        for line, library, inside in imports(ast.parse(text))
+        for line, library, inside in imports(parse(text))
         if library not in ours | always | (optional if inside else set())
     ]
 
@@ -260,7 +271,7 @@ def names_of_ours(source: Source) -> set[str]:
     """Private names that our own files define: functions, classes, fields, and attributes of `self`."""
     found = set()
     for text in source.values():
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(text):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -289,7 +300,7 @@ def private_names(source: Source, ours: set[str], others: set[str]) -> list[str]
     """
     found = []
     for path, text in source.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(text):
             named: list[str] = []
             if isinstance(node, ast.Import):
                 named = [part for alias in node.names for part in alias.name.split(".") if is_private(part)]
