@@ -127,7 +127,7 @@ def sweep(
     in_cache, group = -(-decoder.cache.capacity // BLOCK), dims.heads // dims.kv_heads
     # Only the query rows of a program decide how often a block is read.
     executed = {
-        n: count_blocks(decoder, sequences, prefix, replace(own, rows=n)) for n in {each.rows for each in tiles}
+        n: count_blocks(decoder, sequences, prefix, replace(default, rows=n)) for n in {each.rows for each in tiles}
     }
     variants: list[dict[str, Any]] = []
     for found, (_, logits), times_ms in zip(tiles, steps, samples, strict=True):
