@@ -1,4 +1,4 @@
-"""Has anything become slower, and does drafting still beat plain decoding where it has to?
+"""Fail where something became slower, or drafting no longer beats plain decoding where it has to.
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
@@ -43,7 +43,7 @@ from benchmarks.shared.decoding import (
     compile_ahead,
     draft_bytes,
     filled_phases,
-    measure_ahead,
+    measure_partial,
     take_turns,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
@@ -106,8 +106,8 @@ def micro_rounds(micro: Values, model: RandomModel, samples: int = SAMPLES) -> I
         turns = [
             (time_queued_us(run, device, times), time_queued_us(copies[name], device, times)) for _ in range(samples)
         ]
-        own, copied = zip(*turns, strict=True)
-        return float(statistics.median(own) / statistics.median(copied))
+        timed, copied = zip(*turns, strict=True)
+        return float(statistics.median(timed) / statistics.median(copied))
 
     while True:
         found = {}
@@ -144,7 +144,7 @@ def measure_full(
     if gate["partial_blocks"]:
         option = PartialVerification("exact", gate["partial_blocks"])
         chances, accepted = [gate["survival"]] * times, gate["accepted_length"]
-        for row in measure_ahead(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
+        for row in measure_partial(model, vocab, tree, sequences, prefix, [option], accepted, chances, steps, turns):
             yield [row["full"], row["ahead"] | {"is_length_met": row["full"]["is_length_met"]}]
         return
     cache = model.new_cache(sequences, prefix + steps * tree.path_width + tree.total_tokens + 1)

@@ -1,4 +1,4 @@
-"""What does SafeAILab's EAGLE gain from the patches? Its own generation, patched drafter, whole patch, in one run.
+"""Compare SafeAILab's EAGLE with its patched drafter and with the whole patch, in one run.
 
     python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompt "Why is the sky blue?" \\
         --compare --print_output
@@ -265,10 +265,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     command = Command("safeailab", __doc__)
     add = command.add_argument
     add("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
-    add(
-        "--base-model", "--base_model_path", metavar="PATH", help="target, for EaModel.from_pretrained; with --ea-model"
-    )
-    add("--ea-model", "--ea_model_path", metavar="PATH", help="head, for EaModel.from_pretrained; with --base-model")
+    add("--base-model", "--base_model_path", metavar="PATH", help="target, as of EaModel.from_pretrained")
+    add("--ea-model", "--ea_model_path", metavar="PATH", help="head, as of EaModel.from_pretrained")
     add("--use-eagle3", action=argparse.BooleanOptionalAction, default=True, help="as EaModel.from_pretrained")
     add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of your own; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")

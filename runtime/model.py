@@ -392,6 +392,15 @@ class SpeculativeModel:
         keywords.setdefault("reuse_prefix", self.target.exactness is not None)
         return self.generate([self.encode_chat(each) for each in conversations], **keywords)
 
+    def refresh(self) -> None:
+        """Follow a write that moves no version counter: through ``.data``, or by a fused optimiser.
+
+        Cached rows, captured graphs and packed copies of the target are made anew, for all models that share it. Every
+        other change of the target is noticed before each call. Raises as a call after a change does.
+        """
+        with self.target.hold():
+            self.target.refresh()
+
     def warmup(
         self,
         num_prompts: int = 1,

@@ -91,7 +91,7 @@ class PartialVerification:
     """
 
     mode: str = "exact"
-    num_blocks: int = 256
+    num_blocks: int = 64
     num_steps: int = 8
     num_tokens: int = 31
     min_length: int = 65536

@@ -8,9 +8,9 @@ ChatML and one question:
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n
                                                          └──────────────┘ counted
 
-Its tokens are those of the whole rendering that begin there. Three things are learned from a chat of invented words:
-the header of a turn, for a template without a generation prompt; what stands behind the last turn alone, such as
-Phi-3's `<|endoftext|>`; and an end of turn that comes with the next message only, as Apertus' does.
+Its tokens are those of the whole rendering that begin there. An end of text ends a turn, also one that comes with the
+next message only, as Apertus' does. Two things are learned from a chat of invented words: the header of a turn, for a
+template without a generation prompt, and what stands behind the last turn alone, such as Phi-3's `<|endoftext|>`.
 
 Where `{% generation %}` marks the answer, exactly that is the turn. Where the first rendering is no beginning of the
 second, as gpt-oss drops earlier thoughts once an answer follows, the turn is sought behind all words of the messages
@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -171,16 +171,12 @@ class _Layout:
 
     Attributes:
         openings: what begins a turn, the generation prompt first; without one, the header that the history has.
-        has_prompt: whether there is a generation prompt.
         only_last: what stands behind the end of the last turn alone.
-        dropped, late_end: how a rendering goes on where a message follows whose end it did not have: without the
-            first, with the second.
+        late_end: an end of text that only the message of a user brings.
     """
 
     openings: tuple[str, ...] = ()
-    has_prompt: bool = False
     only_last: str = ""
-    dropped: str = ""
     late_end: str = ""
 
 
@@ -197,9 +193,12 @@ class ChatRenderer:
 
     def __init__(self, spec: ChatSpec) -> None:
         self._template = ChatTemplate(spec)
+        # Others would write such a part down as JSON.
+        self._takes_thoughts = re.search("[\"']thinking[\"']", spec.template) is not None
         self._border = _any_of(spec.borders)
         self._end = _any_of(spec.ends)
         self._eos = spec.eos
+        self._late_eos = re.compile(rf"\s*(?:{_any_of(spec.eos).pattern})")
         self._longest = max(map(len, spec.borders), default=0)
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
@@ -208,7 +207,7 @@ class ChatRenderer:
         What no form shows follows, a piece each.
         """
         best: tuple[str, list[str]] | None = None
-        for form in template_forms(messages):
+        for form in template_forms(messages, self._takes_thoughts):
             with suppress(ChatError):
                 text = self._template.render(form)
                 missing = [words for message in form for words in self._find_words(message, text, 0)[1]]
@@ -226,7 +225,7 @@ class ChatRenderer:
             for position, message in enumerate(messages)
             if message["role"] == "assistant"
         }
-        for form in template_forms(messages):
+        for form in template_forms(messages, self._takes_thoughts):
             for position, best in turns.items():
                 if best.missing or not best.pieces:
                     turn = self._turn(form, position)
@@ -288,29 +287,35 @@ class ChatRenderer:
             header = header[: self._common(header, self._template.render([chat[0], thought])[len(asked) :])]
         # The last space of "Assistant: " is one token with the word behind it.
         openings = [prompt, prompt[: self._common(prompt, header)]] if prompt.strip() else [header.rstrip(" ")]
-        layout = _Layout(tuple(opening for opening in openings if opening.strip()), bool(prompt.strip()))
+        only_last = late_end = ""
         tail, between = text[text.rindex(_ANSWERED) + len(_ANSWERED) :], followed.rpartition(_NEXT)[0]
-        if _ANSWERED not in between:
-            return layout
-        between = between[between.rindex(_ANSWERED) + len(_ANSWERED) :]
-        common = self._common(tail, between)
-        # What stands before the next question is its header as far as it stands before the first, too.
-        cut = len(between) - _common_length(between[common:][::-1], asked.partition(_ASKED)[0][::-1])
-        cut = token.end() if (token := self._token_around(between, cut)) else cut
-        ends, last_ends = (list(self._end.finditer(part)) for part in (between[:cut], tail))
-        stop, last_stop = (found[-1].end() if found else 0 for found in (ends, last_ends))
-        if 0 < stop < last_stop and tail.startswith(between[:stop]):
-            return replace(layout, only_last=tail[stop:])
-        if stop > last_stop and common >= last_stop and (not last_stop or ends[-1].group() in self._eos):
-            return replace(layout, dropped=tail[common:], late_end=between[common:stop])
-        return layout
+        if _ANSWERED in between:
+            between = between[between.rindex(_ANSWERED) + len(_ANSWERED) :]
+            # What stands before the next question is its header as far as it stands before the first, too.
+            common, first = self._common(tail, between), asked.partition(_ASKED)[0]
+            cut = len(between) - _common_length(between[common:][::-1], first[::-1])
+            cut = token.end() if (token := self._token_around(between, cut)) else cut
+            stop, _ = self._end_of_turn(between, 0, cut)
+            if stop and tail.startswith(between[:stop]) and self._end.search(tail, stop):
+                only_last = tail[stop:]
+            elif (late := self._late_eos.match(between)) and not self._end_of_turn(tail, 0, len(tail))[1]:
+                late_end = late.group()
+        known = tuple(opening for opening in openings if opening.strip())
+        return _Layout(known, only_last, late_end)
+
+    def _end_of_turn(self, text: str, start: int, stop: int) -> tuple[int, bool]:
+        """Return where the first end of text, or else the last special token ends, 0 without one; and which it is."""
+        ends = list(self._end.finditer(text, start, stop))
+        eos = next((end.end() for end in ends if end.group() in self._eos), 0)
+        return eos or (ends[-1].end() if ends else 0), bool(eos)
 
     def _start(self, messages: Sequence[Message], position: int, before: str, text: str) -> int | None:
         """Return where a turn begins in the rendering up to it; None where that is not certain."""
         layout = self._layout
         if text.startswith(before):
             start = len(before)
-            header = "" if layout.has_prompt else "".join(layout.openings)
+            # A template may have no generation prompt, or none behind the result of a tool.
+            header = "" if before.endswith(layout.openings[:1]) else "".join(layout.openings[:1])
             return start + len(header) if text.startswith(header, start) else start
         behind = self._end_of_others(messages, position, text)
         for opening in layout.openings:
@@ -330,15 +335,19 @@ class ChatRenderer:
 
     def _stop(self, messages: Sequence[Message], position: int, text: str, last: int) -> tuple[str, int]:
         """Return the rendering in which a turn is whole, and where it ends there; its words end at `last`."""
-        layout = self._layout
-        if layout.late_end and position + 1 < len(messages):
-            whole = text.removesuffix(layout.dropped) + layout.late_end
-            with suppress(ChatError):
-                if self._template.render(messages[: position + 2]).startswith(whole):
-                    return whole, len(whole)
+        layout, num_read = self._layout, position + 1
         stop = len(text.removesuffix(layout.only_last))
-        ends = [end.end() for end in self._end.finditer(text, last, stop)]
-        return text, ends[-1] if ends else stop
+        end, is_eos = self._end_of_turn(text, last, stop)
+        if not is_eos and num_read < len(messages):
+            if layout.late_end and messages[num_read]["role"] == "user":
+                whole = text[: max(last, len(text.rstrip()))] + layout.late_end
+                return whole, len(whole)
+            with suppress(ChatError):
+                following = self._template.render(messages[: num_read + 1])
+                late = self._late_eos.match(following, len(text))
+                if late is not None and following.startswith(text):
+                    return following, late.end()
+        return text, end or stop
 
     def _find_words(
         self, message: Message, text: str, low: int, others: Sequence[Message] | None = None
@@ -449,8 +458,11 @@ def _changed(message: Message, key: str) -> Message:
     """Add letters that stand nowhere else to a message's content, or to its reasoning under every name."""
     content = message["content"]
     if key == "content":
-        added = [*content, {"type": "text", "text": _PROBE}] if isinstance(content, list) else f"{content}{_PROBE}"
-        return {**message, "content": added}
+        if isinstance(content, list):
+            last = max(place for place, part in enumerate(content) if part.get("type") == "text")
+            part = {**content[last], "text": content[last]["text"] + _PROBE}
+            return {**message, "content": [*content[:last], part, *content[last + 1 :]]}
+        return {**message, "content": f"{content}{_PROBE}"}
     thought = message[key] + _PROBE
     if isinstance(content, list):
         content = [{**part, "thinking": thought} if part.get("type") == "thinking" else part for part in content]

@@ -193,16 +193,15 @@ def _with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return found
 
 
-def template_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+def template_forms(messages: Sequence[Message], has_thoughts: bool = False) -> Iterator[Sequence[Message]]:
     """Yield a chat in the forms that templates take, the usual one first.
 
-    Contents are text, or in parts, among which templates such as Mistral's have thoughts, too. A missing content is
-    empty, or None for those that ask for it. Arguments of tool calls are objects, since most templates write them as
-    JSON and would quote JSON text (vLLM parses them, too), or JSON text.
+    Contents are text, or in parts, with `has_thoughts` those of a thought, too, as Mistral's templates have them. A
+    missing content is empty, or None for those that ask for it. Arguments of tool calls are objects, since most
+    templates write them as JSON and would quote JSON text (vLLM parses them, too), or JSON text.
     """
     has_calls = any(message.get("tool_calls") for message in messages)
     is_short = any(message["content"] is None for message in messages)
-    has_thoughts = any("reasoning_content" in message for message in messages)
     for as_text, null, parts in product(
         (False, True) if has_calls else (False,),
         ("", None) if is_short else ("",),

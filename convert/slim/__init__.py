@@ -1,1 +1,1 @@
-"""What is written of a head: tensors and configuration of the slim one, and its model card."""
+"""A slim head as it is written: tensors, configuration, model card."""

@@ -1,4 +1,4 @@
-"""What is written of a head: from an open head and a set of target ids to tensors and configuration of the slim one.
+"""Plans of a slim head: from an open head and a set of target ids to tensors and configuration.
 
 Nothing is written here, and nothing is read before the plans are carried out. With ids (1, 4, 5) of a vocabulary of 6,
 rows 1, 4 and 5 of a full LM head become rows 0, 1 and 2, and d2t is (1, 3, 3).

@@ -164,7 +164,7 @@ def compare(
     if not result.is_complete:
         note("interrupted: these are the answers so far")
         return INTERRUPTED
-    return 0
+    return int(any(each.is_fault for each in result.omissions))
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Which draft vocabulary to use, as far as the measurement tells, for each mode and batch."""
+"""Recommend a draft vocabulary for each mode and batch, as far as the measurement tells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from .report import ALL, Advice, ComparisonRow
-from .statistics import Estimate, ratio
+from .statistics import ENOUGH_PROMPTS, Estimate, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
@@ -20,16 +20,17 @@ def recommend(rows: Sequence[ComparisonRow]) -> list[Advice]:
 
 
 def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -> Advice:
-    measured = [row for row in rows if row.measured is not None]
+    measured = [row for row in rows if row.measured is not None and row.is_compared]
     where = mode if batch == 1 else f"{mode}, batch {batch}"
+    failed = [f"{row.label} is not compared, as it failed too often." for row in rows if not row.is_compared]
     if not measured:
-        reason = "Every answer ended with its first token. Give more prompts or more new tokens."
-        return Advice(mode, batch, f"{where}: no step was measured.", plain.label, 0, False, (), None, (reason,))
+        reasons = ("Answers ended with their first token: give more prompts or more new tokens.", *failed)
+        return Advice(mode, batch, f"{where}: no step was measured.", plain.label, 0, False, (), None, reasons)
     best = max(measured, key=lambda row: row.tokens_per_s)
     figures, comparisons = {row.label: row.measured for row in measured if row.measured}, max(1, len(measured) - 1)
     others = {
-        label: ratio(found, figures[best.label], best.num_prompts, comparisons)
-        for label, found in figures.items()
+        label: ratio(each, figures[best.label], best.num_prompts, comparisons)
+        for label, each in figures.items()
         if label != best.label
     }
     slower = {label for label, speed in others.items() if speed.high < 1 and speed.value < 1 - _MARGIN}
@@ -50,7 +51,7 @@ def _advise(mode: str, batch: int, plain: ComparisonRow, *rows: ComparisonRow) -
         beats is False or are_as_fast,
         tuple(row.label for row in close),
         beats,
-        tuple(_reasons(chosen, best, close, measured, others)),
+        (*_reasons(chosen, best, close, measured, others), *failed),
     )
 
 
@@ -60,6 +61,8 @@ def _headline(chosen: ComparisonRow, beats: bool | None) -> str:
         return f"{chosen.label} beats plain decoding, at {speed} its speed."
     if beats is False:
         return f"plain decoding is faster: {chosen.label} runs at {speed} its speed."
+    if chosen.num_prompts < ENOUGH_PROMPTS:
+        return f"too few prompts to compare, {ENOUGH_PROMPTS * chosen.batch} are enough."
     return f"no significant difference: {chosen.label} ran at {speed} the speed of plain decoding."
 
 
@@ -76,20 +79,24 @@ def _reasons(
     measured: Sequence[ComparisonRow],
     others: Mapping[str, Estimate],
 ) -> list[str]:
-    found = chosen.measured
-    assert found is not None
+    figures = chosen.measured
+    assert figures is not None
     draft, verify, host, step = (
-        f"{each * 1e3:.1f}" for each in (found.draft_s, found.verify_s, found.host_s, found.step_s)
+        f"{each * 1e3:.1f}" for each in (figures.draft_s, figures.verify_s, figures.host_s, figures.step_s)
     )
     reasons = [
-        f"{chosen.label}: accepted length {found.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
+        f"{chosen.label}: accepted length {figures.accepted_length.value:.2f}, {step} ms a step (draft {draft}, verify "
         f"{verify}, host {host}) = {chosen.tokens_per_s:.1f} tokens/s."
     ]
+    is_enough = chosen.num_prompts >= ENOUGH_PROMPTS
+    if chosen.speedup and not is_enough:
+        reasons.append(f"{chosen.label} ran at {_interval(chosen.speedup)} times the speed of plain decoding.")
     for row in measured:
         if row is not best:
-            how = "no significant difference" if row in close else "slower"
-            reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}: {how}.")
-    if len({row.candidate.draft_bytes for row in close}) > 1:
+            how = ": no significant difference" if row in close else ": slower"
+            speed = f"{_interval(others[row.label])} of the speed of {best.label}"
+            reasons.append(f"{row.label} runs at {speed}{how if is_enough else ''}.")
+    if is_enough and len({row.candidate.draft_bytes for row in close}) > 1:
         reasons.append(f"Of those without a significant difference, {chosen.label} reads the fewest bytes.")
     return reasons
 

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 
+from ...vocab_tools.compat import copy_together_
 from ..drafter.drafter import BufferedDrafter
 from ..ops import Ops, counted_apart, is_set, ranges_wanted
 from ..settings import TreeConfig
@@ -188,13 +189,13 @@ class Decoder:
             run()
             for _ in range(_TIMED):
                 # Few launches: a host that comes late would leave a gap within what is timed.
-                torch._foreach_copy_(changed, before)
+                copy_together_(changed, before)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
                 run()
                 end.record()
                 spans.append((begin, end))
-        torch._foreach_copy_(changed, before)
+        copy_together_(changed, before)
         torch.cuda.synchronize()
         return float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
 

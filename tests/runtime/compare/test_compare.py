@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +63,7 @@ def test_where_the_target_promises_it_a_difference_is_an_error(
     promise("rows are exact (sums v1)", False)
     result = compare(model, prompts, greedy())
     assert all(row.stats.is_exact and row.num_identical == row.num_answers for row in result.rows)
-    assert [row.cells()[-1] for row in result.rows] == ["equal", "equal"]
+    assert [row.cells()["exact"] for row in result.rows] == ["equal", "equal"]
     promise("rows are exact (sums v1)", True)
     with pytest.raises(EagleSlimError, match="at token 3: its end instead of"):
         compare(model, prompts, greedy())
@@ -161,26 +164,131 @@ def test_a_later_turn_without_room_is_left_out_and_told(model: SpeculativeModel)
     assert [row.num_answers for row in result.rows] == [2, 2]
     (omission,) = result.omissions
     assert omission.prompt == 0
-    assert re.match("left out from turn 2 on, .* no room", omission.message)
+    assert (omission.candidate, omission.is_fault) == (PLAIN, False)
+    assert re.match("turn 2 left out: .* no room", omission.message)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., bool], BaseException], None]:
+    """Make `generate` raise an error wherever the first function says so of the draft vocabulary and the prompts."""
+    made = SpeculativeModel.generate
+
+    def fail(is_asked: Callable[..., bool], error: BaseException) -> None:
+        def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
+            draft_vocab = self.draft_vocab if options.get("speculative", True) else 0
+            # Shorter ones make warm.
+            if options["max_new_tokens"] > 2 and is_asked(draft_vocab, ids):
+                raise error
+            return made(self, ids, **options)
+
+        monkeypatch.setattr(SpeculativeModel, "generate", generate)
+
+    return fail
 
 
 @pytest.mark.parametrize("fault", [DeviceMemoryError, LogitsError])
 def test_a_batch_that_cannot_be_answered_costs_no_other(
-    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch, fault: type[EagleSlimError]
+    model: SpeculativeModel, failing: Callable[..., None], fault: type[EagleSlimError]
 ) -> None:
+    failing(lambda draft_vocab, ids: len(ids) == 2, fault("too small"))
+    result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
+    assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
+    assert [(each.batch, each.is_fault) for each in result.omissions] == [(2, False)]
+    with raises(EagleSlimError, option="too small"):
+        compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(2,)))
+
+
+def test_a_later_turn_that_the_template_refuses_is_left_out(model: SpeculativeModel, tmp_path: Path) -> None:
+    only_first = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0]['content'] }}"
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = only_first
+    head = write_head(tmp_path / "other", vocab=VOCAB)
+    other = SpeculativeModel.from_pretrained(model.target.model, head, tokenizer=tokenizer, tree=TreeConfig(2, 2, 7))
+    prompts = [Prompt((text, *more)) for text, more in (("a", ()), ("b", ("c", "d")), ("e", ()))]
+    steps: list[tuple[int, int]] = []
+    result = compare(other, prompts, greedy(), progress=lambda *step: steps.append(step))
+    assert ([row.num_answers for row in result.rows], steps[-1], result.is_complete) == ([3, 3], (10, 10), True)
+    (omission,) = result.omissions
+    assert (omission.candidate, omission.prompt, omission.is_fault) == (PLAIN, 1, False)
+    assert re.match("turn 2 left out: .*one turn", omission.message)
+
+
+def test_a_candidate_that_fails_from_a_prompt_on_costs_no_other(
+    model: SpeculativeModel, failing: Callable[..., None]
+) -> None:
+    prompts = [Prompt((f"question {number}",)) for number in range(9)]
+    asked = Counter[int]()
+
+    def is_broken(draft_vocab: int, ids: Any) -> bool:
+        asked[draft_vocab] += 1
+        return draft_vocab == 300 and asked[300] > 3
+
+    failing(is_broken, RuntimeError("CUDA error: an illegal\nmemory access"))
+    result = compare(model, prompts, greedy("full", 300))
+    assert [(row.label, row.num_answers, row.num_prompts, row.is_compared) for row in result.rows] == [
+        (PLAIN, 9, 9, True),
+        (FULL, 9, 9, True),
+        ("300", 3, 3, False),
+    ]
+    alone = result.rows[2]
+    assert alone.stats.num_new_tokens == sum(a.stats.num_new_tokens for a in result.answers if a.candidate == "300")
+    assert alone.speedup is not None
+    assert result.recommendations[0].as_fast == (FULL,)
+    assert result.recommendations[0].reasons[-1] == "300 is not compared, as it failed too often."
+    (omission,) = result.omissions
+    assert str(omission) == (
+        "300, batch 1, prompt 3 (6 times): turn 1 left out: RuntimeError: CUDA error: an illegal memory access"
+    )
+    assert omission.is_fault
+
+
+def test_a_single_failure_leaves_its_turn_out_for_all(model: SpeculativeModel, failing: Callable[..., None]) -> None:
+    prompts, second = [Prompt((text,)) for text in ("one", "two", "three")], model.encode_chat("two")
+    failing(lambda draft_vocab, ids: draft_vocab == 300 and ids[0] == second, MemoryError())
+    result = compare(model, prompts, greedy("full", 300))
+    assert [(row.num_answers, row.num_prompts, row.is_compared) for row in result.rows] == [(2, 2, True)] * 3
+    assert Counter(answer.candidate for answer in result.answers) == {PLAIN: 3, FULL: 3, "300": 2}
+    # Where plain decoding fails, nothing can be compared.
+    failing(lambda draft_vocab, ids: draft_vocab == 0 and ids[0] == second, MemoryError())
+    result = compare(model, prompts, greedy("full", 300))
+    assert [row.num_answers for row in result.rows] == [2] * 3
+
+
+def test_candidates_that_fail_one_after_another_keep_their_figures(
+    model: SpeculativeModel, failing: Callable[..., None]
+) -> None:
+    prompts = [Prompt((text,)) for text in ("one", "two")]
+    broken = dict(zip((VOCAB, 300), (model.encode_chat(prompt.turns[0]) for prompt in prompts), strict=True))
+    failing(lambda draft_vocab, ids: ids[0] == broken.get(draft_vocab), RuntimeError("no"))
+    result = compare(model, prompts, greedy("full", 300))
+    assert [(row.num_answers, row.is_compared) for row in result.rows] == [(2, True), (1, False), (1, False)]
+    assert all(row.measured for row in result.rows)
+
+
+def test_what_does_not_start_is_left_out(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SpeculativeModel.generate
 
     def generate(self: SpeculativeModel, ids: Any, **options: Any) -> Any:
-        if len(ids) == 2 and options["max_new_tokens"] > 2:
-            raise fault("too small")
+        if self.draft_vocab in broken and len(ids) == 2 and options["max_new_tokens"] and options["speculative"]:
+            raise RuntimeError("does not fit")
         return made(self, ids, **options)
 
     monkeypatch.setattr(SpeculativeModel, "generate", generate)
-    result = compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(1, 2)))
-    assert [(row.batch, row.num_answers) for row in result.rows] == [(1, 2), (1, 2)]
-    assert [omission.batch for omission in result.omissions] == [2]
-    with raises(EagleSlimError, option="too small"):
-        compare(model, [Prompt(("one",)), Prompt(("two",))], greedy(batches=(2,)))
+    prompts, broken = [Prompt(("one",)), Prompt(("two",))], {300}
+    rows = compare(model, prompts, greedy("full", 300, batches=(1, 2))).rows
+    assert [(row.batch, row.num_answers) for row in rows] == [(1, 2)] * 3 + [(2, 2), (2, 2), (2, 0)]
+    broken.add(VOCAB)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        compare(model, prompts, greedy("full", 300, batches=(2,)), progress=lambda *_: pytest.fail("measured"))
+
+
+def test_ctrl_c_keeps_what_was_answered(model: SpeculativeModel, failing: Callable[..., None]) -> None:
+    prompts, second = [Prompt(("one",)), Prompt(("two",))], model.encode_chat("two")
+    failing(lambda draft_vocab, ids: ids[0] == second, KeyboardInterrupt())
+    result = compare(model, prompts, greedy())
+    assert ([row.num_answers for row in result.rows], result.is_complete) == ([1, 1], False)
+    with pytest.raises(KeyboardInterrupt):
+        compare(model, prompts[1:], greedy())
 
 
 @pytest.mark.parametrize(

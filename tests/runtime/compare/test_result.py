@@ -37,7 +37,7 @@ def made_up(
                 missed_ids={7: 1} if label != PLAIN else {},
             )
             category = ("math", "</script><b>H")[group % 2]
-            answers.append(Answer("greedy", 1, group, label, category, 1, 1, stats))
+            answers.append(Answer("greedy", 1, group, 0, label, category, 1, 1, stats))
     model: Any = None
     drafted = [
         Candidate(label, label, model, size, size * 100, head="H", tree=(3, 4, 25))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_too_few_prompts_decide_nothing() -> None:
         plain = timings(0.0, 1.0, num_prompts, nodes=1, verify_s=0.045, seed=7)
         advice = advise(sizes, {"full": 49152, "4096": 4096}, plain)
         assert (advice.is_decided, advice.beats_plain, advice.as_fast) == (False, None, ("full", "4096"))
-        assert "no significant difference" in advice.headline
+        assert advice.headline == "greedy: too few prompts to compare, 5 are enough."
+        assert "significant" not in "".join(advice.reasons)
 
 
 def test_one_stall_changes_no_verdict() -> None:
@@ -163,4 +165,12 @@ def test_plain_decoding_that_is_faster_is_said_to_be() -> None:
 def test_an_interval_that_says_nothing_is_not_printed() -> None:
     plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
     found = advise({"a": timings(0.02, 2.0, 2, difficulty=np.array([0.5, 1.5]))}, {"a": 2}, plain)
-    assert "no significant difference: a ran at 1.01 times the speed of plain decoding" in found.headline
+    assert found.reasons[1] == "a ran at 1.01 times the speed of plain decoding."
+
+
+def test_no_difference_among_enough_prompts_is_said() -> None:
+    plain = timings(0.0, 1.0, 6, nodes=1, verify_s=0.045, seed=7)
+    found = advise({"a": timings(0.02, 2.0, 6, difficulty=np.array([0.4, 1.6] * 3))}, {"a": 2}, plain)
+    assert re.fullmatch(
+        r"greedy: no significant difference: a ran at 1\.\d\d \(.* to .*\) times the .*", found.headline
+    )
