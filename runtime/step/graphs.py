@@ -6,6 +6,7 @@ that waits for the host stays outside of graphs. Without a GPU, and where ranges
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ MAX_RULES = 8
 """Rules of choice that a decoder keeps graphs for: those used last."""
 Work: TypeAlias = Callable[[], None]
 GraphKey: TypeAlias = tuple[object, ...]
+_LOG = logging.getLogger(__name__)
 KeptKey = TypeVar("KeptKey")
 Kept = TypeVar("Kept")
 
@@ -192,9 +194,12 @@ class Graphs:
     def _compile(self, groups: Mapping[GraphKey, Phase], rules: ChoiceRules) -> None:
         """Compile what groups launch, side by side, and wait for it."""
         self.submit(groups, rules)
-        if self._compiler is not None:
-            for key in groups:
-                self._compiler.wait(self._jobs.get((rules, key), ()))
+        if self.are_compiled(groups, rules):
+            return
+        _LOG.info("compiling kernels; the first time on a machine takes longest")
+        assert self._compiler is not None
+        for key in groups:
+            self._compiler.wait(self._jobs.get((rules, key), ()))
 
     def _practise(self, runs: Iterable[Work]) -> None:
         """Run work over no slots, to load kernels and create handles, which a capture cannot."""
