@@ -116,6 +116,10 @@ class Manifest:
             problem = f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first."
             raise ArtifactError.at(folder, problem)
         value = read_object(path, ArtifactError)
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise _broken(path, "it holds NaN or Infinity, which are no JSON") from error
         if value.get("format") != FORMAT_NAME:
             raise _broken(path, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})")
         if (found := value.get("format_version")) != FORMAT_VERSION:
@@ -131,9 +135,11 @@ class Manifest:
             is_entry = isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict)
             if not is_entry or type(entry.get("size_bytes")) is not int:
                 raise _broken(path, f"files: {name}: expected an object with size_bytes, and tensors an object")
-        forced = (value["vocabulary"] or {}).get("forced", {})
-        if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
-            raise _broken(path, "vocabulary: forced: expected an object whose keys are ids")
+        if (problem := _problem_of_vocabulary(value["vocabulary"] or {})) is not None:
+            raise _broken(path, f"vocabulary: {problem}")
+        for key, kind in (("warnings", str), ("tap_layers", int)):
+            if not all(type(each) is kind for each in value[key] or ()):
+                raise _broken(path, f"{key}: expected {kind.__name__} in it alone, found {value[key]!r:.80}")
         if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
             raise _broken(path, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         rows, vocab, ranked = value["draft_vocab"], value["target_vocab"], value["rank_order_ids"]
@@ -175,6 +181,25 @@ _TEXTS = (
     *(("lm_head", name) for name in ("from", "tensor", "source_dtype", "dtype")),
 )
 """Keys within those objects that name something, or are null or absent."""
+
+
+def _problem_of_vocabulary(vocabulary: Any) -> str | None:
+    """Tell which part of the account of a ranking, or of the one that it was made from, is of another form."""
+    if not isinstance(vocabulary, dict):
+        return "token_map: expected an object"
+    forced, counted = vocabulary.get("forced", {}), vocabulary.get("counted_ids")
+    if not isinstance(forced, dict) or not all(map(str.isdecimal, forced)):
+        return "forced: expected an object whose keys are ids"
+    if counted is not None and (type(counted) is not int or counted < 0):
+        return f"counted_ids: expected a number of ids, found {counted!r:.80}"
+    sources = vocabulary.get("sources") or []
+    for source in sources if isinstance(sources, list) else [None]:
+        tokens, weight = (source.get(key) for key in ("tokens", "weight")) if isinstance(source, dict) else (None, None)
+        is_weight = type(weight) in (int, float) and 0 <= weight < 1e300
+        if type(tokens) is not int or not is_weight or not isinstance(source.get("name"), str):
+            return f"sources: expected objects with name, tokens and weight, found {source!r:.80}"
+    nested = vocabulary.get("token_map")
+    return None if nested is None else _problem_of_vocabulary(nested)
 
 
 def _broken(where: Path, problem: str) -> ArtifactError:
