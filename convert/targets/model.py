@@ -35,14 +35,7 @@ class TargetChoice:
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """A target whose small files are at hand.
-
-    Attributes:
-        name: as it was given, for messages.
-        source: folder with config.json and the tokenizer's files, and the commit.
-        config: of the language model (the text part of a multimodal one).
-        provenance: for the manifest.
-    """
+    """A target whose small files are at hand; `config` is that of the language model, as of a multimodal one's part."""
 
     name: str
     source: ResolvedSource
