@@ -26,6 +26,7 @@ from .artifact.files import CARD_NAME, CONFIG_NAME, FILE_NAMES, MANIFEST_NAME, W
 from .artifact.manifest import Manifest
 from .atomic import atomic_directory, check_output, check_room
 from .engines import HeadFacts, conversion_findings, in_words
+from .errors import MismatchError
 from .heads.draft_head import DraftHead
 from .heads.open import open_head
 from .options import ConvertOptions
@@ -346,7 +347,11 @@ def _describe_vocabulary(vocab: DraftVocab) -> dict[str, Any]:
     found = {key: value for key, value in vocab.provenance.items() if key != "warnings"}
     if "sources" in found:
         # Counts from memory and from a file differ in the order of their keys alone.
-        found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+        try:
+            found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True, allow_nan=False))
+        except ValueError as error:
+            problem = "the counts' account of their sources holds NaN or Infinity, which are no JSON"
+            raise MismatchError(f"{problem}.\nCount again with `eagle-vocab count`.") from error
     return found
 
 

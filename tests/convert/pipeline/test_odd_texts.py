@@ -4,15 +4,19 @@ import json
 import math
 import shutil
 from collections import namedtuple
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import yaml
-from eagle_slim.convert import Artifact, ArtifactError, MismatchError, atomic, verify_artifact
+from eagle_slim.convert import Artifact, ArtifactError, MismatchError, VocabRequest, atomic, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.conversion import BY_ID, by_map, convert
-from support.heads import write_eagle3, write_json
+from support.heads import TOKENS, write_eagle3, write_json
 from support.raising import raises_with
 from support.tampering import change_manifest
+from support.token_counts import token_counts
 
 RANKED = range(40)
 
@@ -122,7 +126,7 @@ def test_a_dry_run_refuses_a_disk_without_room(run, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(10**12))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total free")(10**12, 10**12))
 
     def full(path, plans):
         raise OSError(28, "No space left on device", str(path))
@@ -133,3 +137,23 @@ def test_a_full_disk_is_told_without_the_names_of_temporary_folders(run, tmp_pat
         convert_command, write_eagle3(tmp_path / "head"), "--draft-vocab", "8", "--token-map", "freq.pt", "--out", "o"
     )
     assert (code, "No space left" in err, ".eagle-slim-" in err) == (1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("provenance", "error"), [({"x": math.nan}, "NaN"), ({"parts": 7}, None), ({"parts": [7]}, None)]
+)
+def test_odd_accounts_of_counts(tmp_path, target, provenance, error):
+    counted = token_counts([1] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+    odd = replace(counted, sources=(replace(counted.sources[0], provenance=provenance),))
+    options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,)), "out": tmp_path / "out"}
+    head = write_eagle3(tmp_path / "head")
+    with raises_with(MismatchError, error) if error else nullcontext():
+        convert(head, **options)
+
+
+def test_a_dataset_of_counts_is_one_text_of_the_front_matter(tmp_path, target):
+    counted = token_counts([1] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+    odd = replace(counted, sources=(replace(counted.sources[0], provenance={"dataset": "a/b\nlicense: x"}),))
+    options = {"draft_vocab": 320, "target": target, "vocabulary": VocabRequest(counts=(odd,)), "out": tmp_path / "out"}
+    found = front_matter(convert(write_eagle3(tmp_path / "head"), **options).folder)
+    assert (found["datasets"], found["license"]) == (["a/b\nlicense: x"], "unknown")
