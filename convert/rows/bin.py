@@ -90,8 +90,11 @@ def _checked(path: Path) -> Path | io.BytesIO:
         if (bad := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is not that of its bytes")
         pickled = next((record for record in records if record.filename.endswith("data.pkl")), None)
-        if pickled is None or archive.open(pickled).read(2) < b"\x80\x04":
+        if pickled is None:
             return path
+        with archive.open(pickled) as opened:
+            if opened.read(2) < b"\x80\x04":
+                return path
         rewritten = io.BytesIO()
         with zipfile.ZipFile(rewritten, "w") as copy:
             for record in records:
