@@ -114,7 +114,7 @@ def _by_protocol_2(pickled: bytes) -> bytes:
     kept: dict[int, str] = {}
     pushed: list[tuple[int, str]] = []
     num_kept, was_text = 0, False
-    steps: list[tuple[str, Any, int]] = [(step.name, value, at) for step, value, at in pickletools.genops(pickled)]
+    steps: list[tuple[str, Any, int]] = [(step.name, value, at or 0) for step, value, at in pickletools.genops(pickled)]
     ends = [*(at for _, _, at in steps[1:]), len(pickled)]
     for (name, value, start), end in zip(steps, ends, strict=True):
         raw, text = pickled[start:end], None
