@@ -71,6 +71,9 @@ class Fault:
     silent: the connection stays open without an answer, until the server closes.
     answer: these bytes, or this value as JSON, with status 200.
     status: this status and no content.
+
+    times: so many requests go wrong; None: all.
+    without: headers that answers for files lack.
     """
 
     break_after: int | None = None
@@ -80,6 +83,8 @@ class Fault:
     silent: bool = False
     answer: Any = None
     status: int | None = None
+    times: int | None = None
+    without: tuple[str, ...] = ()
 
     @property
     def is_early(self) -> bool:
@@ -158,8 +163,11 @@ class HubServer:
         return self.repos[kind, repo_id]
 
     def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
-        matching = (fault for suffix, fault in self._faults if name.endswith(suffix) and fault.is_early is is_early)
-        return next(matching, None)
+        for suffix, fault in self._faults:
+            if name.endswith(suffix) and fault.is_early is is_early and fault.times != 0:
+                fault.times = None if fault.times is None else fault.times - 1
+                return fault
+        return None
 
     def _add(
         self, kind: str, repo_id: str, files: Mapping[str, Content], gated: bool = False, branch: str = "main"
@@ -336,8 +344,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
         etag = f'"{digest_of(content)}"'
+        for header in (self.hub.fault_for(name) or Fault()).without:
+            headers.pop(header, None)
+            etag = "" if header == "ETag" else etag
         if not name.endswith(_LFS_SUFFIXES):
-            self.content(name, content, headers | {"ETag": etag})
+            self.content(name, content, headers | ({"ETag": etag} if etag else {}))
             return
         target = f"{self.hub.cdn}/stored/{entry.kind}/{entry.id}/{oid}/{quote(name)}?signature=for-this-file-only"
         headers |= {"X-Linked-ETag": etag, "X-Linked-Size": str(len(content)), "Location": target}
