@@ -42,8 +42,8 @@ from eagle_slim.runtime.api.output import first_difference
 from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.launch_params import chip_of
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import bucket_of
 from eagle_slim.runtime.step.decoders import capacity_for
+from eagle_slim.runtime.step.graphs import bucket_of
 from eagle_slim.runtime.step.shapes import LARGE, Acceptance, Costs, ShapeChooser
 
 from benchmarks.shared.ahead import Recorder, compile_in_forks
@@ -394,7 +394,7 @@ def main(argv: list[str] | None = None) -> None:
     device = command.gpu()
     # Of a text that is forced every node is chosen on the host.
     nodes = 16 if args.quality else 60
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "total_tokens": nodes}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "tree": TreeConfig(total_tokens=nodes)}
     model = SpeculativeModel.from_pretrained(**options, target_weights=args.target_weights, max_model_len=LONG)
     named = {"dims": args.dims, "target_weights": args.target_weights, "changing": args.changing}
     tokenizer, result = model.tokenizer, {"machine": machine(device), **named}

@@ -42,7 +42,7 @@ from eagle_slim.runtime.compare.prompts import load_prompts
 from eagle_slim.runtime.drafter.kernels.grid_barrier import FIRST_STAMP, STAMPS
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import PromptFileError, UsageError
-from eagle_slim.runtime.loading import choose_device
+from eagle_slim.runtime.opening.devices import choose_device
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor

@@ -80,17 +80,17 @@ def measure(
     cache = model.new_cache(batch, max(prefixes) + ROOM)
     for tree, (rows, stored) in [*itertools.product(trees, drafts), (None, drafts[0])]:
         decoder = model.decoder(cache, tree, rows, stored)
-        has_phases = tree in (trees[0], None)
+        has_phases, nodes = tree in (trees[0], None), 1 if tree is None else tree.total_tokens
         has_more = is_first and has_phases and (rows, stored) == drafts[0]
         for prefix in prefixes:
             floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
-            row: dict[str, Any] = {"batch": batch, "prefix": prefix, "nodes": decoder.shape.nodes, "floor_ms": floor_ms}
+            row: dict[str, Any] = {"batch": batch, "prefix": prefix, "nodes": nodes, "floor_ms": floor_ms}
             row |= {} if tree is None else {"top_k": tree.top_k, "draft_vocab": rows, "draft_weights": stored}
             row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
             if has_more and prefix == prefixes[0]:
                 set_sampling(decoder, temperature=0.7, top_p=0.9)
                 yield row | {"sampled": True, **phase_times(decoder, batch, prefix, SAMPLED)}
-                yield {"prompt": prefix, "nodes": decoder.shape.nodes, "first_token_ms": prompt_time(decoder, prefix)}
+                yield {"prompt": prefix, "nodes": nodes, "first_token_ms": prompt_time(decoder, prefix)}
             yield row
 
 

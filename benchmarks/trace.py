@@ -281,10 +281,10 @@ def main(argv: list[str] | None = None) -> None:
         )
     kernels, faults = last_step(events), faults_of(events, num_allocated)
     if STAMPS.value:
-        assert decoder.drafter is not None
-        words, params = decoder.drafter.bufs.workspace["barrier"], decoder.drafter.bufs.params
+        assert decoder.drafts.drafter is not None
+        words, params = decoder.drafts.drafter.bufs.workspace["barrier"], decoder.drafts.drafter.bufs.params
         assert params is not None
-        stamps, depth = words[FIRST_STAMP:].view(torch.int64).tolist(), decoder.drafter.tree.depth
+        stamps, depth = words[FIRST_STAMP:].view(torch.int64).tolist(), decoder.drafts.drafter.tree.depth
         spans = draft_spans(params.layout.split, depth, stamps, kernels[0])
         kernels = [*spans, *kernels[1:]]
     times = times_of(kernels)

@@ -23,7 +23,7 @@ from .errors import OutputError, OutputExistsError
 
 @contextlib.contextmanager
 def atomic_directory(
-    out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*", wait: bool = False
+    out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*", wait: bool = False
 ) -> Iterator[Path]:
     """Give an empty folder to write into; on success it becomes `out`, after an error nothing of it remains.
 
@@ -32,7 +32,7 @@ def atomic_directory(
         force: replace what is at `out`.
         marker: name of a file that a folder must hold to be replaced, unless it is empty; so that `force` on a wrong
             name cannot delete what this program did not write.
-        own: pattern of the names that such a folder may hold, for the same reason.
+        names: pattern of the names that such a folder may hold, for the same reason.
         wait: for another run that is writing `out`, instead of OutputError; what it wrote is then there already.
 
     Yields:
@@ -42,7 +42,7 @@ def atomic_directory(
         OutputExistsError: as `check_output`.
         OutputError: the disk refuses (every OSError of the body counts as such), or another run is writing `out`.
     """
-    check_output(out, force, marker, own)
+    check_output(out, force, marker, names)
     out = _real(out)
     new, old = (out.with_name(f".{out.name}.eagle-slim-{state}") for state in ("new", "old"))
     try:
@@ -51,12 +51,12 @@ def atomic_directory(
         try:
             _put_back(old, out)
             shutil.rmtree(old, ignore_errors=True)
-            check_output(out, force, marker, own)
+            check_output(out, force, marker, names)
             yield new
             for path in (*new.rglob("*"), new):
                 sync(path)
             # Somebody may have written it in the meantime.
-            check_output(out, force, marker, own)
+            check_output(out, force, marker, names)
             if os.path.lexists(out):
                 os.rename(out, old)
             os.rename(new, out)
@@ -73,7 +73,7 @@ def atomic_directory(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_output(out: Path | str, force: bool = False, marker: str | None = None, own: str = ".*") -> None:
+def check_output(out: Path | str, force: bool = False, marker: str | None = None, names: str = ".*") -> None:
     """Raise OutputExistsError unless `atomic_directory` may replace `out`, OutputError where nothing can be written.
 
     For a command that wants to refuse before it downloads or computes anything: touches nothing.
@@ -90,7 +90,7 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     found = None if out.is_dir() else "it is a file"
     if found is None and marker is not None and not (out / marker).is_file():
         found = f"it holds files but no {marker}"
-    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(own, path.name)]):
+    if found is None and (strange := [path.name for path in out.iterdir() if not re.fullmatch(names, path.name)]):
         found = f"it holds {', '.join(sorted(strange)[:4])}"
     if found is not None:
         advice = "Choose another name, or remove it yourself."

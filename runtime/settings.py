@@ -34,7 +34,7 @@ class TreeConfig:
     total_tokens: int = 60
 
     @classmethod
-    def of(cls, depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
+    def of(cls, depth: int, top_k: int, total_tokens: int | None = None) -> TreeConfig:
         """Build one; ``total_tokens`` None is 60, or all candidates and the root where there are fewer."""
         if total_tokens is None:
             total_tokens = min(cls.total_tokens, cls(depth, top_k, 2).num_candidates + 1)
@@ -69,9 +69,16 @@ class TreeConfig:
         return max(MAX_NEW_TOKENS, 1 << (self.path_width - 1).bit_length())
 
 
+def check_tree(tree: object) -> TreeConfig:
+    """Return a tree's shape. Raises `UsageError` for anything else."""
+    if not isinstance(tree, TreeConfig):
+        raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
+    return tree
+
+
 @dataclass(frozen=True)
 class PartialVerification:
-    """How steps run ahead on a part of the cache, between passes over all of it (`step.run_ahead`).
+    """Let steps run ahead on a part of the cache, between passes over all of it (`step.partial`).
 
     ``mode``: "exact" keeps what the full pass confirms; "lossy" keeps what the partial passes accepted.
     ``num_blocks``: blocks of 64 keys that a partial pass sees of the prefix, for each layer and KV head, besides the
@@ -82,7 +89,7 @@ class PartialVerification:
     """
 
     mode: str = "exact"
-    num_blocks: int = 256
+    num_blocks: int = 64
     num_steps: int = 8
     num_tokens: int = 31
     min_length: int = 65536
@@ -101,7 +108,7 @@ class PartialVerification:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the target's next token is chosen: the usual warpers, in transformers' order.
+    """Choose the target's next token by the usual warpers, in transformers' order.
 
     ``temperature`` 0 is greedy (the others are then without effect). ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 are
     off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of range.

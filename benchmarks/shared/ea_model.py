@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims
-from eagle_slim.runtime.loading import open_any_head
+from eagle_slim.runtime.opening.heads import open_head
 from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor
 
@@ -59,7 +59,7 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
     with tempfile.TemporaryDirectory() as folder, device:
         if dims == BUILT_IN:
             base = LlamaForCausalLM.from_pretrained(embedded_target_folder(), torch_dtype=dtype).to(device)
-            head = open_any_head(None).head
+            head = open_head().head
             state = {name: head.tensors.get(name).to(device, dtype) for name in head.tensors}
             # The head drafts with the target's own LM head, and upstream's EAGLE-3 always has one.
             state["lm_head.weight"] = base.lm_head.weight.data

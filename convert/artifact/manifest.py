@@ -17,12 +17,10 @@ from eagle_slim.vocab_tools.vocabulary import DraftVocab
 from numpy.typing import NDArray
 
 from ..errors import ArtifactError
-from ..heads.names import HeadKind
+from ..names import HeadKind
 from .checksums import decode_checksums, encode_checksums
+from .files import MANIFEST_NAME
 
-MANIFEST_NAME = "eagle_slim.json"
-WEIGHTS_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
 FORMAT_NAME = "eagle-slim artifact"
 FORMAT_VERSION = 1
 

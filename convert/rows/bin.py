@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .dtypes import LONG_NAMES
-from .safetensors_file import TensorInfo, damaged, refuse_pointers, shorten
+from .files import LONG_NAMES, TensorInfo, damaged, refuse_pointers, shorten
 
 if TYPE_CHECKING:
     import torch

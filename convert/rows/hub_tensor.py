@@ -21,7 +21,7 @@ from typing import BinaryIO
 from eagle_slim.vocab_tools.hub import LIBRARY_NAME, explained
 
 from ..errors import CheckpointError, SourceError
-from .safetensors_file import SafetensorsFile, TensorInfo, damaged, header_bytes
+from .files import SafetensorsFile, TensorInfo, damaged, header_bytes
 
 PIECE_BYTES = 16 << 20
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB.

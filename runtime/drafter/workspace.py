@@ -6,20 +6,18 @@ Nothing here grows with the draft vocabulary times the nodes.
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS
 from .dimensions import DrafterConfig
-from .follow import UNIT_ROWS, Tails
 from .kernels.ancestor_attention import AttentionShape, heads_per_attention_unit
 from .kernels.frontier import MAX_DEPTH
 from .kernels.grid_barrier import STATE_WORDS
-from .kernels.lm_topk import HeadTiles, len_lists, places
+from .kernels.lm_topk import len_lists, places
 from .kernels.selection import LOWEST_KEY
-from .kernels.weight_stream import Tile
 from .launch_params import LaunchParams, block_rows, group_rows, num_groups, padded_slots
 
 
@@ -182,38 +180,3 @@ def _fresh(shape: list[int], dtype: torch.dtype, device: torch.device | str) -> 
         return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
     fill = {torch.int32: 0, torch.int64: LOWEST_KEY.value}.get(dtype, float("nan"))
     return torch.full(shape, fill, dtype=dtype, device=device)
-
-
-_MOST_ROWS = 64
-"""Rows of a product of a unit: what the matrix units of sm_90 multiply at a time."""
-
-
-def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
-    """Return the tiles of one unit, which take no more shared memory than the base's LM head.
-
-    Units are stored in the layout's chunks, so drafters of other trees and tiles read the same ones.
-    """
-    tile = params.tiles["head"]
-    block_n = min(_MOST_ROWS, tile.block_n)
-    return HeadTiles(
-        stored=UNIT_ROWS,
-        owned=UNIT_ROWS,
-        hidden=cfg.hidden,
-        chunk=params.layout.chunks["head"],
-        scaled=cfg.has_fp8,
-        several=True,
-        tile=Tile(block_n, tile.block_k, tile.stages),
-    )
-
-
-def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails:
-    """Allocate empty tails, with rows for the kernel unless ``params`` is None."""
-    slots, width = cfg.num_slots, cfg.tail_rows
-    tails = Tails.allocate(slots, width, device)
-    if params is None:
-        return tails
-    tiles = tail_tiles(cfg, params)
-    shape = (slots, width // UNIT_ROWS, cfg.hidden // tiles.chunk, UNIT_ROWS, tiles.chunk)
-    scales = torch.ones((slots, width) if tiles.scaled else (1, 1), dtype=torch.float32, device=device)
-    rows = torch.zeros(shape, dtype=cfg.weight_dtype, device=device)
-    return replace(tails, rows=rows, scales=scales, loaded=torch.full_like(tails.ranks, -1))

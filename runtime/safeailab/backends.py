@@ -18,7 +18,7 @@ from ..drafter.packing import Weights
 from ..errors import OTHER_NAMES, GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
 from ..settings import TreeConfig
-from ..step.decoder import recall
+from ..step.graphs import recall
 from .patch import EaModelPatch
 from .reading import is_ea_model
 
@@ -187,7 +187,7 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     if not isinstance(tree, TreeConfig | None):
         raise misfit("tree", "a TreeConfig, such as TreeConfig(depth=5, top_k=10, total_tokens=60)", tree)
     build: Any = SpeculativeModel.from_pretrained
-    given = {"target": model, "head": head, "draft_vocab": draft_vocab, **(vars(tree) if tree else {}), **how}
+    given = {"target": model, "head": head, "draft_vocab": draft_vocab, "tree": tree, **how}
     if isinstance(model, SpeculativeModel) or is_ea_model(model):
         if not (head is draft_vocab is tree is None):
             raise UsageError("This model has its own: leave head, draft_vocab and tree out.")
@@ -200,7 +200,8 @@ def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tr
     if not isinstance(kept, _Kept) or place not in kept:
         kept = vars(model)["_eagle_slim_kept"] = _Kept({place: {}})
     # Objects by identity: they are kept alive here, so that none takes another's place.
-    key = tuple((name, each if isinstance(each, str | int | Path) else id(each)) for name, each in given.items())
+    by_value = str | int | Path | TreeConfig
+    key = tuple((name, each if isinstance(each, by_value) else id(each)) for name, each in given.items())
     return recall(kept[place], key, MOST_KEPT, lambda: (build(**given), given))[0]
 
 

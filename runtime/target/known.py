@@ -47,7 +47,7 @@ _ATTRIBUTES = (
 """Attributes of modules that a forward computes with."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_LIBRARIES = ("torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 _RECORDER = "transformers.utils.output_capturing"
 _FUNCTIONALS = {"linear": F.linear, "scaled_dot_product_attention": F.scaled_dot_product_attention, "silu": F.silu}
 """Functions of `torch.nn.functional` that others are known to replace, as they were when this was imported."""
@@ -252,5 +252,5 @@ def _unfit_tensors(model: nn.Module) -> str | None:
 def is_of_a_library(function: Any) -> bool:
     """Whether a function was written in torch or transformers."""
     return (
-        isinstance(function, FunctionType) and str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES
+        isinstance(function, FunctionType) and str(function.__globals__.get("__name__")).partition(".")[0] in LIBRARIES
     )

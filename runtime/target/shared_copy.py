@@ -3,9 +3,8 @@
 transformers picks an attention function by name in the configuration, which every attention layer and every thread
 shares. Another name there, for the time of a forward or for good, would reach whoever runs the same modules meanwhile:
 the model's own ``generate``, an inner module, an adapter's wrapper, in this thread or in another. So our forward runs
-other module objects: of the same classes, with copies of the configurations that name our function. Copied are only the
-modules that have a configuration and those around them, some hundred small objects, and those that may add noise in
-training, whose copies are not; all others (linears, adapters), all parameters and all hooks are the model's own.
+other module objects: of the same classes, in evaluation mode, with copies of the configurations that name our function.
+All parameters, hooks and other objects are the model's own.
 """
 
 from __future__ import annotations
@@ -15,19 +14,12 @@ import functools
 from types import MethodType
 from typing import Any
 
+from eagle_slim.vocab_tools.compat import name_attention_
 from torch import Tensor, nn
 
 from .watch import is_config
 
-_OWN_DICTS = (
-    "_buffers",
-    "_parameters",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
+_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 _OUTPUTS = ("output_attentions", "_output_attentions", "output_hidden_states")
 
 
@@ -39,79 +31,39 @@ class SharedCopy:
 
     def __init__(self, model: nn.Module, attention: str) -> None:
         self._attention = attention
-        # Copies by their original's id; kept with it, so that no other object gets that id.
-        self._configs: dict[int, tuple[Any, Any]] = {}
-        self._copies: dict[int, tuple[nn.Module, nn.Module]] = {}
-        self._shares: dict[int, bool] = {}
+        modules = list(model.modules())
+        self._copies: dict[int, tuple[Any, Any]] = {id(each): (each, object.__new__(type(each))) for each in modules}
+        """Originals and copies, by the original's id; kept with it, so that no other object gets that id."""
         self.taps: dict[int, Tensor] = {}
         """Tensors that hooks on the copies recorded, by place."""
-        self.model = self._copy(model)
-        """The copy of the model itself."""
-        for original, copied in self._copies.values():
+        for module in modules:
             # Methods that were put on a module itself (accelerate does so) are to act on its copy.
-            vars(copied).update({name: _bound(value, original, copied) for name, value in vars(copied).items()})
+            attributes = {name: self.of(value) for name, value in vars(module).items()}
+            for name in _DICTS:
+                # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
+                own = attributes[name] = attributes[name].copy()
+                if isinstance(own, dict):
+                    own.update({key: self.of(each) for key, each in own.items() if isinstance(each, nn.Module)})
+            vars(self.of(module)).update(attributes, training=False)
+        self.model: nn.Module = self.of(model)
+        """The copy of the model itself."""
 
-    def of(self, module: nn.Module) -> nn.Module:
-        """Return a module's copy, or the module itself where it is shared."""
-        found = self._copies.get(id(_plain(module)))
-        return module if found is None else found[1]
-
-    def _copy(self, module: nn.Module) -> nn.Module:
-        module = _plain(module)
-        if self._is_shared(module):
-            return module
-        if id(module) not in self._copies:
-            copied = copy.copy(module)
-            self._copies[id(module)] = module, copied
-            attributes = {name: self._replaced(value) for name, value in vars(copied).items()}
-            children = {name: None if child is None else self._copy(child) for name, child in module._modules.items()}
-            # What a forward assigns (longrope its frequencies) and the hooks that we add stay with the copy.
-            own = {name: copy.copy(attributes[name]) for name in _OWN_DICTS}
-            vars(copied).update({**attributes, **own, "_modules": children, "training": False})
-        return self._copies[id(module)][1]
-
-    def _is_shared(self, module: nn.Module) -> bool:
-        """Whether no module in this one reads a configuration, nor adds noise in training."""
-        if id(module) not in self._shares:
-            # Modules of a model, such as routers to experts, may add noise by themselves.
-            is_noisy = isinstance(module, nn.Dropout) or type(module).__module__.startswith("transformers")
-            reads = (module.training and is_noisy) or any(map(is_config, vars(module).values()))
-            children = [_plain(child) for child in module._modules.values() if child is not None]
-            self._shares[id(module)] = not reads and all(map(self._is_shared, children))
-        return self._shares[id(module)]
-
-    def _replaced(self, value: Any) -> Any:
-        """Copy a configuration and those inside it; return anything else as it is."""
-        if not is_config(value):
-            return value
-        if id(value) not in self._configs:
-            copied = copy.copy(value)
-            self._configs[id(value)] = value, copied
-            settings = {name: self._replaced(each) for name, each in vars(value).items()}
+    def of(self, value: Any) -> Any:
+        """Return the copy of a module or configuration, a method bound to the copy, or anything else as it is."""
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if is_config(value):
+            self._copies[id(value)] = value, (copied := copy.copy(value))
+            settings = {name: self.of(each) for name, each in vars(value).items()}
             # Nothing but logits comes out of our forwards.
             settings |= {name: False for name in _OUTPUTS if name in settings}
-            settings |= {"return_dict": True, "_attn_implementation_internal": self._attention}
-            vars(copied).update(settings)
-        return self._configs[id(value)][1]
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    """Unwrap a module from `torch.compile`."""
-    while "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
-        inner = module._modules["_orig_mod"]
-        assert inner is not None
-        module = inner
-    return module
-
-
-def _bound(value: Any, original: nn.Module, copied: nn.Module) -> Any:
-    """Rebind a method of ``original`` to ``copied``, also inside a partial; return anything else as it is."""
-    inner = getattr(value, "_torchdynamo_orig_callable", None)
-    if callable(value) and inner is not None:
-        return _bound(inner, original, copied)
-    if isinstance(value, MethodType) and value.__self__ is original:
-        return MethodType(value.__func__, copied)
-    if isinstance(value, functools.partial):
-        arguments = [copied if each is original else each for each in value.args]
-        return functools.partial(_bound(value.func, original, copied), *arguments, **value.keywords)
-    return value
+            vars(copied).update(settings, return_dict=True)
+            name_attention_(copied, self._attention)
+            return copied
+        if callable(value) and (inner := getattr(value, "_torchdynamo_orig_callable", None)) is not None:
+            return self.of(inner)
+        if isinstance(value, MethodType) and id(value.__self__) in self._copies:
+            return MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **value.keywords)
+        return value

@@ -99,6 +99,11 @@ class TargetModel(Target):
         with torch.inference_mode(False), torch.no_grad():
             self._take()
 
+    def refresh(self) -> None:
+        """Read the model anew, changed or not; to be called with the lock held. Raises as `look`."""
+        self._watch = None
+        self.look()
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Let this thread alone generate with the model; others wait, whichever `TargetModel` over it they use.
@@ -160,8 +165,13 @@ class TargetModel(Target):
         for name in ("layer_shapes", "eager_reason", "weight_bytes"):
             vars(self).pop(name, None)
         self.version += 1
+        watch = Watch(self.model)
+        if self._copy is not None:
+            # A forward may leave something in what is compared: no change of the model.
+            _ = self.layer_shapes
+            watch.ignore_written()
         # Last: it means that all else was taken.
-        self._watch = Watch(self.model)
+        self._watch = watch
 
     def _choose_backend(self) -> Choice:
         """Choose a forward; a `SpeedWarning` says once what keeps a model of a known family from the fused one."""

@@ -6,6 +6,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -239,8 +240,144 @@ def other_attention(name: str) -> Change:
     return change
 
 
+class Holder:
+    """Any object that holds a tensor."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def hook(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output + self.tensor
+
+
+@dataclass(slots=True)
+class SlottedHolder:
+    tensor: Any
+
+
+@dataclass
+class Dataclass:
+    tensor: Any
+
+
+Steering = tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
+"""Puts another tensor in the place of one that is added to a module's output; writes other numbers into it."""
+
+
+def steer(module: Any, read: Callable[[Any], Tensor]) -> None:
+    """Another class of a module, whose output gains what is read from the module."""
+    own = type(module)
+    module.__class__ = type(
+        f"Steered{own.__name__}", (own,), {"forward": lambda self, x: own.forward(self, x) + read(self)}
+    )
+
+
+def steered_by_an_attribute(module: Any, tensor: Tensor) -> Steering:
+    steer(module, lambda self: self.vector)
+    module.vector = tensor
+    return lambda new: setattr(module, "vector", new), lambda new: module.vector.copy_(new)
+
+
+def steered_by_what_is_held(hold: Callable[[Tensor], Any], key: Any) -> Callable[[Any, Tensor], Steering]:
+    """An attribute that holds the tensor under a key, or as an attribute of that name."""
+
+    def act(module: Any, tensor: Tensor) -> Steering:
+        module.held = hold(tensor)
+        is_object = isinstance(key, str) and not isinstance(module.held, dict)
+        read = (lambda: getattr(module.held, key)) if is_object else (lambda: module.held[key])
+        put = functools.partial(setattr if is_object else type(module.held).__setitem__, module.held, key)
+        steer(module, lambda _self: read())
+        return put, lambda new: read().copy_(new)
+
+    return act
+
+
+def steered_by_a_class(module: Any, tensor: Tensor) -> Steering:
+    steer(module, lambda self: self.vector)
+    type(module).vector = tensor
+    return lambda new: setattr(type(module), "vector", new), lambda new: type(module).vector.copy_(new)
+
+
+def steered_by_a_closure(module: Any, tensor: Tensor) -> Steering:
+    vector = tensor
+
+    def replace(new: Tensor) -> None:
+        nonlocal vector
+        vector = new
+
+    module.register_forward_hook(lambda _module, _args, output: output + vector)
+    return replace, lambda new: vector.copy_(new)
+
+
+def steered_by_a_list_in_a_closure(module: Any, tensor: Tensor) -> Steering:
+    vectors = [tensor]
+    module.register_forward_hook(lambda _module, _args, output: output + vectors[0])
+    return functools.partial(vectors.__setitem__, 0), lambda new: vectors[0].copy_(new)
+
+
+def steered_by_a_default(module: Any, tensor: Tensor) -> Steering:
+    def hook(_module: nn.Module, _args: Any, output: Tensor, vector: Tensor = tensor) -> Tensor:
+        return output + vector
+
+    def replace(new: Tensor) -> None:
+        hook.__defaults__ = (new,)
+
+    module.register_forward_hook(hook)
+    return replace, lambda new: hook.__defaults__[0].copy_(new)  # type: ignore[index]
+
+
+def steered_by_a_partial(module: Any, tensor: Tensor) -> Steering:
+    held = [tensor]
+    own = module.forward
+    module.forward = functools.partial(lambda vectors, x: own(x) + vectors[0], held)
+    return functools.partial(held.__setitem__, 0), lambda new: held[0].copy_(new)
+
+
+def steered_by_a_method_of_an_object(module: Any, tensor: Tensor) -> Steering:
+    holder = Holder(tensor)
+    module.register_forward_hook(holder.hook)
+    return functools.partial(setattr, holder, "tensor"), lambda new: holder.tensor.copy_(new)
+
+
+VECTOR: Any = None
+
+
+def steered_by_a_global(module: Any, tensor: Tensor) -> Steering:
+    global VECTOR
+    VECTOR = tensor
+    module.register_forward_hook(lambda _module, _args, output: output + VECTOR)
+    return functools.partial(globals().__setitem__, "VECTOR"), lambda new: VECTOR.copy_(new)
+
+
+def steered_by_an_array(module: Any, tensor: Tensor) -> Steering:
+    steer(module, lambda self: torch.from_numpy(self.array))
+    module.array = tensor.numpy().copy()
+    return (
+        lambda new: setattr(module, "array", new.numpy().copy()),
+        lambda new: module.array.__setitem__(slice(None), new.numpy()),
+    )
+
+
+STEERED: dict[str, Callable[[Any, Tensor], Steering]] = {
+    "attribute": steered_by_an_attribute,
+    "list": steered_by_what_is_held(lambda tensor: [tensor], 0),
+    "dict": steered_by_what_is_held(lambda tensor: {"a": tensor}, "a"),
+    "dataclass": steered_by_what_is_held(Dataclass, "tensor"),
+    "dataclass with slots": steered_by_what_is_held(SlottedHolder, "tensor"),
+    "object": steered_by_what_is_held(Holder, "tensor"),
+    "class": steered_by_a_class,
+    "closure of a hook": steered_by_a_closure,
+    "list in a closure": steered_by_a_list_in_a_closure,
+    "default of a hook": steered_by_a_default,
+    "partial in a forward's place": steered_by_a_partial,
+    "object with a hook": steered_by_a_method_of_an_object,
+    "global of a hook": steered_by_a_global,
+    "array": steered_by_an_array,
+}
 FUSED = "fused"
 REFUSED = "refused"
+UNCOUNTED = ("fused optimiser",)
+"""Changes that move no version counter."""
 CHANGES: dict[str, tuple[Change, str, str]] = {
     # what is done: how it runs when it was done before loading, and when between two calls
     "lora on q_proj": (lora("self_attn.q_proj"), "q_proj is a LoraLinear", ""),

@@ -104,19 +104,6 @@ class HeadRows(NamedTuple):
     """Rows in use."""
 
 
-class TailRows(NamedTuple):
-    """LM-head rows that joined the draft vocabulary of each slot: `drafter.follow.Tails`."""
-
-    weight: Any
-    """[slots, units, chunks, rows of a unit, columns of a chunk]."""
-    scale: Any
-    """fp32 [slots, width], read when scaled."""
-    ids: Any
-    """int32 [slots, width]: id of each row; none of them is among the base's."""
-    sizes: Any
-    """int32 [slots]: rows in use."""
-
-
 class Nodes(NamedTuple):
     """Rows of x in use: the first ``rows`` of each of the first ``groups`` groups."""
 
@@ -166,8 +153,7 @@ def update_best(
     first_row,  # of SELECT_ROWS nodes, as they lie in the scratch
     nodes,  # `Nodes`
     tile_start,  # first row of this tile; at 0 there is nothing to fold into
-    SELECT: tl.constexpr,  # `Selection`
-    PACKED: tl.constexpr,  # whether rows of the scratch are `packed_row`s
+    SELECT: tl.constexpr,  # `Selection`; rows of the scratch are `packed_row`s if it is packed
     BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr,  # whether there is more than one tile
 ):
@@ -182,7 +168,7 @@ def update_best(
     thread = numbers + zero
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
-    if PACKED:
+    if SELECT.packed:
         row = unpacked_row(row, nodes, SELECT.groups)
     in_use = (row % SELECT.groups < nodes.groups) & (row // SELECT.groups < nodes.rows)
     element = tl.arange(0, BLOCK_N // LANES)
@@ -276,86 +262,8 @@ def stream_topk(
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
         for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):
-            update_best(
-                scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, SELECT.packed, BLOCK_N, HEAD.several
-            )
+            update_best(scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, BLOCK_N, HEAD.several)
         tl.debug_barrier()
-
-
-@triton.jit
-def stream_tails(
-    x_ptr,
-    row_scale,  # fp32 [block_m]
-    active_slots_ptr,  # int32: slot of each group of nodes
-    nodes,  # `Nodes`
-    tails,  # `TailRows`
-    num_programs,  # that own rows of the base; these share the units
-    scratch_ptr,  # fp32 [block_m, block_n], this program's; block_n no more than the base's
-    lists,  # `Lists` of this program, filled by `stream_topk`
-    SELECT: tl.constexpr,  # `Selection`
-    TAIL: tl.constexpr,  # `HeadTiles` of one unit
-    UNITS: tl.constexpr,  # of a slot
-):
-    """Fold the rows of each sequence's tail into this program's lists of that sequence's nodes.
-
-    A unit is a few rows of one sequence, and so is its product: [block_n, SELECT_ROWS], with rows masked that a unit
-    does not have. Many programs with short units read the operands of fewer nodes than all programs would.
-    """
-    TILE: tl.constexpr = TAIL.tile
-    BLOCK_N: tl.constexpr = TILE.block_n
-    HIDDEN: tl.constexpr = TAIL.hidden
-    CHUNK: tl.constexpr = TAIL.chunk
-    UNIT: tl.constexpr = TAIL.stored
-    pid = tl.program_id(0)
-    zero = hidden_zero()
-    offs_n = tl.arange(0, BLOCK_N) + zero
-    offs_m = tl.arange(0, SELECT.block_m) + zero
-    offs_node = tl.arange(0, SELECT_ROWS) + zero
-    count = tl.where(pid < num_programs, nodes.groups * UNITS, 0)
-    for index in tl.range(pid, count, num_programs, disable_licm=True):
-        group = (index + zero) % nodes.groups
-        slot = tl.load(active_slots_ptr + group).to(tl.int64)
-        first = (index + zero) // nodes.groups * UNIT
-        left = tl.minimum(tl.load(tails.sizes + slot) - first, UNIT)
-        if left > 0:
-            place = slot * (UNITS * UNIT) + first
-            row = offs_node * SELECT.groups + group
-            x_row = row.to(tl.int64) * HIDDEN
-            mask_m = offs_node < nodes.rows
-            acc = stream_matmul(
-                Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
-                tails.weight + place * HIDDEN,
-                left,
-                UNIT * CHUNK,
-                0,
-                HIDDEN // CHUNK + zero,
-                False,
-                CHUNK,
-                TILE,
-            )
-            if TAIL.scaled:
-                acc *= tl.load(tails.scale + place + offs_n, mask=offs_n < left, other=0.0)[:, None]
-            own = offs_m[None, :] == row[:, None]
-            acc *= tl.sum(tl.where(own, row_scale[None, :], 0.0), axis=1)[None, :]
-            tl.debug_barrier()
-            scratch = scratch_ptr + scratch_place(offs_node[None, :], offs_n[:, None], BLOCK_N)
-            tl.store(scratch, acc, mask=mask_m[None, :])
-            tl.debug_barrier()
-            # The base came first: there is something to fold into.
-            update_best(
-                scratch_ptr,
-                tails.ids + place,
-                left,
-                lists_at(lists, group, SELECT),
-                0,
-                Nodes(1, nodes.rows),
-                1,
-                SELECT,
-                True,
-                BLOCK_N,
-                True,
-            )
-            tl.debug_barrier()
 
 
 @triton.jit

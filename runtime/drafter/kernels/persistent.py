@@ -11,8 +11,7 @@ qkv    query, key and value of all rows; RMSNorm was applied when the rows were 
 att    `ancestor_attention.attend`: norms of q and k, RoPE, KV append, prefix and ancestors; then `merge_heads`
 o      output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
-head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program; then
-       `lm_topk.stream_tails`: the rows that joined each sequence's vocabulary, where there are such
+head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
 pick   merge per node, score the candidates, `frontier.choose_frontier`, gather the nodes' embeddings
 tree   after the last level, `tree_build.build_tree`
 =====  =================================================================================================
@@ -56,7 +55,6 @@ from .lm_topk import (
     clear_lists,
     lists_at,
     merge_best,
-    stream_tails,
     stream_topk,
 )
 from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
@@ -137,10 +135,6 @@ class Phases:
     tree: TreeShape
     gather: int
     """Embeddings that a program fetches at a time, a power of two."""
-    tail: HeadTiles
-    """One unit of the rows that joined a sequence."""
-    tail_units: int = 0
-    """Units of a sequence; 0 where no rows join, and then nothing of it is compiled."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +448,6 @@ def draft_kernel(
     cache,  # `KVCache`
     ws,  # `Workspace`
     out,  # `TreeOutputs`
-    tails,  # `TailRows`, or None
     HEAD: tl.constexpr,  # `HeadShape`
     PHASES: tl.constexpr,  # `Phases`
     STREAM: tl.constexpr,  # `StreamLayout`
@@ -473,8 +466,6 @@ def draft_kernel(
     ATTENTION: tl.constexpr = PHASES.attention
     SELECT: tl.constexpr = PHASES.select
     LM_HEAD: tl.constexpr = PHASES.head
-    TAIL: tl.constexpr = PHASES.tail
-    TAIL_UNITS: tl.constexpr = PHASES.tail_units
     MLP: tl.constexpr = PHASES.mlp
     MLP_TILE: tl.constexpr = PHASES.mlp_tile
     TREE: tl.constexpr = PHASES.tree
@@ -746,20 +737,6 @@ def draft_kernel(
             SELECT,
             LM_HEAD,
         )
-        if TAIL_UNITS > 0:
-            stream_tails(
-                ws.x + OPERANDS.head,
-                factor,
-                step.active_slots,
-                nodes,
-                tails,
-                tl.minimum(head.draft_vocab, PROGRAMS),
-                my_scratch,
-                lists_at(lists, my_lists, SELECT),
-                SELECT,
-                TAIL,
-                TAIL_UNITS,
-            )
         round = next_phase(ws.barrier, round, PROGRAMS)
         pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, depth, size, HEAD, PHASES, GRID)
         if level < depth:

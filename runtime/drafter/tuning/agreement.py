@@ -113,10 +113,7 @@ def tree_of(bufs: Buffers) -> DraftTree:
 
 
 def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
-    """Return the head in fp32 as a kernel of this configuration stores it: rounded to FP8 where weights are FP8.
-
-    Without the rows that could join it.
-    """
+    """Return the head in fp32 as a kernel of this configuration stores it: rounded to FP8 where weights are FP8."""
 
     def exact(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(cfg.dtype)
@@ -131,7 +128,6 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
         embedding=head.embedding.to(cfg.dtype).float(),
         lm_head=exact("lm_head", head.lm_head),
         rotary=head.rotary.for_length(cfg.num_tokens),
-        follow=None,
     )
 
 

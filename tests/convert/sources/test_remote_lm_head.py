@@ -10,9 +10,9 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
 from eagle_slim.convert.rows import hub_tensor
-from eagle_slim.convert.rows.lm_head import LmHead
-from eagle_slim.convert.rows.target import open_target_lm_head
 from eagle_slim.convert.sources.source import target_files
+from eagle_slim.convert.targets.lm_head import LmHead
+from eagle_slim.convert.targets.matrix import open_target_lm_head
 from safetensors.torch import load_file, save
 from support.heads import random
 from support.hub_server import Fault, HubServer, connected

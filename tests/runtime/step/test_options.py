@@ -36,7 +36,7 @@ PENALTIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
     head = write_head(tmp_path_factory.mktemp("head"))
-    return SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=3, top_k=4)
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), head, tree=TreeConfig(3, 4, 16))
 
 
 @pytest.fixture
@@ -349,7 +349,9 @@ def test_ids_that_no_token_has_end_nothing(model: SpeculativeModel) -> None:
         ("device", "gpu"),
         ("draft_vocab", "full"),
         ("draft_vocab", 24.0),
-        ("d2t_form", "absolut"),
+        ("tree", (5, 10, 60)),
+        ("max_model_len", 0),
+        ("revision", "main"),
     ],
     ids=str,
 )
@@ -359,7 +361,7 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path, option: str, value: Any)
 
 
 def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle_slim.runtime.model.transformers.__version__", "4.53.3")
+    monkeypatch.setattr("eagle_slim.runtime.opening.targets.transformers.__version__", "4.53.3")
     with raises(UsageError, option="transformers 5.0"):
         SpeculativeModel.from_pretrained()
 

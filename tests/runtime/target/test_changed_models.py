@@ -20,11 +20,9 @@ from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.weights import choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import SpeedWarning, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.decoder import hold_row
 from eagle_slim.runtime.target import known
-from eagle_slim.runtime.target.cache import KVCache
 from eagle_slim.runtime.target.wrapper import TargetModel
-from support.changed_models import CHANGES, FUSED, REFUSED, LoraLinear, PeftStandIn, lora
+from support.changed_models import CHANGES, FUSED, REFUSED, STEERED, UNCOUNTED, LoraLinear, PeftStandIn, lora, steer
 from support.raising import raises
 from support.tiny_models import SIZES, plain_greedy, random_prompts, tiny_target, widen, write_head
 from torch import nn
@@ -74,7 +72,7 @@ def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A way to change a model; what is global of it is undone afterwards."""
     act, *expected = CHANGES[request.param]
     with ExitStack() as stack:
-        yield lambda model: act(model, stack), *expected
+        yield lambda model: act(model, stack), *expected, request.param in UNCOUNTED
     torch._dynamo.reset()
 
 
@@ -90,7 +88,7 @@ def check(model: SpeculativeModel, own: Any, expected: str) -> None:
 
 
 def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
-    act, expected, _ = change
+    act, expected, *_ = change
     own = tiny_target("llama")
     act(own)
     if expected == REFUSED:
@@ -101,13 +99,15 @@ def test_a_model_changed_before_loading(change: Any, head: Path) -> None:
 
 
 def test_a_model_changed_between_two_calls(change: Any, head: Path) -> None:
-    act, expected, between = change
+    act, expected, between, is_uncounted = change
     own = tiny_target("llama")
     model = over(own, head)
     before, path = answer(model)
     assert before == unchanged_answer()
     assert "target fused" in path
     act(own)
+    if is_uncounted:
+        model.refresh()
     check(model, own, between or expected)
 
 
@@ -191,7 +191,9 @@ def test_a_wrapper_of_a_whole_model_runs_as_the_wrapper_does(tapped: Any, tmp_pa
     lora("self_attn.v_proj")(own)
     kinds = {"kind": "eagle3" if tapped else "eagle"}
     for wrapped in (PeftStandIn(own), torch.compile(own, backend="eager")):
-        model = SpeculativeModel.from_pretrained(wrapped, write_head(tmp_path / "head", **kinds), depth=2, top_k=2)
+        model = SpeculativeModel.from_pretrained(
+            wrapped, write_head(tmp_path / "head", **kinds), tree=TreeConfig.of(2, 2)
+        )
         assert answer(model)[0] == own_answer(own)
 
 
@@ -237,7 +239,7 @@ def test_tensors_of_inference_mode_have_no_counter_and_run(head: Path) -> None:
     assert answer(model, reuse_prefix=True)[0] == own_answer(usual)
 
 
-def test_rows_of_other_weights_are_found_by_value_where_counters_miss(head: Path) -> None:
+def test_what_no_counter_shows_is_followed_after_refresh(head: Path) -> None:
     """Also beside a sequence that takes over nothing, with prompts that wait, and with tokens chosen on the host."""
     own: Any = tiny_target("llama")
     model = over(own, head)
@@ -246,25 +248,54 @@ def test_rows_of_other_weights_are_found_by_value_where_counters_miss(head: Path
     model.generate(prompts[:2], **options)
     for place, host in enumerate((False, True)):
         own.model.layers[place].self_attn.v_proj.weight.data *= -1.5
-        version = model.target.version
+        model.refresh()
         processed = {"logits_processor": [lambda _ids, scores: scores]} if host else {}
         output = model.generate(prompts, **options, **processed)
         assert output.token_ids == [own_answer(own, prompt) for prompt in prompts]
-        assert model.target.version == version
         assert output.stats.num_reused_tokens == 0
     assert model.generate(prompts[2:], **options).stats.num_reused_tokens > 0
 
 
-def test_a_held_row_is_compared_by_its_bits_where_rows_are_exact() -> None:
-    cache = KVCache.over(torch.randn(3, 2, 1, 6, 4), torch.randn(3, 2, 1, 6, 4))
-    for is_exact, factor, expected in ((True, 1 + 2**-23, True), (False, 1 + 2**-23, False), (False, 1.1, True)):
-        held = hold_row(cache, 1, 4, is_exact)
-        assert not held()
-        cache.layers[2][1][0, :, 4] = 7.0  # another slot
-        cache.layers[2][1][1, :, 3] = 7.0  # another row
-        assert not held()
-        cache.layers[2][1][1, :, 4] *= factor
-        assert bool(held()) is expected
-    held = hold_row(cache, 1, 4, is_exact=False)
-    cache.layers[0][0][1, 0, 4, 0] = float("nan")
-    assert held()
+@pytest.mark.parametrize("where", STEERED)
+def test_a_plain_tensor_that_a_forward_reads_is_followed(where: str, head: Path) -> None:
+    own: Any = tiny_target("llama")
+    model = over(own, head)
+    replace, write = STEERED[where](own.model.layers[1].mlp, torch.zeros(32))
+    seen = [answer(model, reuse_prefix=True)[0]]
+    assert seen == [unchanged_answer()]
+    for act in (replace, write, replace):
+        act(torch.linspace(-8, 8, 32).roll(5 * len(seen)))
+        output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
+        seen.append(output.token_ids[0])
+        assert seen[-1] == own_answer(own)
+        assert seen[-1] != seen[-2]
+        assert output.stats.num_reused_tokens == 0
+
+
+def test_a_plain_tensor_that_is_added_or_taken_away_is_followed(head: Path) -> None:
+    own: Any = tiny_target("llama")
+    mlp = own.model.layers[1].mlp
+    steer(mlp, lambda self: getattr(self, "vector", torch.zeros(32)))
+    model = over(own, head)
+    assert answer(model, reuse_prefix=True)[0] == unchanged_answer()
+    mlp.vector = torch.linspace(-8, 8, 32)
+    assert answer(model, reuse_prefix=True)[0] == own_answer(own) != unchanged_answer()
+    del mlp.vector
+    assert answer(model, reuse_prefix=True)[0] == unchanged_answer()
+
+
+def test_what_a_forward_leaves_behind_is_no_change(head: Path) -> None:
+    own: Any = tiny_target("llama")
+    mlp, states, counts = own.model.layers[1].mlp, list[Any](), {"calls": 0}
+
+    def record(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        states.append(output)
+        counts["calls"] += 1
+        mlp.last = output
+
+    mlp.register_forward_hook(record)
+    model = over(own, head)
+    for is_reused in (False, True, True):
+        output = model.generate(PROMPT, max_new_tokens=NEW, ignore_eos=True, reuse_prefix=True)
+        assert (output.stats.num_reused_tokens > 0) is is_reused
+        assert len(states) == counts["calls"] > 0

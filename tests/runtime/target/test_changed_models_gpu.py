@@ -1,4 +1,4 @@
-"""On a GPU: a changed model is followed through graphs, and rows of other weights are found by their bits."""
+"""On a GPU: a changed model is followed through graphs, one that no counter shows after `refresh`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import DeviceMemoryError, SpeedWarning
-from eagle_slim.runtime.step.decoder import hold_row
-from eagle_slim.runtime.target.cache import KVCache
-from support.changed_models import CHANGES, FUSED
+from support.changed_models import CHANGES, FUSED, STEERED, UNCOUNTED
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = [
@@ -45,7 +43,7 @@ def _exact_products() -> None:
 def loaded(folder: Path, **head: Any) -> tuple[Any, SpeculativeModel]:
     own = tiny_target("llama", hidden_size=64, intermediate_size=96, head_dim=16).cuda()
     written = write_head(folder, hidden=64, **head)
-    return own, SpeculativeModel.from_pretrained(own, written, depth=3, top_k=4, total_tokens=16)
+    return own, SpeculativeModel.from_pretrained(own, written, tree=TreeConfig(3, 4, 16))
 
 
 def own_answer(own: Any) -> list[int]:
@@ -58,16 +56,18 @@ def own_answer(own: Any) -> list[int]:
 def change(request: pytest.FixtureRequest) -> Iterator[Any]:
     act, expected, _ = CHANGES[request.param]
     with ExitStack() as stack:
-        yield lambda own: act(own, stack), expected
+        yield lambda own: act(own, stack), expected, request.param in UNCOUNTED
 
 
 def test_a_changed_model_is_followed(change: Any, tmp_path: Path) -> None:
-    act, expected = change
+    act, expected, is_uncounted = change
     own, model = loaded(tmp_path)
     assert model.target.backend.name == "fused"
     assert model.generate(PROMPT, **OPTIONS).token_ids[0] == own_answer(own)
     act(own)
     own.cuda()  # adapters that were added on the host
+    if is_uncounted:
+        model.refresh()
     for _ in range(2):
         output = model.generate(PROMPT, **OPTIONS)
         assert output.token_ids[0] == own_answer(own)
@@ -75,31 +75,28 @@ def test_a_changed_model_is_followed(change: Any, tmp_path: Path) -> None:
     assert output.stats.num_reused_tokens > 0
 
 
-def test_one_bit_of_the_weights_is_enough_to_keep_nothing(tmp_path: Path) -> None:
+def test_refresh_keeps_no_rows_of_other_weights(tmp_path: Path) -> None:
     own, model = loaded(tmp_path)
     model.generate(PROMPT, **OPTIONS)
     assert model.generate(PROMPT, **OPTIONS).stats.num_reused_tokens > 0
-    weight = own.model.layers[0].self_attn.k_proj.weight
-    weight.data.mul_(1 + 2**-22)
-    version = model.target.version
-    assert model.generate(PROMPT, **OPTIONS).stats.num_reused_tokens == 0
-    assert model.target.version == version
-    assert model.generate(PROMPT, **OPTIONS).stats.num_reused_tokens > 0
+    own.model.layers[0].self_attn.k_proj.weight.data.mul_(-2)
+    model.refresh()
+    for is_reused in (False, True):
+        output = model.generate(PROMPT, **OPTIONS)
+        assert output.token_ids[0] == own_answer(own)
+        assert (output.stats.num_reused_tokens > 0) is is_reused
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_a_held_row_is_compared_without_a_wait() -> None:
-    cache = KVCache.over(*torch.randn(2, 3, 2, 1, 6, 4, device="cuda"))
-    flag = torch.zeros(2, dtype=torch.int32, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for place, is_exact in enumerate((True, False)):
-            held = hold_row(cache, 1, 4, is_exact)
-            cache.layers[2][1][1, :, 4] *= 1 + 2**-22
-            flag[place].copy_(held())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert flag.tolist() == [1, 0]
+@pytest.mark.parametrize("where", ["attribute", "closure of a hook"])
+def test_a_plain_tensor_in_a_graph_is_followed(where: str, tmp_path: Path) -> None:
+    own, model = loaded(tmp_path)
+    replace, write = STEERED[where](own.model.layers[1].mlp, torch.zeros(64, device="cuda"))
+    seen = [model.generate(PROMPT, **OPTIONS).token_ids[0]]
+    for act in (replace, write):
+        act(torch.linspace(-8, 8, 64, device="cuda").roll(len(seen)))
+        seen.append(model.generate(PROMPT, **OPTIONS).token_ids[0])
+        assert seen[-1] == own_answer(own)
+        assert seen[-1] != seen[-2]
 
 
 def test_full_memory_is_told_and_the_next_call_works(tmp_path: Path) -> None:
