@@ -83,7 +83,8 @@ def chat_spec(tokenizer: LoadedTokenizer) -> ChatSpec:
         tuple(token.content for token_id, token in added.items() if token_id in ids and token.content)
         for ids in (tokenizer.special_ids | eos_ids, eos_ids)
     )
-    return ChatSpec(template, dict(tokenizer.special_tokens), tuple(borders), ends, eos)
+    variables = {**tokenizer.special_tokens, **tokenizer.chat_template_kwargs}
+    return ChatSpec(template, variables, tuple(borders), ends, eos)
 
 
 class ChatTemplate:
@@ -171,7 +172,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What surrounds the words of an assistant's turn, learned from a chat of invented words.
+    """Surroundings of the words of an assistant's turn, learned from a chat of invented words.
 
     Attributes:
         closing: what stands behind the words of a user.

@@ -95,7 +95,7 @@ def keep_limit() -> None:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids every request."""
+    """Report whether HF_HUB_OFFLINE forbids every request."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -232,11 +232,11 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     from huggingface_hub import constants, errors
 
     http_error = http_error_type()
-    known = (http_error, errors.EntryNotFoundError, errors.HFValidationError, errors.OfflineModeIsEnabled)
-    known = (*known, errors.FileMetadataError, UnicodeEncodeError)
-    found = [cause for cause in causes_of(error) if isinstance(cause, known)] or [error]
+    known: list[type[BaseException]] = [http_error, errors.EntryNotFoundError, errors.HFValidationError]
+    known += [errors.OfflineModeIsEnabled, errors.FileMetadataError, UnicodeEncodeError]
+    causes = [cause for cause in causes_of(error) if isinstance(cause, tuple(known))] or [error]
     # "Not in the cache" hides why the file could not be fetched: take the error behind it.
-    cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
+    cause = next((cause for cause in causes if not isinstance(cause, errors.LocalEntryNotFoundError)), causes[0])
     said = plain(getattr(cause, "server_message", None) or cause)
     hub, status = plain(constants.ENDPOINT), getattr(getattr(cause, "response", None), "status_code", None)
     name, is_http = type(cause).__name__, isinstance(cause, http_error)

@@ -1,4 +1,4 @@
-"""What a target's configuration says: rows of its LM head, tied to the embedding or not, and ids that end a text."""
+"""A target's configuration: rows of its LM head, tied to the embedding or not, and ids that end a text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_target(source: str, offline: bool = False) -> TargetConfig:
 
 
 def says_tied(config: Mapping[str, Any]) -> bool | None:
-    """Whether a config.json ties the LM head to the input embedding; None where it does not say.
+    """Report whether a config.json ties the LM head to the input embedding; None where it does not say.
 
     A multimodal target that says both in its two places says nothing: engines differ in which of them they read.
     """
